@@ -1,0 +1,110 @@
+"""Which rank sits on which node, and the mesh of named axes over the ranks. Pure: nothing here communicates.
+
+The mesh has two axes now: `node` (ranks of the same local index on different nodes) and `local` (the ranks of
+one node). Two-level reduction is a walk over these two. More axes can be added without touching the callers,
+which ask for an axis by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Placement of the ranks. `ranks_by_node[k]` holds the world ranks on node k, ascending."""
+
+    ranks_by_node: tuple[tuple[int, ...], ...]
+    node_names: tuple[str, ...]
+    emulated: bool = False  # nodes made up by --ranks-per-node on one machine
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for node in self.ranks_by_node for rank in node)
+        if ranks != list(range(len(ranks))) or not ranks:
+            raise TopologyError(f"ranks on the nodes are {ranks}, not 0 to {len(ranks) - 1} each once")
+        if len(self.node_names) != len(self.ranks_by_node):
+            raise TopologyError(f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes")
+
+    @classmethod
+    def from_node_names(cls, names_by_rank: Sequence[str], *, emulated: bool = False) -> Topology:
+        """From the node name of each world rank. Nodes are numbered in the order of their first rank."""
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(names_by_rank):
+            ranks.setdefault(name, []).append(rank)
+        return cls(tuple(tuple(r) for r in ranks.values()), tuple(ranks), emulated)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(node) for node in self.ranks_by_node)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.ranks_by_node)
+
+    def node_of(self, rank: int) -> int:
+        """Index of the node that `rank` is on."""
+        for index, ranks in enumerate(self.ranks_by_node):
+            if rank in ranks:
+                return index
+        raise TopologyError(f"rank {rank} is not one of the {self.num_ranks} ranks of this run")
+
+    def local_rank_of(self, rank: int) -> int:
+        """Place of `rank` among the ranks of its node."""
+        return self.ranks_by_node[self.node_of(rank)].index(rank)
+
+    def local_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of the `local` axis: the ranks of each node."""
+        return self.ranks_by_node
+
+    def node_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of the `node` axis: the i-th rank of every node, for each i that every node has.
+
+        With unequal ranks per node there are as many groups as the smallest node has ranks; a rank whose
+        local index is beyond that is in no group, and its node's slices are carried by its neighbours.
+        """
+        smallest = min(len(ranks) for ranks in self.ranks_by_node)
+        return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
+
+    def describe(self) -> str:
+        """`2 nodes x 2 ranks`, or `2 nodes with 3 and 1 ranks`; says so when the nodes are emulated."""
+        sizes = [len(ranks) for ranks in self.ranks_by_node]
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        if len(set(sizes)) == 1:
+            text = f"{nodes} x {sizes[0]} rank{'s' if sizes[0] > 1 else ''}"
+        else:
+            text = f"{nodes} with {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks"
+        return text + (" (emulated)" if self.emulated else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh as one rank sees it: the group it belongs to, and its place in it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The named axes over the ranks, seen from `rank`."""
+
+    topology: Topology
+    rank: int
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis `node` or `local`; None when this rank is in no group of it (unequal ranks per node)."""
+        groups = {"node": self.topology.node_groups, "local": self.topology.local_groups}
+        if name not in groups:
+            raise TopologyError(f"the mesh has no axis {name!r}; it has {', '.join(sorted(groups))}")
+        for group in groups[name]():
+            if self.rank in group:
+                return Axis(name, group, group.index(self.rank))
+        return None

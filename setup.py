@@ -1,0 +1,49 @@
+"""Package metadata. Tool settings are in pyproject.toml, pinned versions in requirements/."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+root = Path(__file__).parent
+version = re.search(r'__version__ = "([^"]+)"', (root / "hpctrain" / "version.py").read_text()).group(1)
+
+setup(
+    name="hpctrain",
+    version=version,
+    description="Distributed PyTorch training on HPC systems: Horovod and MPI, parallel HDF5, collective checkpoints",
+    long_description=(root / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["hpctrain", "hpctrain.*"]),
+    package_data={"hpctrain": ["py.typed"]},
+    install_requires=[
+        "torch>=2.1",
+        "numpy>=1.24",
+        "h5py>=3.8",
+        "typer>=0.12",
+        "rich>=13",
+        "pydantic>=2.6",
+        "psutil>=5.9",
+        "xxhash>=3.4",
+        'tomli>=2; python_version < "3.11"',
+    ],
+    extras_require={
+        "mpi": ["mpi4py>=3.1.5"],
+        "horovod": ["horovod==0.28.1"],
+        "demo": ["scikit-learn>=1.3"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "scikit-learn>=1.3"],
+    },
+    entry_points={"console_scripts": ["hpctrain = hpctrain.cli.main:main"]},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering",
+        "Topic :: System :: Distributed Computing",
+    ],
+)
