@@ -1,0 +1,332 @@
+"""Start real ranks from a test: `run_ranks` for a function, `run_command` for a command line.
+
+pytest itself stays outside MPI: it would hang when one rank fails. Each launch has a time limit that ends
+every process of it, and a failure shows the last lines of each rank. This module is also what each rank runs:
+`python -m tests.ranks_launcher module:function backend args-json out-dir timeout_s num_ranks`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# What an outer launcher leaves in the environment would make the inner ranks take themselves for its ranks.
+OUTER_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_", "ORTE_", "HPCTRAIN_", "HOROVOD_")
+TAIL_LINES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksResult:
+    """How a launch of `run_ranks` ended. `outputs[r]` is what rank r's function returned, or None."""
+
+    returncode: int
+    outputs: list[Any]
+    stdout: str
+    stderr: str
+    wall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandResult:
+    """How a launch of `run_command` ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    wall_s: float
+
+
+def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for launched ranks: ours without an outer launcher's variables, plus `extra`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(OUTER_LAUNCHER)}
+    path = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
+    environment.update(
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        OMPI_MCA_mpi_yield_when_idle="1",  # more ranks than cores: a polling rank must let others run
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join(path),
+    )
+    environment.update(extra or {})
+    return environment
+
+
+def mpirun(num_ranks: int) -> list[str]:
+    """The launcher's part of the command line."""
+    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
+
+
+@dataclass
+class Launched:
+    """A started command. Its processes share a session, which is how all of them are found and ended."""
+
+    process: subprocess.Popen[bytes]
+    directory: tempfile.TemporaryDirectory[str]
+    started: float = field(default_factory=time.monotonic)
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        self.directory.cleanup()
+
+    @property
+    def stdout(self) -> str:
+        return _read(Path(self.directory.name) / "stdout")
+
+    @property
+    def stderr(self) -> str:
+        return _read(Path(self.directory.name) / "stderr")
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> command line of every live process of the launch, the launcher's own included."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                # Fields after the ")" of the name: state, parent, group, session. A zombie is not alive.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(entry.name)] = command.decode(errors="replace").strip()
+            except (OSError, IndexError):
+                continue  # it ended while we looked
+        return found
+
+    def rank_processes(self) -> dict[int, int]:
+        """World rank -> process id, for ranks that mpirun has started."""
+        found = {}
+        for pid in self.processes():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            for item in environment:
+                name, _, value = item.partition(b"=")
+                if name == b"OMPI_COMM_WORLD_RANK":
+                    # A rank's own children carry the variable too: the rank itself is the lowest pid.
+                    rank = int(value)
+                    found[rank] = min(pid, found.get(rank, pid))
+        return found
+
+    def kill(self) -> None:
+        """End every process of the launch."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(3)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        self.process.wait()
+
+    def wait(self, *, timeout_s: float) -> CommandResult:
+        """Wait for the end. After `timeout_s` from the start everything is killed: AssertionError."""
+        try:
+            remaining_s = max(0.0, self.started + timeout_s - time.monotonic())
+            returncode = self.process.wait(remaining_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(
+                f"still running after {timeout_s:g} s, killed\n--- stdout\n{_tail(self.stdout)}"
+                f"\n--- stderr\n{_tail(self.stderr)}"
+            ) from None
+        wall_s = time.monotonic() - self.started
+        return CommandResult(returncode=returncode, stdout=self.stdout, stderr=self.stderr, wall_s=wall_s)
+
+
+def start_command(
+    num_ranks: int | None,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str = REPOSITORY,
+) -> Launched:
+    """Start `argv` under `mpirun -n num_ranks`, or by itself when `num_ranks` is None; do not wait.
+
+    Use it as a context manager: leaving it ends every process of the launch.
+    """
+    directory = tempfile.TemporaryDirectory(prefix="hpctrain-test-")
+    command = [*(mpirun(num_ranks) if num_ranks is not None else []), *map(str, argv)]
+    # Files, not pipes: a process that outlives its rank would keep a pipe open, and us waiting.
+    with (
+        open(Path(directory.name) / "stdout", "wb") as stdout,
+        open(Path(directory.name) / "stderr", "wb") as stderr,
+    ):
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=rank_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    return Launched(process, directory)
+
+
+def run_command(
+    num_ranks: int | None,
+    argv: Sequence[str],
+    *,
+    timeout_s: float = 90,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | str = REPOSITORY,
+    expect: int | None = None,
+) -> CommandResult:
+    """Run `argv` under `mpirun -n num_ranks`, or by itself when `num_ranks` is None.
+
+    expect: the exit code that must come out; None accepts any.
+    """
+    with start_command(num_ranks, argv, env=env, cwd=cwd) as launched:
+        result = launched.wait(timeout_s=timeout_s)
+    if expect is not None and result.returncode != expect:
+        raise AssertionError(
+            f"exit code {result.returncode}, expected {expect}: {' '.join(map(str, argv))}"
+            f"\n--- stdout\n{_tail(result.stdout)}\n--- stderr\n{_tail(result.stderr)}"
+        )
+    return result
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str = "mpi",
+    ranks_per_node: int | None = None,
+    timeout_s: float = 90,
+    env: Mapping[str, str] | None = None,
+    expect: int | None = 0,
+) -> RanksResult:
+    """Run `function(world, *args)` on `num_ranks` ranks and collect what each returned.
+
+    function: at module level of an importable module; args and results must be JSON.
+    backend: `horovod` and `mpi` under mpirun; `threads` as threads of one process; `serial` needs one rank.
+    ranks_per_node: nodes are emulated (HPCTRAIN_RANKS_PER_NODE), as `hpctrain launch` does.
+    expect: the exit code that must come out; None accepts any.
+    """
+    under_mpirun = backend in ("horovod", "mpi")
+    extra = {} if ranks_per_node is None else {"HPCTRAIN_RANKS_PER_NODE": str(ranks_per_node)}
+    extra.update(env or {})
+    with tempfile.TemporaryDirectory(prefix="hpctrain-ranks-") as name:
+        directory = Path(name)
+        command = [sys.executable, "-m", "tests.ranks_launcher"]
+        command += [f"{function.__module__}:{function.__qualname__}", backend, json.dumps(args), name]
+        command += [str(timeout_s), str(num_ranks)]
+        if under_mpirun:
+            command = [*mpirun(num_ranks), "--output-filename", str(directory / "ranks"), *command]
+        try:
+            with start_command(None, command, env=extra) as launched:
+                result = launched.wait(timeout_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{_rank_tails(directory)}") from None
+        if expect is not None and result.returncode != expect:
+            shown = _rank_tails(directory) or f"{_tail(result.stdout)}\n{_tail(result.stderr)}"
+            raise AssertionError(
+                f"{function.__qualname__} on {num_ranks} {backend} ranks: exit code {result.returncode}, "
+                f"expected {expect}\n{shown}"
+            )
+        outputs = [_read_json(directory / f"rank-{rank}.json") for rank in range(num_ranks)]
+    return RanksResult(
+        returncode=result.returncode,
+        outputs=outputs,
+        stdout=result.stdout,
+        stderr=result.stderr,
+        wall_s=result.wall_s,
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+
+def _rank_tails(directory: Path) -> str:
+    """The last lines of each rank, from the files that mpirun copied their output to."""
+    parts = []
+    for path in sorted((directory / "ranks").glob("*/rank.*/std*")):
+        text = _tail(_read(path))
+        if text:
+            parts.append(f"--- {path.parent.name} {path.name}\n{text}")
+    return "\n".join(parts)
+
+
+def _rank_main(argv: Sequence[str]) -> int:
+    """What each launched process does: open the backend, call the function, write its result."""
+    target, backend, arguments, directory, timeout_s, num_ranks = argv
+    # A hang becomes a stack of each thread, shortly before the launch is killed.
+    faulthandler.dump_traceback_later(0.9 * float(timeout_s), exit=False)
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+
+    def case(world: Any) -> None:
+        value = function(world, *json.loads(arguments))
+        (Path(directory) / f"rank-{world.rank}.json").write_text(json.dumps(value))
+
+    if backend == "threads":
+        from hpctrain.comm.threads import run_threads
+
+        run_threads(int(num_ranks), case, timeout_s=float(timeout_s))
+        return 0
+    world = _open(backend)
+    if world.num_ranks != int(num_ranks):
+        raise RuntimeError(f"{num_ranks} ranks asked for, {backend} has {world.num_ranks}")
+    try:
+        case(world)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        code = int(getattr(error, "exit_code", 1))
+        if getattr(error, "agreed", False):
+            world.close()
+            return code  # every rank has raised it: all leave by the same door
+        world.abort(code)
+    world.close()
+    return 0
+
+
+def _open(backend: str) -> Any:
+    if backend == "horovod":
+        from hpctrain.comm.horovod import HorovodWorld
+
+        return HorovodWorld.open()
+    if backend == "mpi":
+        from hpctrain.comm.mpi import MpiWorld
+
+        return MpiWorld.open()
+    if backend == "serial":
+        from hpctrain.comm.serial import SerialWorld
+
+        return SerialWorld()
+    raise ValueError(f"no backend {backend!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(_rank_main(sys.argv[1:]))
