@@ -1,0 +1,178 @@
+"""Ranks fail together: what one rank found is told to all before the next collective.
+
+Every function here is collective over its communicator. Values travel as JSON, never as pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hpctrain import errors
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, LaunchError
+
+T = TypeVar("T")
+
+
+def all_gather_json(comm: Collective, value: Any) -> list[Any]:
+    """Every rank's `value`, in rank order. Collective. TypeError, before sending, if it is not JSON."""
+    return [json.loads(data) for data in comm.all_gather_bytes(json.dumps(value).encode())]
+
+
+def broadcast_json(comm: Collective, value: Any, *, root: int = 0) -> Any:
+    """`value` of the group's rank `root`, on every rank. Collective. Other ranks' `value` is ignored."""
+    data = json.dumps(value).encode() if comm.rank == root else b""
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    comm.broadcast(length, root=root)
+    if comm.rank == root:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+    comm.broadcast(buffer, root=root)
+    return json.loads(bytes(buffer.numpy()))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-3`, `ranks 0, 2-5, 7`."""
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(ordered) > 1 else ''} {text}"
+
+
+def raise_together(comm: Collective, error: HpctrainError | None) -> None:
+    """If any rank brings an error, every rank raises one of the lowest failing rank's class. Collective.
+
+    The message is the same on every rank: equal messages are folded ("ranks 0-2 (host): ..."), different
+    ones are each named by rank and host; one that all ranks have stands alone. Ranks are world ranks. The
+    error raised has `agreed` set.
+    """
+    # One int first: this vote is taken often, and nearly always nobody has anything to say.
+    flag = torch.tensor([int(error is not None)], dtype=torch.int32)
+    comm.all_reduce(flag)
+    if not int(flag):
+        return
+    mine = None
+    if error is not None:
+        mine = {**_to_json(error), "host": socket.gethostname()}
+    found = all_gather_json(comm, mine)
+    failed = {comm.members[place]: entry for place, entry in enumerate(found) if entry is not None}
+    first = failed[min(failed)]
+    raise _class_of(first)(_merged(failed, num_ranks=comm.num_ranks), agreed=True) from error
+
+
+def _to_json(error: HpctrainError) -> dict[str, Any]:
+    return {"class": type(error).__name__, "code": int(error.exit_code), "text": str(error)}
+
+
+def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
+    """The class in `hpctrain.errors` of that name; for any other class the one of its exit code.
+
+    Every rank gets the same class, also a rank that has never imported the module the error comes from.
+    """
+    named = getattr(errors, entry["class"], None)
+    if isinstance(named, type) and issubclass(named, HpctrainError) and named.exit_code == entry["code"]:
+        return named
+    return errors.from_exit_code(entry["code"])
+
+
+def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
+    """One text for all: `failed` maps world rank -> {text, host}."""
+    by_text: dict[str, list[int]] = {}
+    for rank in sorted(failed):
+        by_text.setdefault(failed[rank]["text"], []).append(rank)
+    if len(by_text) == 1 and (len(failed) == num_ranks):
+        return next(iter(by_text))
+    lines = []
+    for text, ranks in by_text.items():
+        hosts = sorted({failed[rank]["host"] for rank in ranks})
+        lines.append(f"{describe_ranks(ranks)} ({', '.join(hosts)}): {text}")
+    return "\n".join(lines)
+
+
+def agreed(comm: Collective, function: Callable[[], T], *, os_error: type[HpctrainError] = LaunchError) -> T:
+    """Run `function` on each rank; its value, or an error on all ranks if it failed on any. Collective.
+
+    HpctrainError is voted as it is; an OSError becomes `os_error`. Any other exception is a bug and is not
+    caught: the run must then be aborted, since the other ranks wait in the vote. `function` must not
+    communicate over `comm`.
+    """
+    error: HpctrainError | None = None
+    value: T | None = None
+    try:
+        value = function()
+    except HpctrainError as caught:
+        error = caught
+    except OSError as caught:
+        error = os_error(str(caught))
+        error.__cause__ = caught
+    raise_together(comm, error)
+    return value  # type: ignore[return-value]  # no error: `function` has returned
+
+
+def on_rank_0(
+    comm: Collective, function: Callable[[], Any], *, os_error: type[HpctrainError] = LaunchError
+) -> Any:
+    """Rank 0 of the group runs `function`; its JSON value, or its error, reaches every rank. Collective.
+
+    Errors are caught as in `agreed`. The value has gone through JSON on every rank, rank 0 included, so that
+    all ranks go on with the same thing.
+    """
+    outcome: dict[str, Any] = {}
+    error: HpctrainError | None = None
+    if comm.rank == 0:
+        try:
+            outcome = {"value": function()}
+        except HpctrainError as caught:
+            error = caught
+        except OSError as caught:
+            error = os_error(str(caught))
+            error.__cause__ = caught
+        if error is not None:
+            outcome = _to_json(error)
+    outcome = broadcast_json(comm, outcome)
+    if "text" not in outcome:
+        return outcome["value"]
+    raise _class_of(outcome)(outcome["text"], agreed=True) from error
+
+
+def check_same(
+    comm: Collective, *, name: str, value: Any, error: type[HpctrainError] = CommunicationError
+) -> None:
+    """Every rank raises, naming the ranks that differ from the majority, unless `value` is equal on all.
+
+    Collective. `value` must be JSON. Of two values held by equally many ranks, the lowest rank's counts as
+    the majority's.
+    """
+    values = [json.dumps(v, sort_keys=True) for v in all_gather_json(comm, value)]
+    counts = Counter(values)
+    if len(counts) == 1:
+        return
+    usual = max(counts, key=lambda v: (counts[v], -values.index(v)))
+    usual_ranks = [comm.members[place] for place, v in enumerate(values) if v == usual]
+    others: dict[str, list[int]] = {}
+    for place, text in enumerate(values):
+        if text != usual:
+            others.setdefault(text, []).append(comm.members[place])
+    differing = "; ".join(f"{describe_ranks(ranks)} {text}" for text, ranks in others.items())
+    raise error(
+        f"{name} must be the same on every rank: {describe_ranks(usual_ranks)} {usual}, but {differing}",
+        agreed=True,
+    )
+
+
+def check_same_buffer(comm: Collective, buffer: torch.Tensor, *, name: str) -> None:
+    """BufferMismatch on every rank unless `buffer` has one length and one dtype on all. Collective."""
+    described = f"{buffer.numel()} x {str(buffer.dtype).removeprefix('torch.')}"
+    check_same(comm, name=name, value=described, error=BufferMismatch)

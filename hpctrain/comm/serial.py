@@ -1,0 +1,118 @@
+"""One rank with the interface of many, so that user code needs no `if distributed`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from hpctrain.comm.buffers import check_buffer, check_counts, check_groups, check_part, check_root
+from hpctrain.comm.communicator import Collective, ReduceOp
+
+
+@final
+class SerialGroup:
+    """A group of one rank. Other backends use it too, under their own name, for a group of one."""
+
+    def __init__(self, *, member: int = 0, backend: str = "serial") -> None:
+        self._member = member
+        self._backend = backend
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (self._member,)
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        check_buffer(buffer, operation="all_reduce", rank=0)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_buffer(buffer, operation="reduce_scatter", rank=0)
+        check_counts(buffer.numel(), counts=counts, operation="reduce_scatter", rank=0, num_ranks=1)
+        return buffer.clone()
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_part(part, counts=counts, rank=0, num_ranks=1)
+        return part.clone()
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        check_buffer(buffer, operation="broadcast", rank=0)
+        check_root(root, rank=0, num_ranks=1)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [bytes(data)]
+
+    def barrier(self) -> None:
+        return None
+
+
+@final
+class SerialWorld:
+    """The world of a run that has one rank."""
+
+    def __init__(self) -> None:
+        self._group = SerialGroup()
+
+    @property
+    def backend(self) -> str:
+        return "serial"
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (0,)
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._group.all_reduce(buffer, op=op)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.reduce_scatter(buffer, counts=counts)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._group.broadcast(buffer, root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
+        check_groups(groups, num_ranks=1)
+        return SerialGroup() if groups else None
+
+    def duplicate(self) -> Collective:
+        return SerialGroup()
+
+    def abort(self, exit_code: int) -> None:
+        """End this process at once, from whichever thread."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,304 @@
+"""N ranks as threads of one process: algorithms are tested in milliseconds, without a launcher.
+
+Ranks meet at a barrier, look at each other's buffers, compute each its own result in rank order, and meet
+again before anyone goes on. It is correct and deterministic, and makes no attempt to be fast.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, final
+
+import torch
+
+from hpctrain.comm.buffers import (
+    check_buffer,
+    check_counts,
+    check_groups,
+    check_part,
+    check_root,
+    maximum_of,
+    offsets_of,
+    sum_in_order,
+)
+from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the threads of one group meet: a barrier and a place for each to lay something down."""
+
+    def __init__(self, run: _Run, *, members: tuple[int, ...]) -> None:
+        self.run = run
+        self.members = members
+        self.barrier = threading.Barrier(len(members))
+        self.laid: list[tuple[str, Any]] = [("", None)] * len(members)
+        run.add(self)
+
+    def wait(self) -> None:
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise _LeftError(self.run.reason or "the group was broken") from None
+
+    def exchange(self, *, place: int, operation: str, value: Any) -> list[Any]:
+        """Lay `value` down, meet, and return what each rank laid down. `wait` must follow before it changes.
+
+        BufferMismatch on every rank if the ranks called different operations.
+        """
+        self.laid[place] = (operation, value)
+        self.wait()
+        laid = list(self.laid)
+        called = {name for name, _ in laid}
+        if len(called) > 1:
+            each = ", ".join(f"rank {r} {name}" for r, (name, _) in zip(self.members, laid, strict=True))
+            self.wait()
+            raise BufferMismatch(f"ranks called different operations: {each}", agreed=True)
+        return [value for _, value in laid]
+
+
+class _LeftError(CommunicationError):
+    """Another rank has ended or aborted, so this one cannot go on: a consequence, never the cause."""
+
+
+class _Run:
+    """One call of `run_threads`: all its meetings, so that the end of one rank ends every wait."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.exit_code: int | None = None
+        self._meetings: list[_Meeting] = []
+        self._lock = threading.Lock()
+
+    def add(self, meeting: _Meeting) -> None:
+        with self._lock:
+            self._meetings.append(meeting)
+            if self.reason:
+                meeting.barrier.abort()
+
+    def end(self, reason: str) -> None:
+        with self._lock:
+            self.reason = self.reason or reason
+            for meeting in self._meetings:
+                meeting.barrier.abort()
+
+
+def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[int]) -> str | None:
+    """What is wrong if the ranks' buffers differ in length or dtype; None if nothing is."""
+    if len({(t.numel(), t.dtype) for t in tensors}) == 1:
+        return None
+    each = ", ".join(f"rank {r} {t.numel()} x {t.dtype}" for r, t in zip(members, tensors, strict=True))
+    return f"{operation} with different buffers: {each}"
+
+
+@final
+class ThreadsGroup:
+    """This thread's end of a group of threads."""
+
+    def __init__(self, meeting: _Meeting, *, place: int) -> None:
+        self._meeting = meeting
+        self._place = place
+
+    @property
+    def backend(self) -> str:
+        return "threads"
+
+    @property
+    def rank(self) -> int:
+        return self._place
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._meeting.members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._meeting.members
+
+    def _tensors(self, operation: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        tensors = self._meeting.exchange(place=self._place, operation=operation, value=tensor)
+        wrong = _same(tensors, operation=operation, members=self.members)
+        if wrong:
+            self._meeting.wait()
+            raise BufferMismatch(wrong, agreed=True)
+        return tensors
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        check_buffer(buffer, operation="all_reduce", rank=self.rank)
+        tensors = self._tensors(f"all_reduce {op.value}", buffer)
+        result = sum_in_order(tensors) if op is ReduceOp.SUM else maximum_of(tensors)
+        self._meeting.wait()  # nobody writes before everybody has read
+        buffer.copy_(result)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_buffer(buffer, operation="reduce_scatter", rank=self.rank)
+        check_counts(
+            buffer.numel(),
+            counts=counts,
+            operation="reduce_scatter",
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
+        begin, end = offsets_of(counts)[self.rank : self.rank + 2]
+        tensors = self._tensors(f"reduce_scatter {list(counts)}", buffer)
+        result = sum_in_order([tensor[begin:end] for tensor in tensors])
+        self._meeting.wait()
+        return result
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
+        parts = self._meeting.exchange(
+            place=self._place, operation=f"all_gather {list(counts)} {part.dtype}", value=part
+        )
+        result = torch.cat(parts)
+        self._meeting.wait()
+        return result
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        check_buffer(buffer, operation="broadcast", rank=self.rank)
+        check_root(root, rank=self.rank, num_ranks=self.num_ranks)
+        source = self._tensors(f"broadcast from {root}", buffer)[root]
+        if self.rank != root:
+            buffer.copy_(source)
+        self._meeting.wait()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        parts = self._meeting.exchange(place=self._place, operation="all_gather_bytes", value=bytes(data))
+        self._meeting.wait()
+        return parts
+
+    def barrier(self) -> None:
+        self._meeting.exchange(place=self._place, operation="barrier", value=None)
+        self._meeting.wait()
+
+
+@final
+class ThreadsWorld:
+    """This thread's end of all the threads of a `run_threads`."""
+
+    def __init__(self, meeting: _Meeting, *, rank: int) -> None:
+        self._meeting = meeting
+        self._group = ThreadsGroup(meeting, place=rank)
+
+    @property
+    def backend(self) -> str:
+        return "threads"
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.num_ranks
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._group.members
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._group.all_reduce(buffer, op=op)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.reduce_scatter(buffer, counts=counts)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._group.broadcast(buffer, root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
+        check_groups(groups, num_ranks=self.num_ranks)
+        same = tuple(tuple(group) for group in groups)
+        # Rank 0 makes the meeting places and all others take them from it.
+        made = [_Meeting(self._meeting.run, members=g) for g in same] if self.rank == 0 else None
+        laid = self._meeting.exchange(place=self.rank, operation=f"split {same}", value=made)
+        self._meeting.wait()
+        for meeting in laid[0]:
+            if self.rank in meeting.members:
+                return ThreadsGroup(meeting, place=meeting.members.index(self.rank))
+        return None
+
+    def duplicate(self) -> Collective:
+        group = self.split([self.members])
+        if group is None:
+            raise CommunicationError(f"rank {self.rank} is not a member of its own world")
+        return group
+
+    def abort(self, exit_code: int) -> NoReturn:
+        """End the waits of every rank; `run_threads` then raises the error that stands for `exit_code`."""
+        run = self._meeting.run
+        run.exit_code = exit_code
+        run.end(f"rank {self.rank} ended the run with exit code {exit_code}")
+        raise _LeftError(run.reason)
+
+    def close(self) -> None:
+        self._group.barrier()
+
+
+def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeout_s: float = 60) -> list[T]:
+    """Run `function(world)` on `num_ranks` ranks, each a thread of this process; what each returned.
+
+    An exception on one rank ends the waits of all the others, and is raised here: the lowest rank's, if
+    several have one of their own. CommunicationError with each late rank's stack after `timeout_s`.
+    """
+    run = _Run()
+    meeting = _Meeting(run, members=tuple(range(num_ranks)))
+    results: list[Any] = [None] * num_ranks
+    failures: dict[int, BaseException] = {}
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadsWorld(meeting, rank=rank))
+        except BaseException as error:
+            failures[rank] = error
+            # An error that all ranks know of is raised by each in its own time; nobody waits for anybody.
+            if not (isinstance(error, HpctrainError) and error.agreed):
+                run.end(f"rank {rank} ended with {type(error).__name__}: {error}")
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}", daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = {rank: thread for rank, thread in enumerate(threads) if thread.is_alive()}
+    if late:
+        message = f"ranks {sorted(late)} have not ended after {timeout_s:g} s"
+        stacks = _stacks(late)
+        run.end(message)
+        raise CommunicationError(f"{message}\n{stacks}")
+    causes = [failures[rank] for rank in sorted(failures) if not isinstance(failures[rank], _LeftError)]
+    if causes:
+        raise causes[0]
+    if run.exit_code is not None:
+        raise from_exit_code(run.exit_code)(run.reason, agreed=True)
+    if failures:
+        raise failures[min(failures)]
+    return results
+
+
+def _stacks(threads: dict[int, threading.Thread]) -> str:
+    frames = sys._current_frames()
+    parts = []
+    for rank, thread in threads.items():
+        frame = frames.get(thread.ident or 0)
+        if frame is not None:
+            parts.append(f"rank {rank}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(parts)
