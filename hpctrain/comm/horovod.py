@@ -1,0 +1,339 @@
+"""Horovod. The only file of hpctrain that imports horovod.
+
+Groups of ranks are process sets. Horovod matches operations by name, so each has one that the same call on
+the other ranks has too: the communicator's number and the operation's number on it. Two threads may
+therefore communicate at once, each on a communicator of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm.buffers import (
+    balanced_counts,
+    check_buffer,
+    check_counts,
+    check_groups,
+    check_part,
+    check_root,
+)
+from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.serial import SerialGroup
+from hpctrain.errors import BufferMismatch, CommunicationError, LaunchError
+
+# What hpctrain wants of Horovod, unless the user has set it.
+SETTINGS = {
+    # Groups are made after the start, when the ranks have told each other which node they are on.
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    # Fusion joins what is ready at the same moment, so the order of a sum would depend on timing, and a
+    # resumed run would differ in the last bit. Our buckets are fused already.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+    # Milliseconds between looks at the queue, on the way of every operation. The default of 1 is made for
+    # many small tensors; ours are few and waited for.
+    "HOROVOD_CYCLE_TIME": "0.1",
+}
+
+
+def apply_settings(environ: MutableMapping[str, str]) -> None:
+    """Put `SETTINGS` into `environ`, where the user has set nothing. Horovod reads them once, in init."""
+    for name, value in SETTINGS.items():
+        environ.setdefault(name, value)
+    # Not the user's to choose: without it no group can be made after the start.
+    environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+
+def _import_horovod() -> Any:
+    try:
+        import horovod.torch as hvd
+    except (ImportError, OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"Horovod cannot be loaded ({error}): build it (make setup), or choose the backend mpi"
+        ) from error
+    return hvd
+
+
+def _reducible(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
+    """`buffer` in a dtype that Horovod reduces with `op`; cut back to its own dtype the result is the same."""
+    if buffer.dtype is torch.uint8:
+        return buffer.int()
+    if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
+        return buffer.float()
+    return buffer
+
+
+@final
+class HorovodGroup:
+    """The collective operations over one process set, in a space of names of its own."""
+
+    def __init__(self, hvd: Any, *, process_set: Any, members: tuple[int, ...], name: str) -> None:
+        self._hvd = hvd
+        self._process_set = process_set
+        self._members = members
+        self._rank = members.index(hvd.rank())
+        self._name = name
+        self._count = itertools.count()
+        # Horovod orders a process set by world rank; a group may be in any order.
+        self._by_world_rank = sorted(range(len(members)), key=lambda place: members[place])
+        self._in_order = self._by_world_rank == list(range(len(members)))
+
+    @property
+    def backend(self) -> str:
+        return "horovod"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
+
+    def _next_name(self, operation: str) -> str:
+        return f"hpctrain.{self._name}.{next(self._count)}.{operation}"
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except (self._hvd.mpi_ops.HorovodInternalError, ValueError) as error:
+            text = str(error)
+            # Horovod compares shapes and types itself, and tells every rank.
+            kind = BufferMismatch if "Mismatched" in text else CommunicationError
+            raise kind(
+                f"{operation} on rank {self._members[self._rank]} of {self.num_ranks}: Horovod says {text}"
+            ) from error
+
+    def _check(self, buffer: torch.Tensor, *, operation: str) -> None:
+        check_buffer(buffer, operation=operation, rank=self.rank)
+        if buffer.dtype is torch.bfloat16:
+            raise CommunicationError(
+                f"{operation} on rank {self._members[self._rank]}: Horovod has no bfloat16: use the wire "
+                "format fp16 or fp32, or the backend mpi"
+            )
+
+    def _to_horovod(self, buffer: torch.Tensor) -> torch.Tensor:
+        """`buffer` where Horovod can take it: a Horovod built without device support wants host memory."""
+        if buffer.device.type == "cpu" or self._hvd.nccl_built():
+            return buffer
+        return buffer.cpu()
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        """As the contract says; float16 is summed in float16. MAX of NaN is whatever MPI makes of it."""
+        self._check(buffer, operation="all_reduce")
+        if buffer.numel() == 0:
+            return
+        with self._reported("all_reduce"):
+            result = self._hvd.allreduce_(
+                _reducible(self._to_horovod(buffer), op=op),
+                name=self._next_name(f"all_reduce.{op.value}"),
+                op=self._hvd.Sum if op is ReduceOp.SUM else self._hvd.Max,
+                process_set=self._process_set,
+            )
+        if result is not buffer:
+            buffer.copy_(result)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        self._check(buffer, operation="reduce_scatter")
+        check_counts(
+            buffer.numel(),
+            counts=counts,
+            operation="reduce_scatter",
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
+        if buffer.numel() == 0:
+            return buffer.clone()
+        width = max(counts)
+        staged = _reducible(self._to_horovod(buffer), op=ReduceOp.SUM)
+        if self._in_order and list(counts) == balanced_counts(buffer.numel(), num_parts=self.num_ranks):
+            rows = staged  # Horovod gives the first ranks one more, as `balanced_counts` does
+        else:
+            # Horovod only splits evenly: a row for each rank, as wide as the widest slice.
+            rows = staged.new_zeros((self.num_ranks, width))  # (num_ranks, width)
+            slices = staged.split(list(counts))
+            for row, place in enumerate(self._by_world_rank):
+                rows[row, : counts[place]] = slices[place]
+        with self._reported("reduce_scatter"):
+            handle = self._hvd.reducescatter_async(
+                rows,
+                name=self._next_name("reduce_scatter"),
+                op=self._hvd.Sum,
+                process_set=self._process_set,
+            )
+            result = self._hvd.synchronize(handle)
+        return result.view(-1)[: counts[self.rank]].to(buffer.device, buffer.dtype)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
+        self._check(part, operation="all_gather")
+        if sum(counts) == 0:
+            return part.clone()
+        with self._reported("all_gather"):
+            handle = self._hvd.allgather_async(
+                self._to_horovod(part), name=self._next_name("all_gather"), process_set=self._process_set
+            )
+            whole = self._hvd.synchronize(handle)
+        if whole.numel() != sum(counts):
+            raise BufferMismatch(
+                f"all_gather on rank {self._members[self._rank]}: counts {list(counts)} add up to "
+                f"{sum(counts)}, the ranks brought {whole.numel()} elements"
+            )
+        if not self._in_order:
+            pieces = dict(
+                zip(
+                    self._by_world_rank,
+                    whole.split([counts[place] for place in self._by_world_rank]),
+                    strict=True,
+                )
+            )
+            whole = torch.cat([pieces[place] for place in range(self.num_ranks)])
+        return whole.to(part.device)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._check(buffer, operation="broadcast")
+        check_root(root, rank=self.rank, num_ranks=self.num_ranks)
+        if buffer.numel() == 0:
+            return
+        staged = self._to_horovod(buffer)
+        with self._reported("broadcast"):
+            result = self._hvd.broadcast_(
+                staged,
+                self._members[root],  # Horovod counts roots by world rank, also in a process set
+                name=self._next_name("broadcast"),
+                process_set=self._process_set,
+            )
+        if result is not buffer:
+            buffer.copy_(result)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        lengths = self.all_gather(length, counts=[1] * self.num_ranks).tolist()
+        part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+        whole = self.all_gather(part, counts=lengths)
+        return [bytes(piece.numpy()) for piece in whole.split(lengths)]
+
+    def barrier(self) -> None:
+        """A sum of one int: Horovod's own barrier has no name, so two threads' barriers could be mixed up."""
+        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+
+
+@final
+class HorovodWorld:
+    """All ranks of a Horovod run."""
+
+    def __init__(self, hvd: Any) -> None:
+        """`hvd`: horovod.torch, initialised. Use `open`."""
+        self._hvd = hvd
+        self._closed = False
+        self._num_made = 0
+        self._process_sets: dict[tuple[int, ...], Any] = {}
+        self._group = self._make(tuple(range(hvd.size())))
+
+    @classmethod
+    def open(cls) -> HorovodWorld:
+        """Start Horovod, unless it runs already. Collective. LaunchError when it does not load or start."""
+        apply_settings(os.environ)
+        hvd = _import_horovod()
+        try:
+            hvd.init()
+        except (ValueError, RuntimeError) as error:
+            raise LaunchError(f"Horovod does not start: {error}") from error
+        return cls(hvd)
+
+    def _make(self, members: tuple[int, ...]) -> Collective:
+        """A communicator over `members`, this rank among them, whose process set exists."""
+        name = f"{self._num_made}"
+        if len(members) == 1:
+            return SerialGroup(member=members[0], backend="horovod")
+        return HorovodGroup(self._hvd, process_set=self._process_set(members), members=members, name=name)
+
+    def _process_set(self, members: tuple[int, ...]) -> Any:
+        """The process set of these ranks, made if need be. Collective over the world, not only `members`."""
+        ranks = tuple(sorted(members))
+        if len(ranks) == self._hvd.size():
+            return self._hvd.global_process_set
+        if ranks not in self._process_sets:
+            # Horovod allows one process set for one set of ranks; communicators differ by their names.
+            self._process_sets[ranks] = self._hvd.add_process_set(list(ranks))
+        return self._process_sets[ranks]
+
+    @property
+    def backend(self) -> str:
+        return "horovod"
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.num_ranks
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._group.members
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._group.all_reduce(buffer, op=op)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.reduce_scatter(buffer, counts=counts)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._group.broadcast(buffer, root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
+        check_groups(groups, num_ranks=self.num_ranks)
+        mine: Collective | None = None
+        for group in groups:
+            self._num_made += 1  # counted on every rank, member or not: the names must agree
+            members = tuple(group)
+            if len(members) > 1:
+                self._process_set(members)
+            if self.rank in members:
+                mine = self._make(members)
+        return mine
+
+    def duplicate(self) -> Collective:
+        self._num_made += 1
+        return self._make(self.members)
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks with `exit_code`, from whichever thread.
+
+        Through MPI_Abort where mpi4py is there; else this process ends at once, and the launcher, which sees
+        a rank end without finalizing, ends the others.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(Exception):
+            from hpctrain.comm.mpi import abort_all
+
+            abort_all(exit_code)
+        os._exit(exit_code)
+
+    def close(self) -> None:
+        """Stop Horovod's thread. Collective. Horovod finalizes MPI if it initialised it."""
+        if not self._closed:
+            self._closed = True
+            self._hvd.shutdown()

@@ -1,0 +1,337 @@
+"""MPI through mpi4py. The only file of hpctrain that imports mpi4py, besides the collective file writer.
+
+Buffers are numpy views of CPU tensors: nothing is copied on the way to MPI. Tensors on another device go
+through a host copy: correct with every MPI, also one that knows nothing of devices.
+
+Half types have no MPI type. They travel as 16-bit integers: an all-to-all of slices, a float32 sum in rank
+order at each slice's owner, one rounding, and an all-gather. That moves as many bytes as a ring all-reduce.
+
+Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
+in MPICH, section 4.5 (reduce-scatter followed by all-gather).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+
+from hpctrain.comm.buffers import (
+    HALF_TYPES,
+    balanced_counts,
+    check_buffer,
+    check_counts,
+    check_groups,
+    check_part,
+    check_root,
+    offsets_of,
+    sum_in_order,
+)
+from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.errors import CommunicationError, LaunchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# MPI counts and displacements are 32-bit: longer buffers go in pieces. One piece of float64 is 2 GiB.
+MAX_CHUNK_ELEMS = 2**28
+
+
+def _import_mpi(*, initialize: bool = True) -> Any:
+    """mpi4py's MPI module. Importing it initialises MPI, so it happens when a world is opened, not before."""
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:
+            mpi4py.rc.initialize = initialize
+        # The bucket thread communicates while the main thread may too.
+        mpi4py.rc.thread_level = "multiple"
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py cannot be loaded ({error}): install it (make setup), or choose another backend"
+        ) from error
+    return MPI
+
+
+def abort_all(exit_code: int) -> None:
+    """End all ranks of COMM_WORLD with `exit_code` if MPI is initialised, by whomever; else do nothing."""
+    mpi = _import_mpi(initialize=False)
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(exit_code)
+
+
+def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's memory as numpy sees it: 16-bit integers for the half types. CPU tensors only."""
+    tensor = tensor.detach()
+    if tensor.dtype in HALF_TYPES:
+        tensor = tensor.view(torch.int16)
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array
+
+
+@contextlib.contextmanager
+def _on_host(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`buffer` itself if it is in host memory, else a pinned copy that is written back at the end."""
+    if buffer.device.type == "cpu":
+        yield buffer
+        return
+    staged = _to_host(buffer)
+    yield staged
+    buffer.copy_(staged)
+
+
+def _to_host(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.device.type == "cpu":
+        return buffer
+    staged = torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
+    return staged.copy_(buffer)
+
+
+@final
+class MpiGroup:
+    """The collective operations over one MPI communicator."""
+
+    def __init__(
+        self, comm: MPI.Comm, *, members: tuple[int, ...], chunk_elems: int = MAX_CHUNK_ELEMS
+    ) -> None:
+        self._comm = comm
+        self._members = members
+        self._rank = comm.Get_rank()
+        self._chunk_elems = max(chunk_elems, len(members))
+        self._mpi = sys.modules["mpi4py.MPI"]
+
+    @property
+    def backend(self) -> str:
+        return "mpi"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise CommunicationError(
+                f"{operation} on rank {self._members[self._rank]} of {self.num_ranks}: MPI says {error}"
+            ) from error
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        """As the contract says. MAX of NaN is whatever MPI makes of it."""
+        check_buffer(buffer, operation="all_reduce", rank=self.rank)
+        with self._reported("all_reduce"), _on_host(buffer) as host:
+            for chunk in host.split(self._chunk_elems):
+                if chunk.numel() == 0:
+                    continue  # torch splits an empty tensor into one empty chunk
+                if chunk.dtype not in HALF_TYPES:
+                    mpi_op = self._mpi.SUM if op is ReduceOp.SUM else self._mpi.MAX
+                    self._comm.Allreduce(self._mpi.IN_PLACE, _view(chunk), op=mpi_op)
+                elif op is ReduceOp.MAX:
+                    wide = chunk.float()  # exact: every half value is a float32 value
+                    self._comm.Allreduce(self._mpi.IN_PLACE, _view(wide), op=self._mpi.MAX)
+                    chunk.copy_(wide)
+                else:
+                    counts = balanced_counts(chunk.numel(), num_parts=self.num_ranks)
+                    self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_buffer(buffer, operation="reduce_scatter", rank=self.rank)
+        check_counts(
+            buffer.numel(),
+            counts=counts,
+            operation="reduce_scatter",
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
+        host = _to_host(buffer)
+        mine = torch.empty(counts[self.rank], dtype=buffer.dtype)
+        with self._reported("reduce_scatter"):
+            for begins, widths in self._windows(counts):
+                packed = self._pack(host, counts=counts, begins=begins, widths=widths)
+                begin, width = begins[self.rank], widths[self.rank]
+                if buffer.dtype in HALF_TYPES:
+                    mine[begin : begin + width] = self._sum_slices(packed, counts=widths)
+                else:
+                    self._comm.Reduce_scatter(
+                        _view(packed), _view(mine[begin : begin + width]), recvcounts=widths, op=self._mpi.SUM
+                    )
+        return mine.to(buffer.device)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
+        host = _to_host(part)
+        whole = torch.empty(sum(counts), dtype=part.dtype)
+        offsets = offsets_of(counts)
+        with self._reported("all_gather"):
+            for begins, widths in self._windows(counts):
+                piece = host[begins[self.rank] : begins[self.rank] + widths[self.rank]]
+                if widths == list(counts):
+                    self._gather_into(whole, part=piece, counts=widths)
+                    continue
+                packed = torch.empty(sum(widths), dtype=part.dtype)
+                self._gather_into(packed, part=piece, counts=widths)
+                for place, received in enumerate(packed.split(widths)):
+                    begin = offsets[place] + begins[place]
+                    whole[begin : begin + widths[place]] = received
+        return whole.to(part.device)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        check_buffer(buffer, operation="broadcast", rank=self.rank)
+        check_root(root, rank=self.rank, num_ranks=self.num_ranks)
+        with self._reported("broadcast"), _on_host(buffer) as host:
+            for chunk in host.split(self._chunk_elems):
+                if chunk.numel():
+                    self._comm.Bcast(_view(chunk), root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        lengths = self.all_gather(length, counts=[1] * self.num_ranks).tolist()
+        part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+        whole = self.all_gather(part, counts=lengths)
+        return [bytes(piece.numpy()) for piece in whole.split(lengths)]
+
+    def barrier(self) -> None:
+        with self._reported("barrier"):
+            self._comm.Barrier()
+
+    def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        """Sum of all ranks' slices of half-precision `buffer` that are this rank's, shape (counts[rank],)."""
+        width = counts[self.rank]
+        received = torch.empty(self.num_ranks * width, dtype=buffer.dtype)
+        self._comm.Alltoallv(
+            [_view(buffer), (list(counts), offsets_of(counts)[:-1])],
+            [_view(received), ([width] * self.num_ranks, [r * width for r in range(self.num_ranks)])],
+        )
+        return sum_in_order(list(received.view(self.num_ranks, width).unbind()))
+
+    def _gather_into(self, whole: torch.Tensor, *, part: torch.Tensor, counts: Sequence[int]) -> None:
+        self._comm.Allgatherv(_view(part), [_view(whole), (list(counts), offsets_of(counts)[:-1])])
+
+    def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Pieces of the ranks' parts that fit into one MPI call together: begin and width in each part.
+
+        The same on every rank, since `counts` is. At most one window for anything that fits.
+        """
+        if sum(counts) <= self._chunk_elems:
+            if sum(counts):
+                yield [0] * len(counts), list(counts)
+            return
+        step = self._chunk_elems // self.num_ranks
+        for begin in range(0, max(counts), step):
+            begins = [min(begin, count) for count in counts]
+            yield (
+                begins,
+                [min(begin + step, count) - first for first, count in zip(begins, counts, strict=True)],
+            )
+
+    def _pack(
+        self, buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
+    ) -> torch.Tensor:
+        """The window's pieces of each rank's slice of `buffer`, side by side. No copy if it is the whole."""
+        if list(widths) == list(counts):
+            return buffer
+        firsts = [offset + begin for offset, begin in zip(offsets_of(counts)[:-1], begins, strict=True)]
+        return torch.cat([buffer[f : f + width] for f, width in zip(firsts, widths, strict=True)])
+
+
+@final
+class MpiWorld:
+    """All ranks that the MPI launcher started."""
+
+    def __init__(self, comm: MPI.Intracomm, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> None:
+        """`comm`: a communicator for hpctrain alone. Use `open`."""
+        self._comm = comm
+        self._chunk_elems = chunk_elems
+        self._group = MpiGroup(comm, members=tuple(range(comm.Get_size())), chunk_elems=chunk_elems)
+        self._closed = False
+
+    @classmethod
+    def open(cls, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> MpiWorld:
+        """Initialise MPI if nobody has, and take a copy of COMM_WORLD. Collective.
+
+        LaunchError when mpi4py is not there, or MPI does not let two threads communicate.
+        """
+        mpi = _import_mpi()
+        provided = mpi.Query_thread()
+        if provided < mpi.THREAD_MULTIPLE:
+            raise LaunchError(
+                f"MPI offers thread level {provided}, hpctrain needs MPI_THREAD_MULTIPLE "
+                f"({mpi.THREAD_MULTIPLE}): build MPI with it, or import hpctrain before what initialises MPI"
+            )
+        return cls(mpi.COMM_WORLD.Dup(), chunk_elems=chunk_elems)
+
+    @property
+    def backend(self) -> str:
+        return "mpi"
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.num_ranks
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._group.members
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._group.all_reduce(buffer, op=op)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.reduce_scatter(buffer, counts=counts)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._group.broadcast(buffer, root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._group.barrier()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
+        check_groups(groups, num_ranks=self.num_ranks)
+        mpi = _import_mpi()
+        color, place = mpi.UNDEFINED, 0
+        members: tuple[int, ...] = ()
+        for index, group in enumerate(groups):
+            if self.rank in group:
+                color, place, members = index, list(group).index(self.rank), tuple(group)
+        comm = self._comm.Split(color, key=place)
+        if comm == mpi.COMM_NULL:
+            return None
+        return MpiGroup(comm, members=members, chunk_elems=self._chunk_elems)
+
+    def duplicate(self) -> Collective:
+        return MpiGroup(self._comm.Dup(), members=self.members, chunk_elems=self._chunk_elems)
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks through MPI_Abort, from whichever thread; the launcher returns `exit_code`."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        abort_all(exit_code)
+
+    def close(self) -> None:
+        """Give the communicator back. MPI itself ends with the process: others (HDF5) may still use it."""
+        if not self._closed:
+            self._closed = True
+            self._comm.Free()
