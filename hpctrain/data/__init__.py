@@ -1,0 +1,35 @@
+"""HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
+
+from hpctrain.data.batch import Batch
+from hpctrain.data.loader import Batches, Loader, Samples
+from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
+from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Span, batch_spans, rank_share
+from hpctrain.data.pack import Existing, pack_arrays, pack_tokens
+from hpctrain.data.read import Dataset, Verify
+from hpctrain.data.verify import Damage, verify
+
+__all__ = [
+    "ORDER_NAME",
+    "Batch",
+    "Batches",
+    "Damage",
+    "Dataset",
+    "EpochOrder",
+    "Existing",
+    "FieldSpec",
+    "Kind",
+    "LastBatch",
+    "Loader",
+    "Manifest",
+    "Samples",
+    "ShardEntry",
+    "Span",
+    "TokenWindows",
+    "Verify",
+    "batch_spans",
+    "pack_arrays",
+    "pack_tokens",
+    "rank_share",
+    "read_manifest",
+    "verify",
+]

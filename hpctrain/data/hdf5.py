@@ -1,0 +1,115 @@
+"""Everything here that touches HDF5: making files whose datasets have a fixed place, and looking into files.
+
+A contiguous dataset allocated early and never filled has its place in the file from the start
+(`dataset.id.get_offset()`): it can then be written with pwrite and read through a memory map, and the file
+stays ordinary HDF5. h5py is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import DataError
+
+if TYPE_CHECKING:
+    import h5py
+
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """One HDF5 dataset: shape, dtype as stored, and its first byte in the file; None if it has no one place
+    (chunked, compressed, compact, external)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int | None
+
+
+def _open(path: Path) -> h5py.File:
+    import h5py
+
+    try:
+        # Shards do not change, and many file systems of clusters have no working locks.
+        return h5py.File(path, "r", locking=False)
+    except (ValueError, TypeError):  # an HDF5 that cannot choose
+        return h5py.File(path, "r")
+
+
+def create(path: Path, *, datasets: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, int]:
+    """Make an HDF5 file with contiguous, allocated, unfilled datasets; returns each one's offset in the file.
+
+    datasets: name -> (shape, dtype). Datasets of a page or more begin on a page boundary.
+    Raises OSError.
+    """
+    import h5py
+
+    offsets = {}
+    with h5py.File(path, "w", alignment_threshold=_PAGE_BYTES, alignment_interval=_PAGE_BYTES) as file:
+        for name, (shape, dtype) in datasets.items():
+            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            plist.set_layout(h5py.h5d.CONTIGUOUS)
+            plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            # Without times in the headers, packing the same samples twice gives the same files.
+            plist.set_obj_track_times(False)
+            kind = h5py.h5t.py_create(dtype, logical=True)
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), plist)
+            offset = dataset.get_offset()
+            if offset is None:
+                raise OSError(f"HDF5 gave dataset {name!r} of shape {shape} no place in {path}")
+            offsets[name] = int(offset)
+    return offsets
+
+
+def inspect(path: Path, *, names: Sequence[str]) -> dict[str, Layout]:
+    """The layouts of the named datasets of a file; a name that the file does not hold is left out.
+
+    Raises OSError if it is no whole HDF5 file, DataError for a name that leads out of the file.
+    """
+    import h5py
+
+    layouts = {}
+    with _open(path) as file:
+        for name in names:
+            link = file.get(name, getlink=True)
+            if link is None:
+                continue
+            if not isinstance(link, h5py.HardLink):
+                raise DataError(f"{name!r} in {path} is a link to elsewhere, not a dataset of this file")
+            dataset = file[name]
+            if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
+                raise DataError(f"{name!r} in {path} is no dataset with samples")
+            if dataset.file.filename != file.filename:
+                raise DataError(f"{name!r} in {path} lies in another file, {dataset.file.filename}")
+            offset = None
+            plist = dataset.id.get_create_plist()
+            if plist.get_layout() == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0:
+                offset = dataset.id.get_offset()
+            layouts[name] = Layout(shape=tuple(dataset.shape), dtype=dataset.dtype, offset=offset)
+    return layouts
+
+
+class RowReader:
+    """Rows of the datasets of one open file through h5py: for files that others have re-packed.
+
+    h5py serialises its calls with a lock of its own. Not to be used after a fork.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open(path)
+
+    def rows(self, name: str, *, start: int, stop: int) -> NDArray[Any]:
+        """Rows start, ..., stop - 1 of dataset `name`. Raises OSError."""
+        array: NDArray[Any] = self._file[name][start:stop]
+        return array
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,211 @@
+"""Batches of a dataset for one rank, prepared ahead in threads, with bounded memory.
+
+    for batch in Loader(Dataset.open("digits/train"), global_batch=64).epoch(0):
+        batch.fields["image"]
+
+The global batches of an epoch depend on seed, epoch and batch size only; a rank takes its contiguous part of
+each. The place in an epoch is counted in samples, so a run can go on from it with another number of ranks, or
+another batch size. Never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.data.batch import Batch
+from hpctrain.data.manifest import FieldSpec
+from hpctrain.data.order import EpochOrder, LastBatch, Span, num_batches, rank_share
+from hpctrain.data.prefetch import Prefetch
+from hpctrain.errors import DataError, RecipeError
+
+PREFETCH_BYTES = 64 << 20
+
+# torch's own dtypes for these can be stored, but hardly computed with: they are widened.
+_WIDENED: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"uint16": np.dtype(np.int32), "uint32": np.dtype(np.int64)}
+)
+
+
+class Samples(Protocol):
+    """What a loader reads from: `hpctrain.data.Dataset`, or something of the user's."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def fields(self) -> Mapping[str, FieldSpec]: ...
+
+    def gather(
+        self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
+    ) -> Mapping[str, NDArray[Any]]:
+        """Field -> array of shape (len(indices), *sample_shape); arrays given in `out` are filled."""
+
+
+def torch_dtype(spec: FieldSpec) -> torch.dtype:
+    """The dtype that batches have: the stored one, but uint16 becomes int32 and uint32 becomes int64."""
+    return torch.from_numpy(np.empty(0, dtype=_WIDENED.get(spec.dtype, np.dtype(spec.dtype)))).dtype
+
+
+class Loader:
+    """Makes the iterators of epochs. One loader serves one rank.
+
+    global_batch: samples over all ranks in one step; the ranks' parts differ by at most one.
+    last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch.
+    prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
+    num_threads: threads that make batches.
+    Raises RecipeError for a batch that cannot be split over the ranks, or that the dataset cannot fill.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        *,
+        global_batch: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        last_batch: LastBatch | str = LastBatch.KEEP,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        num_threads: int = 1,
+    ) -> None:
+        self.dataset = dataset
+        self.global_batch = global_batch
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.seed = seed
+        self.shuffle = shuffle
+        self.last_batch = LastBatch(last_batch)
+        self.num_threads = num_threads
+        self.wait_s = 0.0
+        """Seconds that the consumer waited for a batch, over all epochs."""
+        self.position = 0
+        """Samples of the current epoch, over all ranks, in the batches handed out so far."""
+        self._check()
+        # The largest part that a rank gets decides: every rank prefetches alike.
+        batch_bytes = -(-global_batch // num_ranks) * sum(
+            int(np.prod(spec.shape, dtype=np.int64)) * torch_dtype(spec).itemsize
+            for spec in dataset.fields.values()
+        )
+        self.prefetch_batches = max(1, prefetch_bytes // max(1, batch_bytes))
+        self._pin = torch.cuda.is_available()
+
+    def _check(self) -> None:
+        if not 0 <= self.rank < self.num_ranks:
+            raise RecipeError(f"rank {self.rank} is not one of {self.num_ranks} ranks")
+        if self.num_threads < 1:
+            raise RecipeError(f"num_threads is {self.num_threads}: at least 1 is needed")
+        if self.global_batch < self.num_ranks:
+            raise RecipeError(
+                f"a global batch of {self.global_batch} samples cannot be split over {self.num_ranks} ranks: "
+                f"make it at least {self.num_ranks}, or start at most {max(1, self.global_batch)} ranks"
+            )
+        if self.batches_per_epoch == 0:
+            raise RecipeError(
+                f"a global batch of {self.global_batch} samples is never full with "
+                f"{self.dataset.num_samples} samples: make it smaller, or keep the last batch"
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.remaining_batches(start=0)
+
+    def remaining_batches(self, *, start: int) -> int:
+        """Global batches from position `start` (in samples) to the end of an epoch."""
+        return num_batches(
+            self.dataset.num_samples, global_batch=self.global_batch, last_batch=self.last_batch, start=start
+        )
+
+    def epoch(self, epoch: int = 0, *, start: int = 0) -> Batches:
+        """This rank's batches of an epoch from position `start` on, the samples already consumed there.
+
+        The threads start at once. To end before the last batch, close the iterator, or use a `with` block.
+        Raises DataError if the epoch has fewer samples than `start`.
+        """
+        if not 0 <= start <= self.dataset.num_samples:
+            raise DataError(
+                f"a run is to go on at sample {start} of an epoch, the dataset has "
+                f"{self.dataset.num_samples}: was it packed again since the checkpoint was written?"
+            )
+        order = EpochOrder(
+            num_samples=self.dataset.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle
+        )
+        self.position = start
+        return Batches(self, order=order, start=start)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.epoch(0))
+
+    def __len__(self) -> int:
+        return self.batches_per_epoch
+
+    def load(self, order: EpochOrder, *, span: Span) -> Batch:
+        """Read this rank's part of the global batch at positions `span`; the threads do this a batch."""
+        share = rank_share(span.start, span.stop, rank=self.rank, num_ranks=self.num_ranks)
+        indices = order.at(share.start, share.stop)
+        tensors, direct = {}, {}
+        for name, spec in self.dataset.fields.items():
+            if spec.dtype not in _WIDENED:
+                shape = (share.num_samples, *spec.shape)
+                tensors[name] = torch.empty(shape, dtype=torch_dtype(spec), pin_memory=self._pin)
+                direct[name] = tensors[name].numpy()
+        arrays = self.dataset.gather(indices, out=direct)
+        for name, spec in self.dataset.fields.items():
+            if name not in tensors:
+                tensor = torch.from_numpy(np.asarray(arrays[name]).astype(_WIDENED[spec.dtype]))
+                tensors[name] = tensor.pin_memory() if self._pin else tensor
+        return Batch(
+            fields={name: tensors[name] for name in self.dataset.fields},
+            epoch=order.epoch,
+            start=span.start,
+            num_samples=share.num_samples,
+            global_samples=span.num_samples,
+        )
+
+
+class Batches:
+    """Iterator over one rank's batches of one epoch. A context manager; `close()` ends its threads."""
+
+    def __init__(self, loader: Loader, *, order: EpochOrder, start: int) -> None:
+        self._loader = loader
+        self._counted_wait_s = 0.0
+        self.num_batches = loader.remaining_batches(start=start)
+
+        def make(number: int) -> Batch:
+            first = start + number * loader.global_batch
+            return loader.load(order, span=Span(first, min(first + loader.global_batch, order.num_samples)))
+
+        self._prefetch = Prefetch(
+            make, num_items=self.num_batches, depth=loader.prefetch_batches, num_threads=loader.num_threads
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __next__(self) -> Batch:
+        try:
+            batch = next(self._prefetch)
+        finally:
+            self._loader.wait_s += self._prefetch.wait_s - self._counted_wait_s
+            self._counted_wait_s = self._prefetch.wait_s
+        self._loader.position = batch.stop
+        return batch
+
+    def close(self) -> None:
+        """End the threads that prepare batches. May be called again."""
+        self._prefetch.close()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
