@@ -1,0 +1,88 @@
+"""`hpctrain launch`: start the ranks of a command with mpirun or srun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.command import Launcher, plan_launch, read_hosts
+from hpctrain.launch.machine import survey_machine
+from hpctrain.launch.process import resolve_command, run_plan
+
+LAUNCH_EPILOG = (
+    "Examples:\n\n"
+    "hpctrain launch -n 4 -- hpctrain train recipe.toml\n\n"
+    "hpctrain launch -n 4 --ranks-per-node 2 -- python train.py   (one machine plays two nodes)\n\n"
+    "hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml\n\n"
+    "Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once."
+)
+LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def launch_command(
+    command: Annotated[
+        list[str], typer.Argument(help="What each rank runs, after two dashes.", metavar="-- COMMAND ...")
+    ],
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", help="Number of ranks.")],
+    ranks_per_node: Annotated[
+        Optional[int],  # noqa: UP045  (typer evaluates this on Python 3.10)
+        typer.Option(
+            "--ranks-per-node",
+            help="Ranks on each node. On one machine: emulate nodes of this many ranks.",
+        ),
+    ] = None,
+    launcher: Annotated[
+        Launcher, typer.Option("--launcher", help="auto: srun inside a Slurm allocation, else mpirun.")
+    ] = Launcher.AUTO,
+    host: Annotated[
+        Optional[str], typer.Option("--host", help="Machines to start ranks on, with commas between.")  # noqa: UP045
+    ] = None,
+    hostfile: Annotated[
+        Optional[Path], typer.Option("--hostfile", help="File with one machine a line.")  # noqa: UP045
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+) -> None:
+    """Start the ranks of a command, print how, and pass on signals and the exit code."""
+    if host is not None and hostfile is not None:
+        raise LaunchError("--host and --hostfile both name the machines: give one of them")
+    plan = plan_launch(
+        [resolve_command(command[0]), *command[1:]],
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        environ=os.environ,
+        machine=survey_machine(),
+        launcher=launcher,
+        hosts=_read_hosts(host, hostfile),
+        hostfile=str(hostfile) if hostfile is not None else None,
+    )
+    if dry_run:
+        for note in plan.notes:
+            typer.echo(f"hpctrain launch: {note}", err=True)
+        typer.echo(plan.shell_line())
+        return
+    raise typer.Exit(run_plan(plan, environ=os.environ))
+
+
+def _read_hosts(host: str | None, hostfile: Path | None) -> list[str]:
+    if hostfile is not None:
+        try:
+            names = read_hosts(hostfile.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"--hostfile {hostfile} cannot be read: {error}") from error
+    elif host is not None:
+        names = [name.strip() for name in host.split(",") if name.strip()]
+    else:
+        return []
+    if not names:
+        raise LaunchError(f"{'--hostfile ' + str(hostfile) if hostfile else '--host'} names no machine")
+    return names
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings=LAUNCH_SETTINGS, epilog=LAUNCH_EPILOG)(launch_command)
+    app()

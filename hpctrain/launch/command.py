@@ -1,0 +1,165 @@
+"""The command line that starts a run's ranks: mpirun or srun, with what each of them needs. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE, find_launcher, identify
+from hpctrain.launch.machine import Machine
+from hpctrain.launch.mpirun import mpirun_argv
+from hpctrain.launch.placement import Placement, place_ranks
+from hpctrain.launch.srun import srun_argv, srun_mpi_type
+
+
+class Launcher(str, Enum):
+    """What starts the ranks. AUTO: srun inside a Slurm allocation, else mpirun."""
+
+    AUTO = "auto"
+    MPIRUN = "mpirun"
+    SRUN = "srun"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """A launch, ready to run. `env_updates` are set and `env_removed` unset in the launcher's environment."""
+
+    argv: tuple[str, ...]
+    launcher: Launcher
+    num_ranks: int
+    emulated: bool
+    env_updates: Mapping[str, str] = field(default_factory=dict)
+    env_removed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def shell_line(self) -> str:
+        """The launch as one line that a shell runs to the same effect."""
+        words = [f"-u {shlex.quote(name)}" for name in self.env_removed]
+        words += [f"{name}={shlex.quote(value)}" for name, value in self.env_updates.items()]
+        return " ".join([*(["env", *words] if words else []), shlex.join(self.argv)])
+
+
+def plan_launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    ranks_per_node: int | None = None,
+    environ: Mapping[str, str],
+    machine: Machine,
+    launcher: Launcher = Launcher.AUTO,
+    hosts: Sequence[str] = (),
+    hostfile: str | None = None,
+) -> LaunchPlan:
+    """Plan the start of `num_ranks` ranks of `command`.
+
+    With real nodes (a Slurm allocation of several, or `hosts`) `ranks_per_node` places the ranks in
+    blocks; the last node may hold fewer. On one machine it emulates nodes: the ranks read
+    HPCTRAIN_RANKS_PER_NODE.
+    `hostfile` is the file that `hosts` were read from, named to mpirun instead of a list.
+
+    Raises LaunchError when the ranks cannot be placed, the launcher is not installed, or this process is
+    itself one of several ranks.
+    """
+    if not command:
+        raise LaunchError(
+            "no command to launch: write it after two dashes, as in `hpctrain launch -n 4 -- python train.py`"
+        )
+    if num_ranks < 1:
+        raise LaunchError(f"-n {num_ranks}: a run has at least 1 rank")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise LaunchError(f"--ranks-per-node {ranks_per_node}: a node holds at least 1 rank")
+    _refuse_launch_by_a_rank(environ)
+    notes: list[str] = []
+    chosen = _choose(launcher, environ=environ, machine=machine, has_hosts=bool(hosts), notes=notes)
+    placement = place_ranks(num_ranks, ranks_per_node, environ=environ, hosts=hosts, notes=notes)
+    updates, removed = _common_environment(placement, environ)
+    if chosen is Launcher.SRUN:
+        argv = srun_argv(
+            placement, environ=environ, machine=machine, updates=updates, removed=removed, notes=notes
+        )
+    else:
+        argv = mpirun_argv(
+            placement,
+            environ=environ,
+            machine=machine,
+            updates=updates,
+            hosts=hosts,
+            hostfile=hostfile,
+            notes=notes,
+        )
+    return LaunchPlan(
+        argv=(*argv, *command),
+        launcher=chosen,
+        num_ranks=num_ranks,
+        emulated=placement.emulated,
+        env_updates=updates,
+        env_removed=tuple(removed),
+        notes=tuple(notes),
+    )
+
+
+def read_hosts(text: str) -> list[str]:
+    """The machines named in a hostfile's text, each once: the first word of each line, without `:slots`."""
+    lines = (line.split("#")[0].split() for line in text.splitlines())
+    return list(dict.fromkeys(words[0].split(":")[0] for words in lines if words))
+
+
+def _refuse_launch_by_a_rank(environ: Mapping[str, str]) -> None:
+    row = find_launcher(environ)
+    if row is None:
+        return
+    identity = identify({k: v for k, v in environ.items() if k != RANKS_PER_NODE_VARIABLE}, "this machine")
+    # One Slurm task is the shell of `srun --pty bash`: launching from there is what it is for.
+    if identity.num_ranks > 1 or row.name != "Slurm":
+        raise LaunchError(
+            f"`hpctrain launch` was itself started as rank {identity.rank} of {identity.num_ranks} by "
+            f"{row.name}, so every rank would start a whole run: either give the command to that launcher "
+            "directly, or call `hpctrain launch` once, outside it"
+        )
+
+
+def _choose(
+    asked: Launcher, *, environ: Mapping[str, str], machine: Machine, has_hosts: bool, notes: list[str]
+) -> Launcher:
+    in_slurm = bool(environ.get("SLURM_JOB_ID"))
+    if asked is Launcher.SRUN:
+        if machine.srun is None:
+            raise LaunchError(
+                "--launcher srun: no srun on the PATH; use --launcher mpirun, or load Slurm's module"
+            )
+        if not in_slurm:
+            raise LaunchError(
+                "--launcher srun: this shell is in no Slurm allocation (SLURM_JOB_ID is not set); get one "
+                "with salloc or sbatch first, or use --launcher mpirun"
+            )
+        if has_hosts:
+            raise LaunchError(
+                "--launcher srun takes its nodes from the allocation: leave out --host and --hostfile"
+            )
+        return Launcher.SRUN
+    if asked is Launcher.AUTO and in_slurm and not has_hosts:
+        if machine.srun is None:
+            notes.append("in a Slurm allocation, but there is no srun on the PATH: using mpirun")
+        elif machine.mpirun is not None and srun_mpi_type(machine) is None:
+            notes.append(
+                f"srun cannot start ranks of {machine.mpirun.version} (it lists "
+                f"{', '.join(machine.srun.mpi_types) or 'no MPI types'}): using mpirun"
+            )
+        else:
+            return Launcher.SRUN
+    if machine.mpirun is None:
+        raise LaunchError(
+            "neither mpirun nor mpiexec is on the PATH: install an MPI (Debian: openmpi-bin), or load your "
+            "site's MPI module" + ("" if in_slurm else "; inside a Slurm allocation srun is used instead")
+        )
+    return Launcher.MPIRUN
+
+
+def _common_environment(placement: Placement, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    if placement.emulated:
+        return {RANKS_PER_NODE_VARIABLE: str(placement.ranks_per_node)}, []
+    asked_for_real = placement.ranks_per_node is not None or not placement.on_one_machine
+    return {}, [RANKS_PER_NODE_VARIABLE] if asked_for_real and RANKS_PER_NODE_VARIABLE in environ else []

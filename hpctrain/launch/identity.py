@@ -1,0 +1,195 @@
+"""Which rank this process is, read from the variables that its launcher set. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.errors import LaunchError, TopologyError
+from hpctrain.launch.launchers import LAUNCHERS, LauncherVariables, find_launcher
+from hpctrain.launch.slurm_counts import expand_counts
+
+RANKS_PER_NODE_VARIABLE = "HPCTRAIN_RANKS_PER_NODE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIdentity:
+    """This process's place in the run. None: the launcher does not tell.
+
+    `local_rank`, `local_size`, `node_rank`, `node_name` speak of the emulated node when `emulated`.
+    `host_rank` and `host_size` always count the ranks that share this machine: what a device or the cores
+    are chosen by.
+    """
+
+    launcher: str
+    rank: int
+    num_ranks: int
+    local_rank: int | None
+    local_size: int | None
+    node_rank: int | None
+    node_name: str
+    emulated: bool = False
+    ranks_per_node: int | None = None
+    host_rank: int | None = None
+    host_size: int | None = None
+
+    def describe(self) -> str:
+        """`rank 2 of 4 (Open MPI), local rank 0 of 2 on host/1 (emulated node)`."""
+        text = f"rank {self.rank} of {self.num_ranks} ({self.launcher})"
+        if self.local_rank is not None:
+            text += f", local rank {self.local_rank}"
+            text += f" of {self.local_size}" if self.local_size is not None else ""
+        return f"{text} on {self.node_name}" + (" (emulated node)" if self.emulated else "")
+
+
+def identify(environ: Mapping[str, str], hostname: str) -> RankIdentity:
+    """Who this process is. `hostname` names the node where the launcher gives no name of its own.
+
+    Raises LaunchError when the variables contradict each other (left over from another launch), when a rank
+    is given without the number of ranks, or when torchrun started this process.
+    """
+    row = find_launcher(environ)
+    if row is None:
+        _refuse_torchrun(environ)
+        identity = RankIdentity(
+            launcher="none",
+            rank=0,
+            num_ranks=1,
+            local_rank=0,
+            local_size=1,
+            node_rank=0,
+            node_name=hostname,
+            host_rank=0,
+            host_size=1,
+        )
+    else:
+        identity = _from_row(row, environ, hostname)
+    text = environ.get(RANKS_PER_NODE_VARIABLE)
+    return _emulate(identity, text, hostname) if text else identity
+
+
+def _from_row(row: LauncherVariables, environ: Mapping[str, str], hostname: str) -> RankIdentity:
+    rank = _number(environ, (row.rank,), row)
+    num_ranks = _number(environ, row.num_ranks, row)
+    if rank is None or num_ranks is None:
+        missing = row.rank if rank is None else " or ".join(row.num_ranks)
+        raise LaunchError(
+            f"{row.name} started this process, but {missing} is not set: part of the launcher's "
+            f"variables were removed or are left over from another launch; {row.cure}"
+        )
+    if not 0 <= rank < num_ranks:
+        raise LaunchError(
+            f"{row.rank}={rank}, but there are {num_ranks} ranks ({row.num_ranks[0]}): these variables are "
+            f"left over from another launch, or come from two launches; {row.cure}"
+        )
+    local_rank = _number(environ, row.local_rank, row)
+    local_size = _number(environ, row.local_size, row)
+    node_rank = _number(environ, row.node_rank, row)
+    if row.tasks_per_node and environ.get(row.tasks_per_node):
+        counts = expand_counts(environ[row.tasks_per_node], variable=row.tasks_per_node)
+        if sum(counts) != num_ranks or (node_rank is not None and node_rank >= len(counts)):
+            raise LaunchError(
+                f"{row.tasks_per_node}={environ[row.tasks_per_node]} does not fit "
+                f"{row.num_ranks[0]}={num_ranks} and node {node_rank}: these variables come "
+                f"from two launches; {row.cure}"
+            )
+        if node_rank is not None:
+            local_size = counts[node_rank]
+    if local_rank is not None and local_size is not None and not 0 <= local_rank < local_size <= num_ranks:
+        raise LaunchError(
+            f"rank {rank} of {num_ranks} is local rank {local_rank} of {local_size} by the variables of "
+            f"{row.name}, which cannot be: they come from two launches; {row.cure}"
+        )
+    return RankIdentity(
+        launcher=row.name,
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+        node_name=(environ.get(row.host_name) if row.host_name else None) or hostname,
+        host_rank=local_rank,
+        host_size=local_size,
+    )
+
+
+def _number(environ: Mapping[str, str], names: tuple[str, ...], row: LauncherVariables) -> int | None:
+    """The first of `names` that is set, as a number from 0."""
+    for name in names:
+        text = environ.get(name)
+        if not text:
+            continue
+        if not (text.isascii() and text.isdigit()):
+            raise LaunchError(f"{name}={text!r} is not a number, and {row.name} sets a number: {row.cure}")
+        return int(text)
+    return None
+
+
+def _emulate(identity: RankIdentity, text: str, hostname: str) -> RankIdentity:
+    """Place the ranks of one machine on made-up nodes of `text` ranks each, in rank order."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise LaunchError(
+            f"{RANKS_PER_NODE_VARIABLE}={text!r} is not a number of at least 1: unset it, "
+            "or set it with `hpctrain launch --ranks-per-node`"
+        )
+    if identity.host_size is not None and identity.host_size != identity.num_ranks:
+        raise LaunchError(
+            f"{RANKS_PER_NODE_VARIABLE}={text} makes up nodes on one machine, but only "
+            f"{identity.host_size} of the {identity.num_ranks} ranks are on {hostname}: unset "
+            f"it to use the real nodes"
+        )
+    size = int(text)
+    node = identity.rank // size
+    return RankIdentity(
+        launcher=identity.launcher,
+        rank=identity.rank,
+        num_ranks=identity.num_ranks,
+        local_rank=identity.rank % size,
+        local_size=min(size, identity.num_ranks - node * size),
+        node_rank=node,
+        node_name=f"{identity.node_name}/{node}",
+        emulated=True,
+        ranks_per_node=size,
+        host_rank=identity.host_rank,
+        host_size=identity.host_size,
+    )
+
+
+def _refuse_torchrun(environ: Mapping[str, str]) -> None:
+    if environ.get("RANK") and environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
+        raise LaunchError(
+            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} say that torchrun, or something "
+            "like it, started this process. Here the ranks come from mpirun or srun: use "
+            f"`hpctrain launch -n {environ['WORLD_SIZE']} -- COMMAND`, or unset RANK, WORLD_SIZE and "
+            "MASTER_ADDR to run as one rank"
+        )
+
+
+def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int) -> None:
+    """Raise TopologyError when MPI sees another rank or another number of ranks than the environment tells.
+
+    Every rank sees such a disagreement, so no vote is needed; and where MPI itself is divided into runs of
+    one rank, a vote could not be held.
+    """
+    if (identity.rank, identity.num_ranks) == (mpi_rank, mpi_size):
+        return
+    row = next((row for row in LAUNCHERS if row.name == identity.launcher), None)
+    cure = (
+        row.cure if row is not None else "start the ranks with the mpirun of this MPI library, or with srun"
+    )
+    found = (
+        f"this process is rank {identity.rank} of {identity.num_ranks} by {identity.launcher}'s variables"
+        if row is not None
+        else "no launcher's variables are set, so this should be the only rank"
+    )
+    told = f"MPI says rank {mpi_rank} of {mpi_size}"
+    if mpi_size == 1:
+        reason = (
+            "The launcher and the MPI library do not belong together: each process runs alone, "
+            f"{identity.num_ranks} times the same run"
+        )
+    elif mpi_size != identity.num_ranks:
+        reason = "The variables are left over from another launch, or another launcher started the ranks"
+    else:
+        reason = "The ranks are numbered in two ways, so devices and data would go to the wrong rank"
+    raise TopologyError(f"{found}, but {told}. {reason}: {cure}")

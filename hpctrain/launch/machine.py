@@ -1,0 +1,108 @@
+"""What a launch is planned from: the cores of this machine and the launchers that are installed on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from enum import Enum
+
+_QUERY_TIMEOUT_S = 20
+
+
+class MpirunFamily(Enum):
+    """The families of mpirun whose options differ."""
+
+    OPEN_MPI_4 = "Open MPI 4 or older"
+    OPEN_MPI_5 = "Open MPI 5 or newer"
+    HYDRA = "Hydra (MPICH, Intel MPI)"
+    UNKNOWN = "an mpirun that hpctrain does not know"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mpirun:
+    path: str
+    family: MpirunFamily
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Srun:
+    """`mpi_types`: what `srun --mpi=list` names, such as pmix and pmi2."""
+
+    path: str
+    mpi_types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """`num_cores`: the cores that this process may use, which is what its ranks will share."""
+
+    num_cores: int
+    is_root: bool
+    mpirun: Mpirun | None
+    srun: Srun | None
+
+
+def survey_machine() -> Machine:
+    """Look at this machine: runs `mpirun --version` and `srun --mpi=list` where they are installed."""
+    mpirun_path = shutil.which("mpirun") or shutil.which("mpiexec")
+    srun_path = shutil.which("srun")
+    return Machine(
+        num_cores=len(os.sched_getaffinity(0)),
+        is_root=os.geteuid() == 0,
+        mpirun=read_mpirun_version(_first_output([mpirun_path, "--version"]), path=mpirun_path)
+        if mpirun_path
+        else None,
+        srun=Srun(path=srun_path, mpi_types=read_mpi_types(_first_output([srun_path, "--mpi=list"])))
+        if srun_path
+        else None,
+    )
+
+
+def host_name() -> str:
+    """This machine's name, as ranks tell it to each other."""
+    return socket.gethostname()
+
+
+def read_mpirun_version(text: str, *, path: str) -> Mpirun:
+    """Which family an mpirun belongs to, from what `mpirun --version` printed. Pure."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "no version printed")
+    family = MpirunFamily.UNKNOWN
+    found = re.search(r"\(Open MPI\) (\d+)[.\d]*|\(OpenRTE\) (\d+)|PRRTE", text)
+    if found is not None:
+        major = next((int(group) for group in found.groups() if group), 5)
+        family = MpirunFamily.OPEN_MPI_5 if major >= 5 else MpirunFamily.OPEN_MPI_4
+    elif "HYDRA" in text or "Intel(R) MPI" in text:
+        family = MpirunFamily.HYDRA
+        version = re.search(r"Version:?\s+(\S.*)", text)
+        first = f"Hydra {version[1].strip()}" if version else first
+    return Mpirun(path=path, family=family, version=first)
+
+
+def read_mpi_types(text: str) -> tuple[str, ...]:
+    """The types in what `srun --mpi=list` printed; the layout changed between Slurm's versions. Pure."""
+    listed = [line for line in text.splitlines() if "specific" not in line and "are..." not in line]
+    words = (word.strip(" ,:\t") for line in listed for word in line.removeprefix("srun: ").split())
+    return tuple(dict.fromkeys(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word)))
+
+
+def _first_output(argv: list[str]) -> str:
+    """What a short query prints (both streams); empty when it cannot be run or does not end in time."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_QUERY_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -1,0 +1,85 @@
+"""The options of mpirun: Open MPI 4, Open MPI 5, and Hydra (MPICH, Intel MPI). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE
+from hpctrain.launch.machine import Machine, MpirunFamily
+from hpctrain.launch.placement import Placement, share_cores
+
+# When one rank fails mpirun sends SIGTERM to the others and SIGKILL after this time; it always waits it out.
+# A stop with a save goes by SIGUSR1 and is over before that, so this need not cover a save, only a tidy exit.
+# A rank that waits inside MPI for a dead one does not hear SIGTERM, and a failed run must end within 10 s.
+KILL_DELAY_S = 3
+
+# mpirun itself hands its environment to the ranks of its own machine; to other machines only what is named.
+_CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+_CARRIED_PREFIXES = ("HPCTRAIN_", "HOROVOD_", "NCCL_", "UCX_", "OMP_", "HDF5_", "TORCH_", "CUDA_")
+
+
+def mpirun_argv(
+    placement: Placement,
+    *,
+    environ: Mapping[str, str],
+    machine: Machine,
+    updates: dict[str, str],
+    hosts: Sequence[str],
+    hostfile: str | None,
+    notes: list[str],
+) -> list[str]:
+    assert machine.mpirun is not None
+    family = machine.mpirun.family
+    if share_cores(placement, num_cores=machine.num_cores, environ=environ, updates=updates):
+        notes.append(
+            f"{placement.ranks_on_a_node} ranks share {machine.num_cores} cores of this machine: "
+            "good for trying things out, not for measuring"
+        )
+    if family is MpirunFamily.HYDRA:
+        return _hydra(placement, path=machine.mpirun.path, hosts=hosts, hostfile=hostfile)
+    if family is MpirunFamily.UNKNOWN:
+        notes.append(
+            f"{machine.mpirun.path} is of an unknown kind ({machine.mpirun.version}): only -n is passed"
+        )
+        return [machine.mpirun.path, "-n", str(placement.num_ranks)]
+    if machine.is_root:
+        updates.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+    argv = [machine.mpirun.path, "-n", str(placement.num_ranks)]
+    per_node = placement.ranks_per_node if placement.ranks_per_node and not placement.on_one_machine else None
+    argv += ["--map-by", f"{f'ppr:{per_node}:node' if per_node else 'slot'}:OVERSUBSCRIBE"]
+    if not environ.get("OMPI_MCA_hwloc_base_binding_policy") and not environ.get(
+        "PRTE_MCA_hwloc_default_binding_policy"
+    ):
+        # Open MPI binds a rank to one core when there are two ranks, and to a socket when there are more: the
+        # threads of the loader and of torch would share that core. A site sets the variables above to bind.
+        argv += ["--bind-to", "none"]
+    mca = "--prtemca" if family is MpirunFamily.OPEN_MPI_5 else "--mca"
+    argv += [mca, "odls_base_sigkill_timeout", str(KILL_DELAY_S)]
+    if placement.on_one_machine and not hosts:
+        # Nothing to start elsewhere: no ssh, no daemon, even inside an allocation.
+        argv += ["--mca", "plm", "isolated"] if family is MpirunFamily.OPEN_MPI_4 else []
+        return argv
+    if hostfile is not None:
+        argv += ["--hostfile", hostfile]
+    elif hosts:
+        slots = placement.ranks_on_a_node
+        argv += ["--host", ",".join(f"{host}:{slots}" for host in dict.fromkeys(hosts))]
+    carried = {n for n in environ if n in _CARRIED or n.startswith(_CARRIED_PREFIXES)} | set(updates)
+    carried -= {RANKS_PER_NODE_VARIABLE} | {name for name in carried if name.startswith("OMPI_")}
+    for name in sorted(carried):
+        argv += ["-x", name]
+    return argv
+
+
+def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: str | None) -> list[str]:
+    """Hydra passes the whole environment on by itself, shares cores freely, and forks on its own machine."""
+    argv = [path, "-n", str(placement.num_ranks)]
+    if placement.on_one_machine and not hosts:
+        return [*argv, "-launcher", "fork"]
+    if placement.ranks_per_node is not None:
+        argv += ["-ppn", str(placement.ranks_per_node)]
+    if hostfile is not None:
+        argv += ["-f", hostfile]
+    elif hosts:
+        argv += ["-hosts", ",".join(dict.fromkeys(hosts))]
+    return argv

@@ -1,0 +1,292 @@
+"""Running a planned launch: says the command, passes signals on, and leaves no rank behind. Thin.
+
+A run is stopped by SIGUSR1: mpirun (Open MPI, Hydra) and srun pass it on to every rank, where SIGTERM and
+SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM becomes SIGUSR1, the
+ranks save at a step they agree on, and the run ends with exit code 75.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from hpctrain.errors import ExitCode, LaunchError
+from hpctrain.launch.command import LaunchPlan
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_KILL_AFTER_S = 10.0  # from the second Ctrl-C to SIGKILL
+_STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
+_MAX_LINE_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+
+# What launchers print when a signal ended a rank: Open MPI 4 and 5, srun.
+_KILLED = (
+    re.compile(
+        rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)"
+    ),
+    re.compile(
+        rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): "
+        rb"(?P<text>[A-Z][a-z]+)(?: \(core dumped\))?\s*$"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KilledRank:
+    """A rank that a signal ended, as the launcher told."""
+
+    rank: str
+    node: str
+    cause: str
+
+
+def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
+    """Run the launch and return its exit code; 128 + n when signal n ended the launcher.
+
+    `messages`: where the command and what happened to it are told; stderr unless given. Takes over this
+    process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it is called from the
+    main thread. The launcher gets a session of its own: a Ctrl-C of the terminal reaches only this process.
+    Raises LaunchError when the launcher cannot be started.
+    """
+    out = messages if messages is not None else sys.stderr
+    for note in plan.notes:
+        _say(out, note)
+    _say(out, plan.shell_line())
+    child_environ = {name: value for name, value in environ.items() if name not in plan.env_removed}
+    child_environ.update(plan.env_updates)
+    with _signals() as wakeup:
+        try:
+            child = subprocess.Popen(
+                plan.argv,
+                env=child_environ,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                # One thread, and libc is loaded already: running code after the fork is safe.
+                preexec_fn=_die_with_parent,
+            )
+        except OSError as error:
+            raise LaunchError(f"{plan.argv[0]} cannot be started: {error.strerror}") from error
+        watch = _Watch(child, wakeup, out)
+        exit_code = watch.until_exit()
+    if watch.killed is not None:
+        _say(out, f"rank {watch.killed.rank} on {watch.killed.node} was ended by {watch.killed.cause}")
+    if exit_code < 0:
+        _say(out, f"{Path(plan.argv[0]).name} itself was ended by {_signal_name(-exit_code)}")
+        exit_code = 128 - exit_code
+    if exit_code == ExitCode.STOPPED_EARLY:
+        _say(out, "stopped early with the state saved: the same command goes on from there")
+    return exit_code
+
+
+def resolve_command(program: str) -> str:
+    """The path of a program that ranks shall run, or its name when the PATH of the ranks finds it.
+
+    `hpctrain` is the one beside this Python, also when its environment is not activated. Raises LaunchError
+    when there is no such program here.
+    """
+    beside = Path(sys.executable).parent / program
+    if program == "hpctrain" and os.access(beside, os.X_OK):
+        return str(beside)
+    if shutil.which(program) is not None:
+        return program
+    if "/" not in program and os.access(beside, os.X_OK):
+        return str(beside)
+    advice = f"did you mean `python {program}`?" if program.endswith(".py") else "check the name and the PATH"
+    raise LaunchError(f"the command to launch, {program!r}, is no program that can be run: {advice}")
+
+
+def find_killed_rank(line: bytes) -> KilledRank | None:
+    """The rank that was ended by a signal, if this line of a launcher's output names one. Pure."""
+    for pattern in _KILLED:
+        match = pattern.search(line)
+        if match is None:
+            continue
+        groups = match.groupdict()
+        if "signal" in groups:
+            cause = _signal_name(int(groups["signal"]))
+        elif groups["text"] in (b"Exited", b"Requested"):
+            continue
+        else:
+            cause = f"a signal ({groups['text'].decode()})"
+        return KilledRank(
+            rank=groups["rank"].decode(), node=groups["node"].decode(errors="replace"), cause=cause
+        )
+    return None
+
+
+class _Watch:
+    """The launcher while it runs: its stderr is copied on, signals are passed, stray ranks are ended."""
+
+    def __init__(self, child: subprocess.Popen[bytes], wakeup: socket.socket, out: IO[str]) -> None:
+        self.killed: KilledRank | None = None
+        self._child = child
+        self._wakeup = wakeup
+        self._out = out
+        self._stop_asked = False
+        self._kill_at_s: float | None = None
+        self._line = b""
+
+    def until_exit(self) -> int:
+        """Wait for the launcher, then for what it left behind. Returns its exit code, -n for signal n."""
+        assert self._child.stderr is not None
+        os.set_blocking(self._child.stderr.fileno(), False)
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._wakeup, selectors.EVENT_READ)
+            ready.register(self._child.stderr, selectors.EVENT_READ)
+            while self._child.poll() is None:
+                for key, _ in ready.select(timeout=0.5):
+                    if key.fileobj is self._wakeup:
+                        self._pass_signals(self._wakeup.recv(64))
+                    elif not self._copy_stderr():
+                        ready.unregister(self._child.stderr)
+                if self._kill_at_s is not None and time.monotonic() > self._kill_at_s:
+                    self._say_and_kill()
+        self._copy_stderr()
+        self._end_strays()
+        self._copy_stderr()
+        self._child.stderr.close()
+        return int(self._child.returncode)
+
+    def _copy_stderr(self) -> bool:
+        """Copy what is there. False once the launcher closed its end."""
+        assert self._child.stderr is not None
+        while True:
+            try:
+                data = os.read(self._child.stderr.fileno(), 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            with contextlib.suppress(OSError):  # our own reader went away: the ranks must not suffer from it
+                _write_all(2, data)
+            *lines, self._line = (self._line + data).split(b"\n")
+            self._line = self._line[-_MAX_LINE_BYTES:]
+            for line in lines:
+                # The first rank to die is the cause; the others fall with it.
+                self.killed = self.killed or find_killed_rank(line)
+
+    def _pass_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in (signal.SIGUSR1, signal.SIGUSR2):
+                self._child.send_signal(number)
+            elif number == signal.SIGINT and self._stop_asked:
+                if self._kill_at_s is None:
+                    self._kill_at_s = time.monotonic() + _KILL_AFTER_S
+                    _say(
+                        self._out, f"ending the ranks now (SIGTERM); SIGKILL follows in {_KILL_AFTER_S:.0f} s"
+                    )
+                    self._child.send_signal(signal.SIGTERM)
+                else:
+                    self._say_and_kill()
+            elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and not self._stop_asked:
+                self._stop_asked = True
+                _say(
+                    self._out,
+                    f"{signal.Signals(number).name}: asking the ranks to save and stop (SIGUSR1); "
+                    "Ctrl-C ends them without saving",
+                )
+                self._child.send_signal(signal.SIGUSR1)
+
+    def _say_and_kill(self) -> None:
+        self._kill_at_s = None
+        _say(self._out, "killing the launcher and its ranks (SIGKILL)")
+        for pid in _session_members(self._child.pid):
+            _kill(pid, signal.SIGKILL)
+        self._child.kill()
+
+    def _end_strays(self) -> None:
+        """End ranks of this machine that the launcher left: it died, or could not end them."""
+        deadline_s = time.monotonic() + _STRAY_GRACE_S
+        asked: set[int] = set()
+        while strays := _session_members(self._child.pid):
+            late = time.monotonic() > deadline_s
+            for pid in strays:
+                if late or pid not in asked:
+                    _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                    asked.add(pid)
+            time.sleep(0.05)
+            if time.monotonic() > deadline_s + _STRAY_GRACE_S:
+                break
+        if asked:
+            _say(
+                self._out,
+                f"ended {len(asked)} process{'es' if len(asked) > 1 else ''} that the launcher left behind",
+            )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Give the signals of `_HANDLED` as bytes on a socket, and put everything back afterwards."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, lambda *_: None) for number in _HANDLED}
+    try:
+        yield reader
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_fd)
+        reader.close()
+        writer.close()
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    """In the child: get SIGTERM when the parent dies, also by SIGKILL. mpirun and srun then end the ranks."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _session_members(session: int) -> list[int]:
+    """Living processes of the session, on this machine. (Ranks have process groups of their own.)"""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(name)) == session and not _is_zombie(int(name)):
+                    found.append(int(name))
+    return found
+
+
+def _is_zombie(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state in ("Z", "X")
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    hint = ": often the kernel for want of memory, or the scheduler" if name == "SIGKILL" else ""
+    return f"signal {number} ({name}{hint})"
+
+
+def _say(out: IO[str], text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"hpctrain launch: {text}", file=out, flush=True)

@@ -1,0 +1,76 @@
+"""The options of srun inside a Slurm allocation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.launch.machine import Machine, MpirunFamily
+from hpctrain.launch.placement import Placement, share_cores
+from hpctrain.launch.slurm_counts import expand_counts
+
+
+def srun_mpi_type(machine: Machine) -> str | None:
+    """The way of wiring ranks up that both srun and the installed MPI know; None when there is none."""
+    types = machine.srun.mpi_types if machine.srun else ()
+    hydra = machine.mpirun is not None and machine.mpirun.family is MpirunFamily.HYDRA
+    wanted = ("pmi2", "pmix", "cray_shasta") if hydra else ("pmix", "cray_shasta")
+    if machine.mpirun is None:
+        wanted = ("pmix", "cray_shasta", "pmi2")
+    for name in wanted:
+        match = next((t for t in types if t == name or t.startswith(f"{name}_v")), None)
+        if match is not None:
+            return match
+    return None
+
+
+def srun_argv(
+    placement: Placement,
+    *,
+    environ: Mapping[str, str],
+    machine: Machine,
+    updates: dict[str, str],
+    removed: list[str],
+    notes: list[str],
+) -> list[str]:
+    assert machine.srun is not None
+    argv = [machine.srun.path]
+    mpi_type = srun_mpi_type(machine)
+    if mpi_type is not None:
+        argv.append(f"--mpi={mpi_type}")
+    else:
+        notes.append("srun lists no MPI type that is known to work: the cluster's default is used")
+    num_nodes = placement.num_nodes or 1
+    argv += [f"--nodes={num_nodes}", f"--ntasks={placement.num_ranks}"]
+    per_node = placement.ranks_on_a_node
+    if placement.num_ranks == per_node * num_nodes:
+        argv += [f"--ntasks-per-node={per_node}", "--distribution=block"]
+    else:
+        # With a shorter last node srun ignores --ntasks-per-node; planes of per_node tasks fill node by node.
+        argv.append(f"--distribution=plane={per_node}")
+        removed += [name for name in ("SLURM_NTASKS_PER_NODE",) if name in environ]
+    argv.append("--kill-on-bad-exit=1")
+    cores = _slurm_cores(environ) or machine.num_cores
+    if share_cores(placement, num_cores=cores, environ=environ, updates=updates):
+        argv.append("--overcommit")
+        notes.append(
+            f"{per_node} ranks on a node share {cores} cores: good for trying things out, not for measuring"
+        )
+        removed += [name for name in ("SLURM_CPUS_PER_TASK",) if name in environ]
+    else:
+        # Since Slurm 22.05 a step does not take the job's --cpus-per-task over by itself.
+        asked = environ.get("SLURM_CPUS_PER_TASK", "")
+        cores_per_rank = int(asked) if asked.isdigit() else cores // per_node
+        argv.append(f"--cpus-per-task={cores_per_rank}")
+        if not environ.get("OMP_NUM_THREADS"):
+            updates["OMP_NUM_THREADS"] = str(cores_per_rank)
+    if environ.get("SLURM_STEP_ID"):
+        argv.append("--overlap")  # this shell is itself a step and holds the cores
+    if environ.get("SLURM_EXPORT_ENV"):
+        argv.append("--export=ALL")  # else a job sent with --export=NONE starts ranks without these settings
+    return argv
+
+
+def _slurm_cores(environ: Mapping[str, str]) -> int | None:
+    """Cores that the allocation has on its smallest node."""
+    text = environ.get("SLURM_JOB_CPUS_PER_NODE")
+    return min(expand_counts(text, variable="SLURM_JOB_CPUS_PER_NODE")) if text else None
