@@ -25,7 +25,10 @@ from hpctrain.errors import DataError, RecipeError
 # A checkpoint that keeps a place in the data can record this: positions of another order mean other samples.
 ORDER_NAME = "feistel-1"
 
-_ROUNDS = 10
+# Few values leave a round little to mix: small sets get more rounds, or some permutations would be favoured.
+_ROUNDS_LARGE = 10
+_ROUNDS_SMALL = 24
+_SMALL = 1 << 16
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -58,11 +61,11 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Independent keys for each round, shape (_ROUNDS,)."""
+def _round_keys(seed: int, epoch: int, *, rounds: int) -> NDArray[np.uint64]:
+    """Independent keys for each round, shape (rounds,)."""
     seed_key = _mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     epoch_key = _mix(seed_key ^ np.array([epoch & _MASK], dtype=np.uint64))
-    steps = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    steps = np.arange(1, rounds + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return _mix(epoch_key + steps)
 
 
@@ -115,7 +118,8 @@ class EpochOrder:
             return positions
         a = math.isqrt(self.num_samples - 1) + 1
         b = -(-self.num_samples // a)
-        keys = _round_keys(self.seed, self.epoch)
+        rounds = _ROUNDS_SMALL if self.num_samples < _SMALL else _ROUNDS_LARGE
+        keys = _round_keys(self.seed, self.epoch, rounds=rounds)
         values = _encrypt(positions.astype(np.uint64), a=a, b=b, keys=keys)
         # Walk along the cycle until back inside: about 2 / sqrt(num_samples) of the values need it at most.
         outside = np.flatnonzero(values >= self.num_samples)

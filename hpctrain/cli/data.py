@@ -1,0 +1,262 @@
+"""`hpctrain data`: pack, info, verify."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpctrain.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.data.manifest import Manifest
+    from hpctrain.data.verify import Damage
+
+LINE_INTERVAL_S = 5.0
+
+data_app = typer.Typer(
+    help="""Make, describe and check datasets: HDF5 shards with a manifest.
+
+\b
+  hpctrain data pack digits data/digits        handwritten digits -> data/digits/train and data/digits/test
+  hpctrain data info data/digits               fields, samples, shards
+  hpctrain data verify data/digits             hash every byte again
+""",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@data_app.command("pack")
+def pack_command(
+    source: Annotated[
+        str,
+        typer.Argument(help="digits, python-source, X.npz, or a directory of text files (also text:DIR)."),
+    ],
+    out: Annotated[Path, typer.Argument(help="Where the dataset goes.")],
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a sample predicts, for text [default: 128].")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from one sample to the next [default: the window].")
+    ] = None,
+    shard_mb: Annotated[
+        float, typer.Option("--shard-mb", help="Size of a shard in MB (10^6 bytes), at most.")
+    ] = 256.0,
+    held_out: Annotated[
+        float | None,
+        typer.Option(
+            "--held-out",
+            help="Share kept apart as OUT/test; 0 packs everything into OUT itself "
+            "[default: digits 0.2, text 0.1, npz 0].",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is held out.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
+) -> None:
+    """Pack SOURCE into HDF5 shards with a manifest: digits, python-source, X.npz, or a directory of texts.
+
+    \b
+    hpctrain data pack digits data/digits
+    hpctrain data pack python-source data/python --window 128
+    hpctrain data pack arrays.npz data/mine --held-out 0.1 --shard-mb 512
+    hpctrain data pack text:books data/books --stride 64
+    """
+    from hpctrain.data.pack import Existing
+    from hpctrain.data.pack_source import pack_source
+
+    _, num_ranks = _who_am_i()
+    if num_ranks > 1:
+        raise UsageError(f"hpctrain data pack runs as one process, {num_ranks} ranks were started")
+    if shard_mb * 1e6 < 1:
+        raise UsageError(f"--shard-mb {shard_mb}: a shard holds at least one byte")
+    with _Meter() as meter:
+        manifests = pack_source(
+            source,
+            out=out,
+            window=window,
+            stride=stride,
+            shard_bytes=int(shard_mb * 1e6),
+            held_out=held_out,
+            seed=seed,
+            existing=Existing.REPLACE if overwrite else Existing.REFUSE,
+            progress=meter.part,
+        )
+    for directory, manifest in manifests.items():
+        typer.echo(f"{directory}: {_summary(manifest)}")
+
+
+@data_app.command("info")
+def info_command(
+    directory: Annotated[Path, typer.Argument(help="A dataset, or the directory above train and test.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a dataset holds, and whether its shards are there and whole (sizes and headers, not content).
+
+    \b
+    hpctrain data info data/digits
+    hpctrain data info data/digits/train --json
+    """
+    from hpctrain.data.read import Dataset
+    from hpctrain.data.verify import find_datasets
+
+    rank, _ = _who_am_i()
+    datasets = [Dataset.open(found) for found in find_datasets(directory)]
+    if rank != 0:
+        return
+    if as_json:
+        typer.echo(json.dumps([_as_json(d.directory, d.manifest) for d in datasets], indent=1))
+        return
+    for dataset in datasets:
+        manifest = dataset.manifest
+        typer.echo(f"{dataset.directory}: {_summary(manifest)}")
+        for name, spec in manifest.fields.items():
+            typer.echo(f"  field {name}: {spec.dtype} {spec.shape}")
+        if manifest.tokens is not None:
+            typer.echo(f"  windows of {manifest.tokens.window} + 1 tokens, {manifest.tokens.stride} apart")
+        for key, value in manifest.attributes.items():
+            typer.echo(f"  {key}: {value}")
+
+
+@data_app.command("verify")
+def verify_command(
+    directory: Annotated[Path, typer.Argument(help="A dataset, or the directory above train and test.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read every byte and compare it with the manifest's hashes. Exit code 3 if anything is damaged.
+
+    Started as several ranks, they share the work.
+
+    \b
+    hpctrain data verify data/digits
+    mpirun -n 8 hpctrain data verify data/large
+    """
+    _, num_ranks = _who_am_i()
+    if num_ranks == 1:
+        found = _verify_part(directory, rank=0, num_ranks=1)
+        _report(directory, found, as_json=as_json, is_rank_0=True)
+        return
+    from hpctrain.comm.agreement import agreed, all_gather_json
+    from hpctrain.comm.select import open_world
+
+    world = open_world("auto")
+    try:
+        part = agreed(
+            world,
+            lambda: _verify_part(directory, rank=world.rank, num_ranks=world.num_ranks),
+            os_error=DataError,
+        )
+        found = _join(all_gather_json(world, part))
+        _report(directory, found, as_json=as_json, is_rank_0=world.rank == 0)
+    finally:
+        world.close()
+
+
+def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """Dataset directory -> damages that this rank found, as JSON."""
+    from hpctrain.data.verify import find_datasets, verify
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    with _Meter() as meter:
+        for dataset in find_datasets(directory):
+            progress = meter.part(dataset) if rank == 0 else None
+            damages = verify(dataset, rank=rank, num_ranks=num_ranks, progress=progress)
+            found[str(dataset)] = [damage.as_json() for damage in damages]
+    return found
+
+
+def _join(parts: list[dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
+    """The ranks' findings as one; the ranks' parts follow each other, so neighbours join at the borders."""
+    from hpctrain.data.verify import Damage, merge
+
+    joined: dict[str, list[Damage]] = {}
+    for part in parts:
+        for dataset, damages in part.items():
+            joined.setdefault(dataset, []).extend(Damage(**damage) for damage in damages)
+    return {dataset: [damage.as_json() for damage in merge(found)] for dataset, found in joined.items()}
+
+
+def _report(
+    directory: Path, found: dict[str, list[dict[str, Any]]], *, as_json: bool, is_rank_0: bool
+) -> None:
+    """Print the findings on rank 0; on every rank raise DataError if there are any."""
+    from hpctrain.data.verify import Damage
+
+    count = sum(len(damages) for damages in found.values())
+    if is_rank_0 and as_json:
+        typer.echo(json.dumps({"damaged": count > 0, "datasets": found}, indent=1))
+    elif is_rank_0:
+        for dataset, damages in found.items():
+            typer.echo(f"{dataset}: {'whole' if not damages else f'{len(damages)} damaged'}")
+            for damage in damages:
+                typer.echo(f"  {Damage(**damage).describe()}")
+    if count:
+        raise DataError(
+            f"{directory} is damaged in {count} place{'s' if count > 1 else ''}: "
+            "restore the shards, or pack again",
+            agreed=True,
+        )
+
+
+def _who_am_i() -> tuple[int, int]:
+    """(rank, num_ranks) as the launcher says."""
+    from hpctrain.launch import identify
+
+    identity = identify(os.environ, socket.gethostname())
+    return identity.rank, identity.num_ranks
+
+
+def _summary(manifest: Manifest) -> str:
+    shards = len(manifest.shards)
+    what = "samples" if manifest.tokens is None else "token windows"
+    megabytes = f"{manifest.file_bytes / 1e6:,.1f} MB"
+    return f"{manifest.samples:,} {what} in {shards} shard{'s' if shards > 1 else ''}, {megabytes}"
+
+
+def _as_json(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    document = manifest.model_dump(mode="json", exclude={"shards"})
+    shards = [
+        shard.model_dump(mode="json", include={"file", "samples", "file_bytes"}) for shard in manifest.shards
+    ]
+    return {"directory": str(directory), **document, "file_bytes": manifest.file_bytes, "shards": shards}
+
+
+class _Meter:
+    """Progress on stderr: bars on a terminal, else a plain line every few seconds."""
+
+    def __init__(self) -> None:
+        self._bars: Any = None
+        self._next_line = time.monotonic() + LINE_INTERVAL_S
+
+    def __enter__(self) -> _Meter:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bars = Progress(console=Console(stderr=True))
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def part(self, directory: Path) -> Callable[[int, int | None], None]:
+        """The callback for one dataset directory."""
+        if self._bars is None:
+            return lambda done, total: self._line(directory, done, total)
+        task = self._bars.add_task(str(directory), total=None)
+        return lambda done, total: self._bars.update(task, completed=done, total=total)
+
+    def _line(self, directory: Path, done: int, total: int | None) -> None:
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_INTERVAL_S
+            share = f" of {total:,}, {100 * done / total:.0f}%" if total else ""
+            typer.echo(f"{directory}: {done:,}{share}", err=True)
