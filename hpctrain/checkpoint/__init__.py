@@ -1,0 +1,24 @@
+"""Collective checkpoints: one HDF5 file, written by all ranks together, verified, loaded by any number."""
+
+from hpctrain.checkpoint.commit import SaveResult, save
+from hpctrain.checkpoint.engine import Engine
+from hpctrain.checkpoint.metadata import StoredTensor
+from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
+from hpctrain.checkpoint.restore import Rejected, Restored, load, load_newest_good
+from hpctrain.checkpoint.state import Replicated, Shard, State
+
+__all__ = [
+    "Checkpoint",
+    "Engine",
+    "Rejected",
+    "Replicated",
+    "Restored",
+    "SaveResult",
+    "Shard",
+    "State",
+    "StoredTensor",
+    "load",
+    "load_newest_good",
+    "open_checkpoint",
+    "save",
+]

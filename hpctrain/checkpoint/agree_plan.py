@@ -1,0 +1,57 @@
+"""From every rank's state to one write plan that all ranks hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hpctrain.checkpoint.hashing import hash_of
+from hpctrain.checkpoint.plan import WritePlan, explain_difference, make_plan
+from hpctrain.checkpoint.state import Header, State, encode_document, header_of
+from hpctrain.comm.agreement import agreed, all_gather_json, describe_ranks
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError
+
+
+def agree_on_plan(state: State, *, step: int, comm: Collective) -> WritePlan:
+    """Collective. What all ranks share (step, document, replicated tensors) is compared by its hash.
+
+    Raises CheckpointError on every rank when the ranks' states do not belong together, naming what differs.
+    """
+    headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
+    replicated = [header.to_json() for header in headers if header.box is None]
+    shards = [header.to_json() for header in headers if header.box is not None]
+    document = agreed(comm, lambda: encode_document(state.document))
+    mine = {
+        "step": step,
+        "document": hash_of(document.encode()),
+        "replicated": hash_of(json.dumps(replicated).encode()),
+        "shards": shards,
+    }
+    by_rank = all_gather_json(comm, mine)
+    if any(entry["step"] != by_rank[0]["step"] for entry in by_rank):
+        steps = ", ".join(f"{entry['step']} on rank {place}" for place, entry in enumerate(by_rank))
+        raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
+    if any(entry["document"] != by_rank[0]["document"] for entry in by_rank):
+        raise CheckpointError(_document_difference(json.loads(document), comm), agreed=True)
+    if any(entry["replicated"] != by_rank[0]["replicated"] for entry in by_rank):
+        lists = [list(map(Header.from_json, entry)) for entry in all_gather_json(comm, replicated)]
+        raise CheckpointError(
+            f"the ranks' replicated tensors differ: {explain_difference(lists)}", agreed=True
+        )
+    return make_plan(
+        replicated=[header for header in headers if header.box is None],
+        shards_by_rank=[list(map(Header.from_json, entry["shards"])) for entry in by_rank],
+    )
+
+
+def _document_difference(document: dict[str, Any], comm: Collective) -> str:
+    """Which top-level keys of the document differ, and on which ranks. Collective."""
+    hashes = {key: hash_of(json.dumps(value, sort_keys=True).encode()) for key, value in document.items()}
+    by_rank = all_gather_json(comm, hashes)
+    lines = []
+    for key in sorted(set().union(*by_rank)):
+        ranks = [comm.members[r] for r, entry in enumerate(by_rank) if entry.get(key) != by_rank[0].get(key)]
+        if ranks:
+            lines.append(f"{key!r} of {describe_ranks(ranks)} differs from rank {comm.members[0]}'s")
+    return f"the checkpoint's document must be the same on every rank: {'; '.join(lines)}"

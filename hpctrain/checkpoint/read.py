@@ -1,0 +1,151 @@
+"""Open a checkpoint: rank 0 decides which, all ranks read from it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.boxes import Box, whole
+from hpctrain.checkpoint.content import read_region
+from hpctrain.checkpoint.file_bytes import explained
+from hpctrain.checkpoint.listing import finished_newest_first
+from hpctrain.checkpoint.metadata import Metadata, StoredTensor, decode_metadata
+from hpctrain.checkpoint.seal import UnknownFormatError
+from hpctrain.checkpoint.structure import opened, read_structure
+from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose structure and metadata have been verified; content is verified as it is read.
+
+    It holds no open file. `read` and everything else here is for one rank alone, not collective.
+    """
+
+    path: Path
+    file_bytes: int
+    metadata: Metadata
+
+    @property
+    def step(self) -> int:
+        return self.metadata.step
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        return self.metadata.document
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By name, with `.dtype` (such as "float32") and `.shape`."""
+        return self.metadata.tensors
+
+    def read(
+        self, name: str, *, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """A tensor, or the box of it at `offset` with `shape`; on the CPU, every byte of it verified.
+
+        Left out, offset is all 0 and shape reaches to the tensor's end. Raises CheckpointError for a name
+        that is not there, a box outside the tensor, and damage.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {_some(list(self.tensors))}")
+        region = self.region_of(tensor, offset=offset, shape=shape)
+        try:
+            with opened(self.path) as fd, explained(action="read", path=self.path):
+                return read_region(fd, tensor=tensor, region=region)
+        except CheckpointError as error:
+            raise CheckpointError(_with_path(error, self.path)) from error
+
+    def read_all(
+        self, *, regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """All tensors by name; of those in `regions` only the box (offset, shape). Raises as `read`."""
+        regions = regions or {}
+        missing = [name for name in regions if name not in self.tensors]
+        if missing:
+            raise CheckpointError(f"{self.path} has no tensor {_some(missing)}")
+        loaded: dict[str, torch.Tensor] = {}
+        try:
+            with opened(self.path) as fd, explained(action="read", path=self.path):
+                for name, tensor in self.tensors.items():
+                    offset, shape = regions.get(name, (None, None))
+                    region = self.region_of(tensor, offset=offset, shape=shape)
+                    loaded[name] = read_region(fd, tensor=tensor, region=region)
+        except CheckpointError as error:
+            raise CheckpointError(_with_path(error, self.path)) from error
+        return loaded
+
+    def region_of(
+        self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
+    ) -> Box:
+        begin = whole(tensor.shape).offset if offset is None else tuple(offset)
+        if shape is None and len(begin) == len(tensor.shape):
+            shape = tuple(n - o for n, o in zip(tensor.shape, begin, strict=True))
+        region = Box(offset=begin, shape=tuple(shape or ()))
+        if not region.lies_within(tensor.shape):
+            raise CheckpointError(
+                f"tensor {tensor.name!r} has shape {list(tensor.shape)}: in it there is no box at "
+                f"{list(region.offset)} of shape {list(region.shape)}"
+            )
+        return region
+
+
+def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Checkpoint:
+    """The checkpoint file given, or the newest one in the directory whose structure is sound. Collective.
+
+    Only rank 0 looks at the filesystem here. In a directory, files with damaged structure are passed over
+    with a line on stderr. Raises CheckpointError on every rank when there is none, or the file is damaged.
+    """
+    found = on_rank_0(comm, lambda: _choose(Path(path_or_directory)))
+    return from_message(found)
+
+
+def to_message(path: Path) -> dict[str, Any]:
+    """What rank 0 tells the others of a checkpoint, as JSON. Raises CheckpointError when it is damaged."""
+    structure = read_structure(path)
+    return {"path": str(path), "file_bytes": structure.file_bytes, "metadata": structure.metadata_text}
+
+
+def from_message(message: Mapping[str, Any]) -> Checkpoint:
+    metadata = decode_metadata(
+        message["metadata"].encode(), file_bytes=message["file_bytes"], byte_order=sys.byteorder
+    )
+    return Checkpoint(path=Path(message["path"]), file_bytes=message["file_bytes"], metadata=metadata)
+
+
+def _choose(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return to_message(path)
+    rejected: list[str] = []
+    for candidate in finished_newest_first(path):
+        try:
+            return to_message(candidate)
+        except UnknownFormatError:
+            raise
+        except CheckpointError as error:
+            rejected.append(str(error))
+            say_rejected(str(error))
+    if rejected:
+        raise CheckpointError(f"no checkpoint in {path} can be used: {'; '.join(rejected)}")
+    raise CheckpointError(f"there is no checkpoint in {path}")
+
+
+def say_rejected(reason: str) -> None:
+    """A checkpoint is passed over: never silently."""
+    print(f"hpctrain: CHECKPOINT REJECTED: {reason}", file=sys.stderr, flush=True)
+
+
+def _with_path(error: CheckpointError, path: Path) -> str:
+    return str(error) if str(path) in str(error) else f"{path}: {error}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
