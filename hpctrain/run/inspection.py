@@ -1,0 +1,129 @@
+"""The doctor's probes: what is there on this rank, as JSON facts. Nothing here communicates or starts MPI."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpctrain.comm.probe import probe_horovod, probe_mpi4py
+from hpctrain.errors import LaunchError
+from hpctrain.launch.identity import RankIdentity, identify
+from hpctrain.version import __version__
+
+
+def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
+    """The facts of this rank by topic. A part that is missing or broken is a fact with the key `error`."""
+    return {
+        "host": hostname,
+        "python": _python(),
+        "torch": _torch(),
+        "launcher": _launcher(environ, hostname),
+        "cores": _cores(environ),
+        "mpi": probe_mpi4py(),
+        "horovod": probe_horovod(),
+        "hdf5": _hdf5(),
+        "run_directory": _run_directory(run_directory),
+        "scratch": _scratch(),
+    }
+
+
+def identity_of(facts: Mapping[str, Any]) -> RankIdentity | None:
+    """The launcher's part of the facts as a value again; None when the variables contradict each other."""
+    launcher = facts["launcher"]
+    return None if "error" in launcher else RankIdentity(**launcher)
+
+
+def _python() -> dict[str, Any]:
+    return {"version": platform.python_version(), "executable": sys.executable, "hpctrain": __version__}
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        torch = importlib.import_module("torch")
+    except Exception as error:
+        return {"error": f"cannot be loaded: {error}".splitlines()[0]}
+    count = torch.cuda.device_count()
+    nccl = None
+    if count:
+        try:
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        except (AttributeError, RuntimeError):
+            nccl = None  # a build without NCCL
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+        "nccl": nccl,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _launcher(environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
+    try:
+        return asdict(identify(environ, hostname))
+    except LaunchError as error:
+        return {"error": str(error)}
+
+
+def _cores(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "usable": sorted(os.sched_getaffinity(0)),
+        "of_machine": os.cpu_count(),
+        "omp_num_threads": environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _hdf5() -> dict[str, Any]:
+    try:
+        h5py = importlib.import_module("h5py")
+    except Exception as error:
+        return {"error": f"cannot be loaded: {error}".splitlines()[0]}
+    return {
+        "h5py": h5py.version.version,
+        "hdf5": h5py.version.hdf5_version,
+        "parallel": bool(h5py.get_config().mpi),
+    }
+
+
+def _run_directory(directory: Path) -> dict[str, Any]:
+    """`kind` and free space of the filesystem where `directory` is or would be; `error` if unwritable."""
+    facts: dict[str, Any] = {"path": str(directory)}
+    try:
+        place = directory.absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir():
+            return {**facts, "error": f"{place} is a file, not a directory"}
+        # Asking the system's access() is not enough on network filesystems: write a file for real.
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".hpctrain-doctor-"):
+            pass
+        return {**facts, "kind": _filesystem(place), "free_bytes": shutil.disk_usage(place).free}
+    except OSError as error:
+        return {**facts, "error": f"cannot be written ({error.strerror})"}
+
+
+def _filesystem(place: Path) -> str:
+    """Type of the filesystem that `place` is on: that of the longest mount point above it."""
+    place = place.resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    return next(
+        (mounts[parent] for parent in (place, *place.parents) if parent in mounts), "unknown filesystem"
+    )
+
+
+def _scratch() -> dict[str, Any]:
+    shm = Path("/dev/shm")
+    return {
+        "tmp_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+        "shm_free_bytes": shutil.disk_usage(shm).free if shm.is_dir() else None,
+    }

@@ -1,0 +1,143 @@
+"""One report from the facts of all ranks: equal findings once, differences between ranks named. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpctrain.comm.agreement import describe_ranks
+from hpctrain.run.findings import Facts, Finding, Level, judge
+from hpctrain.topology import Topology
+
+# What must be the same on every rank: topic, what it is called, how it is read from a rank's facts.
+_SAME: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
+    ("python", lambda f: ".".join(f["python"]["version"].split(".")[:2])),
+    ("hpctrain", lambda f: f["python"]["hpctrain"]),
+    ("torch", lambda f: f["torch"].get("version", "missing")),
+    ("torch's CUDA", lambda f: f["torch"].get("cuda") or "none"),
+    ("devices", lambda f: ", ".join(f["torch"].get("devices", [])) or "none"),
+    ("MPI", lambda f: f["mpi"].get("library", "unknown")),
+    ("mpi4py", lambda f: f["mpi"].get("version", "missing")),
+    ("Horovod", lambda f: f["horovod"].get("version", "missing")),
+    ("Horovod's parts", lambda f: ", ".join(f["horovod"].get("built", [])) or "none"),
+    ("h5py", lambda f: f["hdf5"].get("h5py", "missing")),
+    ("HDF5", lambda f: f["hdf5"].get("hdf5", "missing")),
+    ("parallel HDF5", lambda f: "yes" if f["hdf5"].get("parallel") else "no"),
+    ("launcher", lambda f: f["launcher"].get("launcher", "contradictory")),
+    ("run directory", lambda f: f["run_directory"]["path"]),
+    ("run directory's filesystem", lambda f: f["run_directory"].get("kind", "unusable")),
+)
+_SAME_IF_POSSIBLE: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
+    ("threads of a rank", lambda f: f["torch"].get("threads", "unknown")),
+    ("usable cores", lambda f: len(f["cores"]["usable"])),
+)
+
+
+def merge(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    """The report over all ranks. Entry r of `facts_by_rank` comes from rank r."""
+    return [
+        *_fold(facts_by_rank),
+        *_placement(facts_by_rank),
+        *_differences(facts_by_rank, rows=_SAME, level=Level.PROBLEM),
+        *_differences(facts_by_rank, rows=_SAME_IF_POSSIBLE, level=Level.WARNING),
+    ]
+
+
+def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    """Each rank's own findings, equal ones once. What only some ranks found is told with their numbers.
+
+    Of good news that differs by rank (space free, say) the lowest rank's stands for all.
+    """
+    ranks_by_finding: dict[Finding, list[int]] = {}
+    for rank, facts in enumerate(facts_by_rank):
+        for finding in judge(facts):
+            ranks_by_finding.setdefault(finding, []).append(rank)
+    told: list[Finding] = []
+    good: set[str] = set()
+    for finding, ranks in ranks_by_finding.items():
+        if finding.level is Level.OK:
+            if finding.topic not in good:
+                told.append(finding)
+            good.add(finding.topic)
+        elif len(ranks) == len(facts_by_rank):
+            told.append(finding)
+        else:
+            told.append(replace(finding, text=f"{_where(ranks, facts_by_rank)}: {finding.text}"))
+    topics = list(dict.fromkeys(finding.topic for finding in told))
+    return sorted(told, key=lambda finding: topics.index(finding.topic))
+
+
+def _differences(
+    facts_by_rank: Sequence[Facts], *, rows: Sequence[tuple[str, Callable[[Facts], Any]]], level: Level
+) -> list[Finding]:
+    findings = []
+    for topic, read in rows:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(facts_by_rank):
+            ranks_by_value.setdefault(str(read(facts)), []).append(rank)
+        if len(ranks_by_value) > 1:
+            parts = (f"{value} on {_where(ranks, facts_by_rank)}" for value, ranks in ranks_by_value.items())
+            findings.append(
+                Finding(
+                    topic=topic,
+                    level=level,
+                    text=f"differs between ranks: {', '.join(parts)}",
+                    remedy="give every rank the same environment and nodes of one kind",
+                )
+            )
+    return findings
+
+
+def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    findings = []
+    if not any("error" in facts["launcher"] for facts in facts_by_rank):
+        topology = Topology.from_node_names(
+            [facts["launcher"]["node_name"] for facts in facts_by_rank],
+            emulated=any(facts["launcher"]["emulated"] for facts in facts_by_rank),
+        )
+        names = ", ".join(topology.node_names[:8]) + (", ..." if topology.num_nodes > 8 else "")
+        findings.append(Finding(topic="topology", level=Level.OK, text=f"{topology.describe()}: {names}"))
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, facts in enumerate(facts_by_rank):
+        ranks_by_host.setdefault(facts["host"], []).append(rank)
+    by_host = {host: _cores([facts_by_rank[r] for r in ranks]) for host, ranks in ranks_by_host.items()}
+    hosts_by_finding: dict[Finding, list[str]] = {}
+    for host, finding in by_host.items():
+        hosts_by_finding.setdefault(finding, []).append(host)
+    for finding, hosts in hosts_by_finding.items():
+        on = "" if len(hosts_by_finding) == 1 and len(hosts) == 1 else f" on {', '.join(hosts)}"
+        findings.append(replace(finding, text=finding.text + on))
+    return findings
+
+
+def _cores(facts_of_host: Sequence[Facts]) -> Finding:
+    """Do the ranks of one host and their threads fit on its cores? (F8)"""
+    num_ranks = len(facts_of_host)
+    usable = {core for facts in facts_of_host for core in facts["cores"]["usable"]}
+    of_machine = max(int(facts["cores"]["of_machine"] or 0) for facts in facts_of_host)
+    threads = [int(facts["torch"].get("threads", 1)) for facts in facts_of_host]
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    cores = f"{len(usable)} core{'s' if len(usable) > 1 else ''}"
+    level, remedy = Level.OK, ""
+    if num_ranks > len(usable):
+        level = Level.WARNING
+        remedy = "ranks wait for each other's cores: start fewer ranks, or do not measure with this"
+        if of_machine > len(usable):
+            remedy = (
+                f"the ranks are bound to {len(usable)} of the machine's {of_machine} cores: use mpirun "
+                "--bind-to none, or ask Slurm for more with --cpus-per-task"
+            )
+    elif sum(threads) > len(usable):
+        level = Level.WARNING
+        remedy = f"set OMP_NUM_THREADS={max(1, len(usable) // num_ranks)} (`hpctrain launch` does)"
+    thread_text = f"{min(threads)}" if len(set(threads)) == 1 else f"{min(threads)} to {max(threads)}"
+    share = f"{ranks} on {cores}, {thread_text} thread{'s' if thread_text != '1' else ''} each"
+    return Finding(topic="cores", level=level, text=share, remedy=remedy)
+
+
+def _where(ranks: Sequence[int], facts_by_rank: Sequence[Facts]) -> str:
+    """`ranks 0-2 (a, b)`: the ranks, and the hosts they are on."""
+    hosts = list(dict.fromkeys(facts_by_rank[rank]["host"] for rank in ranks))
+    shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    return f"{describe_ranks(ranks)} ({shown})"
