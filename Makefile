@@ -1,0 +1,40 @@
+# `make help` lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-fast lint demo docs clean
+
+# The environment that is active, or the one that `make setup` makes.
+VENV ?= .venv
+ifdef VIRTUAL_ENV
+BIN := $(VIRTUAL_ENV)/bin/
+else ifdef CONDA_PREFIX
+BIN := $(CONDA_PREFIX)/bin/
+else
+BIN := $(VENV)/bin/
+endif
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+setup: ## everything hpctrain needs: packages, .venv, Horovod and parallel h5py (cached)
+	@bash scripts/setup.sh
+
+demo: setup ## pack two datasets, train, stop, resume on other ranks, verify: about a minute
+	@$(BIN)python scripts/demo.py
+
+lint: setup ## ruff, mypy, import-linter
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(BIN)mypy
+	$(BIN)lint-imports
+
+test: lint ## all tests, with real MPI ranks
+	$(BIN)python -m pytest tests
+
+test-fast: setup ## the tests that start no MPI ranks
+	$(BIN)python -m pytest tests/unit tests/contract -m "not launches"
+
+docs: setup ## write docs/recipe.md from the code
+	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md
+
+clean: ## remove what was made here, but for .venv
+	rm -rf build dist *.egg-info demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

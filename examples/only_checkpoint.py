@@ -1,0 +1,23 @@
+"""Only the checkpoint: verified and written by all ranks together, in a script that trains its own way.
+
+    hpctrain launch -n 2 -- python examples/only_checkpoint.py checkpoints
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import hpctrain
+
+with hpctrain.start() as session:
+    model = torch.nn.Linear(1000, 1000)
+    state = hpctrain.State(
+        [hpctrain.Replicated(name, tensor) for name, tensor in model.state_dict().items()], {"epoch": 7}
+    )
+    saved = hpctrain.save(state, directory=Path(sys.argv[1]), step=100, comm=session.world)
+
+    checkpoint = hpctrain.open_checkpoint(saved.path, comm=session.world)
+    model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors})
+    if session.rank == 0:
+        print(f"{saved.path}: {saved.bytes:,} bytes in {saved.seconds:.3f} s; epoch {checkpoint.document['epoch']}")

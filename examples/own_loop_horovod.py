@@ -1,0 +1,32 @@
+"""A plain Horovod script, as people have it: the starting point of `own_loop.py`.
+
+    mpirun -n 4 python examples/own_loop_horovod.py
+"""
+
+import horovod.torch as hvd
+import torch
+from sklearn.datasets import load_digits
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+hvd.init()
+torch.manual_seed(0)
+images, labels = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank(), seed=0)
+loader = DataLoader(data, batch_size=32, sampler=sampler)
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for image, label in loader:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(image), label)
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {epoch} loss {loss.item():.4f}", flush=True)

@@ -1,0 +1,94 @@
+"""`hpctrain`: the root of the commands, and the one place where an error becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from hpctrain.errors import HpctrainError, LaunchError
+from hpctrain.launch import identify
+from hpctrain.version import __version__
+
+HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
+
+\b
+  hpctrain doctor                                        what is here, and what is missing
+  hpctrain data pack digits data/digits                  make HDF5 shards
+  hpctrain train examples/digits.toml                    train, one rank
+  hpctrain launch -n 4 -- hpctrain train examples/digits.toml       four ranks
+  srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
+  hpctrain checkpoint list runs/digits/checkpoints       what was saved
+
+\b
+Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
+7 diverged; 75 stopped early with its state saved (run the same command again to go on).
+"""
+
+app = typer.Typer(
+    help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"hpctrain {__version__}")
+        raise typer.Exit
+
+
+def _add_commands() -> None:
+    from hpctrain.cli.checkpoint import checkpoint_app
+    from hpctrain.cli.data import data_app
+    from hpctrain.cli.doctor import doctor_command
+    from hpctrain.cli.launch import launch_command
+    from hpctrain.cli.train import train_command
+
+    app.command("doctor")(doctor_command)
+    app.command("train")(train_command)
+    app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+        launch_command
+    )
+    app.add_typer(data_app, name="data")
+    app.add_typer(checkpoint_app, name="checkpoint")
+
+
+def main() -> None:
+    """Entry point of the `hpctrain` command."""
+    _add_commands()
+    try:
+        app()
+    except HpctrainError as error:
+        tell_and_exit(error)
+
+
+def tell_and_exit(error: HpctrainError) -> None:
+    """Print `error` once for the whole job, and leave with its code.
+
+    Here no communication is up: every rank has met the error by itself. Rank 0 speaks at once, and the
+    launcher ends the others when it is gone. A rank that still runs after a moment knows that rank 0 did
+    not meet the error, and speaks for itself.
+    """
+    rank = 0
+    try:
+        identity = identify(os.environ, socket.gethostname())
+        rank = identity.rank
+    except LaunchError:
+        pass
+    prefix = "hpctrain: "
+    if rank != 0:
+        sys.stdout.flush()
+        time.sleep(1.5)
+        prefix = f"hpctrain: rank {rank} on {socket.gethostname()}: "
+    print(f"{prefix}{error}", file=sys.stderr, flush=True)
+    sys.exit(int(error.exit_code))
+
+
+if __name__ == "__main__":
+    main()

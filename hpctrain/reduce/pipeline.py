@@ -1,0 +1,63 @@
+"""A thread that reduces buckets, in the order they are given, while backward goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class ReductionPipeline:
+    """Runs `reduce` on one buffer after another, on its own thread.
+
+    Every rank gives its buffers in the same order, so the collective operations match. An exception in
+    `reduce` is raised by the next `wait`; buffers given after it are dropped.
+    """
+
+    def __init__(self, reduce: Callable[[torch.Tensor], None]) -> None:
+        self._reduce = reduce
+        self._queue: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        self._condition = threading.Condition()
+        self._pending = 0
+        self._busy_s = 0.0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hpctrain-reduce", daemon=True)
+        self._thread.start()
+
+    def submit(self, buffer: torch.Tensor) -> None:
+        """Reduce `buffer` in place, some time before `wait` returns."""
+        with self._condition:
+            self._pending += 1
+        self._queue.put(buffer)
+
+    def wait(self) -> float:
+        """Wait until all submitted buffers are reduced; seconds the reductions took since the last wait."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._pending == 0)
+            busy_s, self._busy_s = self._busy_s, 0.0
+            error = self._error
+        if error is not None:
+            raise error
+        return busy_s
+
+    def close(self) -> None:
+        """End the thread. A reduction that hangs is not waited for."""
+        self._queue.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (buffer := self._queue.get()) is not None:
+            started = time.perf_counter()
+            try:
+                if self._error is None:
+                    self._reduce(buffer)
+            except BaseException as error:
+                self._error = error
+            finally:
+                with self._condition:
+                    self._busy_s += time.perf_counter() - started
+                    self._pending -= 1
+                    self._condition.notify_all()

@@ -1,0 +1,50 @@
+"""The factor by which the loss is multiplied before backward. Pure.
+
+Small gradients vanish in float16, large ones overflow. The factor keeps them in range: it is halved when a
+step overflowed, and doubled after a number of good steps (Micikevicius et al. 2018, arXiv:1710.03740). All
+factors are powers of two, so scaling and unscaling lose no bits of a float32 gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import DivergedError
+
+LARGEST = 2.0**24
+SMALLEST = 2.0**-14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """Value and history of the factor. `dynamic` off means that it stays where it is, normally at 1."""
+
+    value: float = 1.0
+    dynamic: bool = False
+    growth_steps: int = 500
+    good_steps: int = 0
+    skipped_in_row: int = 0
+    skipped_total: int = 0
+    max_skipped_in_row: int = 20
+
+    def after_good_step(self) -> LossScale:
+        """One step was applied."""
+        good = self.good_steps + 1
+        if self.dynamic and good >= self.growth_steps:
+            return replace(self, value=min(self.value * 2, LARGEST), good_steps=0, skipped_in_row=0)
+        return replace(self, good_steps=good, skipped_in_row=0)
+
+    def after_overflow(self) -> LossScale:
+        """One step was skipped. Raises DivergedError, on all ranks alike, when too many were in a row (F5)."""
+        in_row = self.skipped_in_row + 1
+        if in_row > self.max_skipped_in_row:
+            raise DivergedError(
+                f"{in_row} steps in a row had gradients that are not finite (loss scale {self.value:g}): "
+                "the run has diverged. Lower optimizer.lr, raise optimizer.warmup_steps, set "
+                "optimizer.clip_norm, or resume from an older checkpoint",
+                agreed=True,
+            )
+        value = max(self.value / 2, SMALLEST) if self.dynamic else self.value
+        return replace(
+            self, value=value, good_steps=0, skipped_in_row=in_row, skipped_total=self.skipped_total + 1
+        )

@@ -1,0 +1,5 @@
+"""What keeps a run alive, or ends it with its work saved."""
+
+from hpctrain.resilience.stop import StopRequest
+
+__all__ = ["StopRequest"]

@@ -1,0 +1,74 @@
+"""The run directory: made by rank 0, seen by all, and never overwritten."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+from hpctrain.comm import Collective, agreed, on_rank_0
+from hpctrain.errors import LaunchError
+
+# Attribute caches of network filesystems hide a new file for seconds from other nodes.
+VISIBLE_WITHIN_S = 20.0
+
+
+def prepare_run_directory(directory: Path, *, comm: Collective) -> None:
+    """Make `directory` and check that every rank sees the same one and can write there. Collective."""
+    token = on_rank_0(comm, lambda: _create(directory))
+    agreed(comm, lambda: _check(directory, token, rank=comm.rank))
+    comm.barrier()
+    if comm.rank == 0:
+        (directory / token).unlink(missing_ok=True)
+
+
+def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | None:
+    """Move what an earlier run left under `names` into `directory/previous-N`. Collective; nothing is lost."""
+
+    def move() -> str | None:
+        found = [directory / name for name in names if (directory / name).exists()]
+        if not found:
+            return None
+        number = 1
+        while (directory / f"previous-{number}").exists():
+            number += 1
+        target = directory / f"previous-{number}"
+        target.mkdir()
+        for path in found:
+            os.replace(path, target / path.name)
+        return str(target)
+
+    moved = on_rank_0(comm, move)
+    return Path(moved) if moved is not None else None
+
+
+def _create(directory: Path) -> str:
+    token = f".started-{uuid.uuid4().hex}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / token).write_text("")
+    except OSError as error:
+        raise LaunchError(
+            f"the run directory {directory.absolute()} cannot be written ({error.strerror}): set run.directory to a "
+            "folder on a shared filesystem where this user may write"
+        ) from error
+    return token
+
+
+def _check(directory: Path, token: str, *, rank: int) -> None:
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while not (directory / token).exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"the run directory {directory.absolute()} that rank 0 made is not visible here after "
+                f"{VISIBLE_WITHIN_S:.0f} s: set run.directory to a folder that all nodes share"
+            )
+        time.sleep(0.1)
+        os.listdir(directory.parent)  # asks the server again instead of the attribute cache
+    mine = directory / f"{token}.{rank}"
+    try:
+        mine.write_text("")
+        mine.unlink()
+    except OSError as error:
+        raise LaunchError(f"the run directory {directory.absolute()} cannot be written: {error.strerror}") from error

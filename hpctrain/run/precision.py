@@ -1,0 +1,33 @@
+"""What the recipe's `precision` means on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hpctrain.errors import RecipeError
+from hpctrain.reduce import LossScale, WireFormat
+
+MODEL_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
+AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_for(precision: str, *, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Context around forward. Raises RecipeError where the device has no such arithmetic."""
+    dtype = AUTOCAST_DTYPE.get(precision)
+    if dtype is None:
+        return nullcontext
+    if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise RecipeError("run.precision = 'bf16': this GPU has no bfloat16 arithmetic; use 'fp16'")
+    return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def loss_scale_for(precision: str, *, wire: WireFormat, max_skipped_in_row: int) -> LossScale:
+    """float16, in forward or on the wire, needs a scale that moves; all else stays at 1."""
+    if precision == "fp16":
+        return LossScale(value=2.0**16, dynamic=True, max_skipped_in_row=max_skipped_in_row)
+    if wire is WireFormat.FP16:
+        return LossScale(value=2.0**10, dynamic=True, max_skipped_in_row=max_skipped_in_row)
+    return LossScale(max_skipped_in_row=max_skipped_in_row)

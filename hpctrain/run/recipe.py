@@ -1,0 +1,167 @@
+"""One TOML file is one run. The recipe is a frozen value, validated before anything communicates.
+
+The descriptions of the fields are the user's reference: `docs/recipe.md` is generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion from other types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """What kind of run this is, and where it leaves its files."""
+
+    directory: str = Field(description="Run directory: records, metrics, checkpoints. Shared by all nodes.")
+    name: str = Field("run", min_length=1, description="A name for the tables.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of model initialisation and sample order.")
+    epochs: int | None = Field(None, ge=1, description="Train this many passes over the data. This or `steps`.")
+    steps: int | None = Field(None, ge=1, description="Train this many optimizer steps. This or `epochs`.")
+    ranks: int | None = Field(
+        None, ge=1, description="Number of ranks that the run insists on; another number is refused at start."
+    )
+    backend: Literal["auto", "horovod", "mpi", "serial"] = Field(
+        "auto", description="Communication backend. `auto`: Horovod where it is installed, else MPI."
+    )
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
+        "fp32", description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: autocast around forward."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="`auto`: the local rank's CUDA device where there is one, else the CPU."
+    )
+    threads_per_rank: int | None = Field(
+        None, ge=1, description="CPU threads of torch in each rank. Default: OMP_NUM_THREADS, or the rank's cores."
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="A collective operation that takes longer ends the run with code 6."
+    )
+    deterministic: bool = Field(
+        True, description="Ask torch for deterministic algorithms, so that a resumed run gives the same bits."
+    )
+
+
+class TaskSection(Section):
+    """What is trained."""
+
+    target: str = Field(
+        pattern=r"^[\w.]+:[\w.]+$",
+        description="`module:Class` of the task. The recipe's folder and the working directory are searched too.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    train: str = Field(description="Dataset directory made by `hpctrain data pack`.")
+    held_out: str | None = Field(None, description="Dataset directory for evaluation.")
+    global_batch: int = Field(ge=1, description="Samples per optimizer step, over all ranks.")
+    micro_batches: int = Field(
+        1, ge=1, description="Parts in which a rank computes its share of the batch; traffic only after the last."
+    )
+    shuffle: bool = Field(True, description="Shuffle each epoch anew from the seed.")
+    last_batch: Literal["keep", "drop"] = Field(
+        "keep", description="What happens to the last, smaller batch of an epoch."
+    )
+    prefetch_mb: float = Field(64.0, gt=0, description="Memory bound of prefetched batches per rank, MB.")
+    evaluation_batch: int = Field(1024, ge=1, description="Samples per evaluation batch, over all ranks.")
+
+
+class OptimizerSection(Section):
+    """How parameters move."""
+
+    name: Literal["sgd", "adam", "adamw"] = Field("adamw", description="Optimizer of torch.optim.")
+    lr: float = Field(1e-3, gt=0, description="Base learning rate, for a global batch of `reference_batch`.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of `sgd`.")
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2, description="Betas of `adam`, `adamw`.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
+    clip_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this. None: off.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="Scale `lr` with global_batch / reference_batch (Goyal et al. 2017, arXiv:1706.02677)."
+    )
+    reference_batch: int | None = Field(None, ge=1, description="The global batch for which `lr` was chosen.")
+    schedule: Literal["constant", "cosine", "step"] = Field("constant", description="After the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Linear warm-up from lr/warmup_steps to lr.")
+    final_lr_fraction: float = Field(0.0, ge=0, le=1, description="`cosine` ends at this fraction of lr.")
+    step_every: int | None = Field(None, ge=1, description="`step`: multiply lr by `step_factor` so often, in steps.")
+    step_factor: float = Field(0.1, gt=0, le=1, description="`step`: the factor.")
+    max_skipped_in_row: int = Field(
+        20, ge=0, description="More skipped steps in a row than this (gradients not finite) end the run, code 7."
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> OptimizerSection:
+        if self.lr_scaling != "none" and self.reference_batch is None:
+            raise ValueError(f"lr_scaling = {self.lr_scaling!r} needs reference_batch, the batch lr was chosen for")
+        if self.schedule == "step" and self.step_every is None:
+            raise ValueError("schedule = 'step' needs step_every")
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum belongs to sgd; {self.name} has betas")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}: each must be at least 0 and below 1")
+        return self
+
+
+class ReductionSection(Section):
+    """How gradients cross the network."""
+
+    algorithm: Literal["auto", "flat", "hierarchical"] = Field(
+        "auto", description="`hierarchical`: within the node, between nodes, within the node. "
+        "`auto`: hierarchical on several nodes with several ranks each, else flat."
+    )
+    wire: Literal["fp32", "fp16"] = Field(
+        "fp32", description="`fp16` sends two bytes a gradient, scaled, with overflowed steps skipped on all ranks."
+    )
+    bucket_mb: float = Field(4.0, gt=0, description="Gradients are sent in buckets of about this many MB.")
+
+
+class CheckpointSection(Section):
+    """When the state is saved. It is also saved at the end and when the run is asked to stop."""
+
+    every_steps: int | None = Field(None, ge=1, description="Save every so many steps.")
+    every_minutes: float | None = Field(None, gt=0, description="Save when so many minutes have passed.")
+    keep: int = Field(3, ge=1, description="Checkpoints kept; older ones go once a newer one is committed.")
+    engine: Literal["auto", "direct", "mpio"] = Field(
+        "auto", description="`mpio`: parallel HDF5. `direct`: every rank writes at its place in the HDF5 file."
+    )
+    directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
+
+
+class TelemetrySection(Section):
+    """What the run tells."""
+
+    progress_every_s: float = Field(5.0, gt=0, description="How often rank 0 tells its progress, s.")
+    metrics_every_steps: int = Field(1, ge=1, description="A metrics record per rank every so many steps.")
+    evaluate_every_steps: int | None = Field(
+        None, ge=1, description="Evaluate on held-out data so often. It is always done at the end."
+    )
+
+
+class Recipe(Section):
+    """The whole run."""
+
+    run: RunSection
+    task: TaskSection
+    data: DataSection
+    optimizer: OptimizerSection = OptimizerSection()
+    reduction: ReductionSection = ReductionSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    telemetry: TelemetrySection = TelemetrySection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if (self.run.epochs is None) == (self.run.steps is None):
+            raise ValueError("run: set one of epochs and steps, not both and not neither")
+        if self.run.ranks is not None and self.data.global_batch < self.run.ranks:
+            raise ValueError(
+                f"data.global_batch = {self.data.global_batch} cannot be split over run.ranks = {self.run.ranks}: "
+                "every rank needs at least one sample"
+            )
+        return self

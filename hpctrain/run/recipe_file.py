@@ -1,0 +1,114 @@
+"""Recipe files: read, overridden from the command line, validated, and told apart from typing errors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpctrain.errors import RecipeError
+from hpctrain.run.recipe import Recipe
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load_recipe(path: Path, *, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe. Relative paths in it are relative to the working directory.
+
+    overrides: `section.key=value`, the value as in TOML; a bare word counts as a string.
+    Raises RecipeError that names every fault found.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(document, override)
+    return parse_recipe(document, source=str(path))
+
+
+def parse_recipe(document: dict[str, Any], *, source: str = "recipe") -> Recipe:
+    """Validate a recipe given as nested dictionaries."""
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        faults = "\n".join(f"  {line}" for line in _faults(error))
+        raise RecipeError(f"{source} is not a valid recipe:\n{faults}") from error
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    sections = key.strip().split(".")
+    if not equals or len(sections) < 2 or not all(sections):
+        raise RecipeError(f"--set {override}: write it as section.key=value, for example optimizer.lr=0.01")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = document
+    for name in sections[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"--set {override}: {name} is a value, not a section")
+    table[sections[-1]] = value
+
+
+def _faults(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors():
+        where = ".".join(str(part) for part in fault["loc"]) or "recipe"
+        if fault["type"] == "extra_forbidden":
+            yield f"{where}: there is no such key{_nearest(fault['loc'])}"
+        elif fault["type"] == "missing":
+            yield f"{where}: missing"
+        elif fault["type"] == "value_error":
+            yield f"{where}: {fault['ctx']['error']}"
+        else:
+            found = json.dumps(fault["input"], default=str)
+            yield f"{where}: found {found}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    """`; did you mean …?`, or the list of valid keys."""
+    section: type[BaseModel] = Recipe
+    for part in location[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        section = annotation
+    valid = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; valid here: {', '.join(valid)}"
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe with every default filled in, as TOML that `load_recipe` reads back to an equal value."""
+    lines: list[str] = []
+    for name, section in recipe.model_dump().items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in section.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
+        return "{ " + inside + " }" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str | bool | int):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(str(value))

@@ -1,0 +1,75 @@
+"""The record of where a run ran: enough to explain its speed and to repeat it. No secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import h5py
+import torch
+
+from hpctrain.comm import all_gather_json
+from hpctrain.run.session import Session
+from hpctrain.version import __version__
+
+PACKAGES = ("torch", "numpy", "h5py", "mpi4py", "horovod")
+
+# Named one by one: a prefix such as HOROVOD_ would also take keys that must not be written down.
+VARIABLES = (
+    "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD",
+    "HPCTRAIN_RANKS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT",
+    "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+
+
+def environment_record(session: Session, *, algorithm: str, wire: str) -> dict[str, Any]:
+    """What this run runs on, over all ranks. Collective; the same value on every rank."""
+    mine = {
+        "rank": session.rank,
+        "host": platform.node(),
+        "node": session.identity.node_name,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "device": str(session.device),
+        "pid": os.getpid(),
+    }
+    return {
+        "hpctrain": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hdf5": h5py.version.hdf5_version,
+        "hdf5_parallel": bool(h5py.get_config().mpi),
+        "cuda": torch.version.cuda,
+        "launcher": session.identity.launcher,
+        "backend": session.world.backend,
+        "algorithm": algorithm,
+        "wire": wire,
+        "topology": session.topology.describe(),
+        "ranks_by_node": [list(ranks) for ranks in session.topology.ranks_by_node],
+        "node_names": list(session.topology.node_names),
+        "notes": session.notes,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "ranks": all_gather_json(session.world, mine),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the working directory, with `+changes` where files differ from it; None outside git."""
+    try:
+        asked = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]
+        done = subprocess.run(asked, cwd=Path.cwd(), capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

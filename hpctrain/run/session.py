@@ -1,0 +1,257 @@
+"""The composition root: who am I, how do we talk, which device. A value, not module state."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar, final
+
+import torch
+
+from hpctrain.comm import (
+    Monitored,
+    World,
+    agreed,
+    all_gather_json,
+    broadcast_tensors,
+    make_two_level,
+    open_world,
+)
+from hpctrain.data import Dataset, Loader
+from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
+from hpctrain.launch import RankIdentity, identify
+from hpctrain.reduce import AllReduceUpdater, LossScale, WireFormat
+from hpctrain.reduce.all_reduce_updater import Reducer
+from hpctrain.topology import Mesh, Topology
+
+T = TypeVar("T")
+
+
+@final
+class Session:
+    """One run's ranks, seen from this one. Made by `start`; use it as a context manager.
+
+    On leaving the `with` block: an error that all ranks share is told once by rank 0 and ends every rank with
+    its exit code; an error that this rank alone met is told with its rank and aborts the whole job, so that no
+    other rank waits for it.
+    """
+
+    def __init__(
+        self, *, identity: RankIdentity, world: World, topology: Topology, device: torch.device, notes: list[str]
+    ) -> None:
+        self.identity = identity
+        self.world = world
+        self.mesh = Mesh(topology, world.rank)
+        self.device = device
+        self._hook_before: Callable[..., object] | None = None
+        self.notes = notes  # what was fallen back from, and why
+
+    @property
+    def topology(self) -> Topology:
+        return self.mesh.topology
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world.num_ranks
+
+    @property
+    def local_rank(self) -> int:
+        return self.topology.local_rank_of(self.rank)
+
+    def choose_algorithm(self, asked: str) -> str:
+        """`flat` or `hierarchical`: what `asked` (also `auto`) comes to on this topology. Not collective.
+
+        Two levels need several nodes and several ranks on one of them; where they cannot run, a note says so.
+        """
+        two_level = self.topology.num_nodes > 1 and self.num_ranks > self.topology.num_nodes
+        if asked == "hierarchical" and not two_level:
+            self.notes.append(f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}")
+        if asked not in ("auto", "flat", "hierarchical"):
+            raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
+        return "hierarchical" if two_level and asked != "flat" else "flat"
+
+    def reducer(self, *, algorithm: str = "auto") -> Reducer:
+        """A function that sums a buffer over all ranks in place, in a message space of its own. Collective."""
+        if self.num_ranks == 1:
+            return lambda buffer: None
+        if self.choose_algorithm(algorithm) == "flat":
+            return self.world.duplicate().all_reduce
+        return make_two_level(self.world, self.topology).all_reduce
+
+    def updater(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        algorithm: str = "auto",
+        wire: str | WireFormat = WireFormat.FP32,
+        bucket_bytes: int = 4 << 20,
+        loss_scale: LossScale | None = None,
+        clip_norm: float | None = None,
+    ) -> AllReduceUpdater:
+        """Wrap `optimizer`; the model's parameters and buffers become those of rank 0. Collective.
+
+        In a plain Horovod script this is what `hvd.DistributedOptimizer` and the two broadcasts were:
+        `loss.backward()`, `step()` and `zero_grad()` stay.
+        """
+        broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0)
+        return AllReduceUpdater(
+            optimizer, comm=self.world, reduce=self.reducer(algorithm=algorithm), wire=WireFormat(wire),
+            bucket_bytes=bucket_bytes, loss_scale=loss_scale, clip_norm=clip_norm,
+        )  # fmt: skip
+
+    def open_dataset(self, directory: str | Path) -> Dataset:
+        """Open a dataset on every rank, or raise the same DataError on all. Collective."""
+        return self.agreed(lambda: Dataset.open(Path(directory)), os_error=DataError)
+
+    def loader(self, dataset: Dataset, *, global_batch: int, seed: int = 0, **options: object) -> Loader:
+        """This rank's share of the global batches. See `hpctrain.data.Loader` for the options."""
+        return Loader(
+            dataset, global_batch=global_batch, rank=self.rank, num_ranks=self.num_ranks, seed=seed, **options
+        )  # type: ignore[arg-type]
+
+    def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
+        """Run `function` on each rank; if it fails on any, the same error is raised on all. Collective."""
+        return agreed(self.world, function, os_error=os_error)
+
+    def mean(self, value: float) -> float:
+        """Mean of a number over the ranks. Collective."""
+        buffer = torch.tensor([float(value)], dtype=torch.float64)
+        self.world.all_reduce(buffer)
+        return float(buffer) / self.num_ranks
+
+    def close(self) -> None:
+        """Finish communication. Collective."""
+        if self._hook_before is not None:
+            sys.excepthook = self._hook_before
+        self.world.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._fail(error)
+        self.close()
+
+    def abort_on_uncaught_error(self) -> None:
+        """Outside a `with` block too, an error that nobody catches ends all ranks, not only this one."""
+        if self.num_ranks > 1:
+            self._hook_before = sys.excepthook
+            sys.excepthook = self._uncaught
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        try:
+            self._fail(error)
+        except SystemExit as leave:
+            # A hook cannot choose the exit code; atexit has nothing left to do once communication is closed.
+            sys.stdout.flush()
+            os._exit(leave.code if isinstance(leave.code, int) else 1)
+
+    def _fail(self, error: BaseException) -> None:
+        """End this rank because of `error`, and all others with it. Returns only when there are no others."""
+        if self.num_ranks == 1:
+            return
+        if isinstance(error, HpctrainError) and error.agreed:
+            if self.rank == 0:
+                print(f"hpctrain: {error}", file=sys.stderr, flush=True)
+            # The launcher ends all ranks when the first leaves with an error: not before rank 0 has spoken.
+            self.world.barrier()
+            self.close()
+            raise SystemExit(int(error.exit_code)) from error
+        code = _exit_code_of(error)
+        text = str(error) if isinstance(error, HpctrainError) else "".join(traceback.format_exception(error)).rstrip()
+        print(
+            f"hpctrain: rank {self.rank} on {socket.gethostname()}: {text}\n"
+            f"hpctrain: rank {self.rank} ends the run (exit code {code}), so that no other rank waits for it",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.world.abort(code)
+
+
+def start(
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    ranks: int | None = None,
+    threads_per_rank: int | None = None,
+    timeout_s: float = 600.0,
+    watch_directory: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Session:
+    """Join the other ranks that mpirun or srun started; alone it is a session of one rank. Collective.
+
+    ranks: refuse to start with another number. timeout_s: a collective that takes longer ends the run with
+    exit code 6. watch_directory: a shared folder through which late ranks are told apart from waiting ones.
+    Raises LaunchError or TopologyError where launcher, environment and communication library disagree.
+    """
+    identity = identify(environ if environ is not None else os.environ, socket.gethostname())
+    check_num_ranks(identity, ranks=ranks)
+    chosen_device = choose_device(device, local_rank=identity.host_rank or 0)
+    _set_threads(threads_per_rank, identity)
+    opened = open_world(backend, identity=identity)
+    world = Monitored(opened.world, timeout_s=timeout_s, directory=watch_directory)
+    names = all_gather_json(world, [identity.node_name, identity.emulated])
+    topology = Topology.from_node_names([name for name, _ in names], emulated=any(e for _, e in names))
+    session = Session(
+        identity=identity, world=world, topology=topology, device=chosen_device, notes=list(opened.notes)
+    )
+    session.abort_on_uncaught_error()
+    return session
+
+
+def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
+    """Refuse a number of ranks that the run did not ask for."""
+    if ranks is not None and identity.num_ranks != ranks:
+        raise TopologyError(
+            f"the recipe asks for {ranks} ranks, {identity.launcher} started {identity.num_ranks}: start it with "
+            f"`hpctrain launch -n {ranks} -- ...`, mpirun -n {ranks} or srun --ntasks={ranks}, or change run.ranks"
+        )
+
+
+def choose_device(asked: str, *, local_rank: int) -> torch.device:
+    """`auto` is this machine's CUDA device of number `local_rank` where there is one, else the CPU."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("run.device = 'cuda', but torch finds no CUDA device: see `hpctrain doctor`")
+    count = torch.cuda.device_count()
+    if count > 1 and local_rank >= count:
+        raise UsageError(
+            f"local rank {local_rank} has no GPU of its own: {count} visible. Start one rank "
+            "per GPU (--ranks-per-node, --gpus-per-task), or set run.device = 'cpu'"
+        )
+    # A single visible device: under --gpus-per-task each rank sees just its own, as number 0.
+    device = torch.device("cuda", local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _set_threads(asked: int | None, identity: RankIdentity) -> None:
+    """As asked, else as OMP_NUM_THREADS says, else this rank's part of the cores it may run on."""
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // max(1, identity.host_size or 1)))
+
+
+def _exit_code_of(error: BaseException) -> int:
+    if isinstance(error, HpctrainError):
+        return int(error.exit_code)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+

@@ -1,0 +1,79 @@
+"""A character-level language model: a small decoder-only transformer over bytes of text."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpctrain.train.task import Fields
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block (Vaswani et al. 2017, arXiv:1706.03762; Xiong et al. 2020, arXiv:2002.04745)."""
+
+    def __init__(self, *, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (batch, window, width)."""
+        batch, window, width = hidden.shape
+        mixed = self.query_key_value(self.attention_norm(hidden))
+        query, key, value = mixed.view(batch, window, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )  # (batch, heads, window, width / heads)
+        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(batch, window, width))
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Transformer(nn.Module):
+    """Logits of the next token, (batch, window, vocabulary), from tokens, (batch, window)."""
+
+    def __init__(self, *, vocabulary: int, window: int, width: int, layers: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(window, width)
+        self.blocks = nn.ModuleList(Block(width=width, heads=heads, dropout=dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+        for parameter in (self.tokens.weight, self.positions.weight):
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.tokens(tokens) + self.positions(places)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Characters:
+    """Next-byte prediction on `tokens` (n, window + 1); the loss is in nats per character."""
+
+    def __init__(
+        self, *, window: int = 128, vocabulary: int = 256, width: int = 128, layers: int = 2, heads: int = 4,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._shape = {
+            "vocabulary": vocabulary, "window": window, "width": width, "layers": layers, "heads": heads,
+            "dropout": dropout,
+        }  # fmt: skip
+
+    def build_model(self) -> nn.Module:
+        return Transformer(**self._shape)  # type: ignore[arg-type]
+
+    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
+        tokens = fields["tokens"].long()
+        logits = model(tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def metrics(self, model: nn.Module, fields: Fields) -> dict[str, float]:
+        return {"nats_per_character": float(self.loss(model, fields))}

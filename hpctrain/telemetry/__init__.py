@@ -1,0 +1,6 @@
+"""Spans and counters of a run, written per rank. Nothing here communicates."""
+
+from hpctrain.telemetry.records import RecordWriter, read_records, write_json
+from hpctrain.telemetry.spans import StepClock
+
+__all__ = ["RecordWriter", "StepClock", "read_records", "write_json"]

@@ -1,0 +1,50 @@
+"""Metrics over a whole held-out dataset, exact for any number of ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hpctrain.comm import Collective, all_gather_json
+from hpctrain.data import Loader
+from hpctrain.errors import DataError
+from hpctrain.train.task import Task
+
+
+def evaluate(
+    task: Task,
+    model: torch.nn.Module,
+    loader: Loader,
+    *,
+    comm: Collective,
+    device: torch.device,
+    autocast: AbstractContextManager[object] | None = None,
+) -> dict[str, float]:
+    """Means of `task.metrics` over every sample of `loader` once. Collective.
+
+    Sums are added in rank order in float64: the same number on every rank.
+    """
+    sums: dict[str, float] = {}
+    num_samples = 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in loader.epoch(0):
+            if batch.num_samples == 0:
+                continue
+            with autocast or nullcontext():
+                found = task.metrics(model, batch.to(device).fields)
+            for name, mean in found.items():
+                sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
+            num_samples += batch.num_samples
+    model.train(was_training)
+    totals: dict[str, float] = {}
+    seen = 0
+    for theirs in all_gather_json(comm, {"sums": sums, "num_samples": num_samples}):
+        seen += theirs["num_samples"]
+        for name, value in theirs["sums"].items():
+            totals[name] = totals.get(name, 0.0) + value
+    if seen == 0:
+        raise DataError("the held-out dataset has no samples to evaluate on", agreed=True)
+    return {name: value / seen for name, value in totals.items()}

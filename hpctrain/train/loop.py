@@ -1,0 +1,260 @@
+"""The training loop: the flow of a run on one screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint import load_newest_good, open_checkpoint, save
+from hpctrain.comm import Collective, broadcast_tensors
+from hpctrain.data import Batch, Batches, Loader
+from hpctrain.errors import StoppedEarly
+from hpctrain.reduce import StepOutcome
+from hpctrain.resilience import StopRequest
+from hpctrain.telemetry import RecordWriter, StepClock
+from hpctrain.train.evaluate import evaluate
+from hpctrain.train.progress import ProgressLine
+from hpctrain.train.schedule import Schedule
+from hpctrain.train.settings import LoopSettings
+from hpctrain.train.state import Position, TrainingState
+from hpctrain.train.task import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What a finished stretch of training amounts to, as this rank saw it."""
+
+    position: Position
+    last_loss: float
+    quality: dict[str, float]
+    seconds: dict[str, float]
+    steps: int  # done in this stretch; `position.step` counts from the beginning of the run
+    samples: int  # over all ranks, in this stretch
+    skipped_steps: int
+    checkpoints: int
+    resumed_from: str | None
+
+
+class Training:
+    """Trains `task` until the last step, or until any rank is asked to stop. Every method is collective."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        state: TrainingState,
+        loader: Loader,
+        held_out: Loader | None,
+        schedule: Schedule,
+        settings: LoopSettings,
+        comm: Collective,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[object]],
+        identity: Mapping[str, Any],
+        records: RecordWriter,
+        stop: StopRequest,
+    ) -> None:
+        self._task = task
+        self._state = state
+        self._loader = loader
+        self._held_out = held_out
+        self._schedule = schedule
+        self._settings = settings
+        self._comm = comm
+        self._device = device
+        self._autocast = autocast
+        self._identity = identity
+        self._records = records
+        self._stop = stop
+        self._clock = StepClock()
+        self._progress = ProgressLine(
+            total_steps=settings.total_steps, every_s=settings.progress_every_s, silent=comm.rank != 0
+        )
+        self._position = Position()
+        self._last_save = time.monotonic()
+        self._saved_step: int | None = None
+        self._first_step = 0
+        self._quality: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._resumed_from: str | None = None
+        self._checkpoints = 0
+        self._skipped = 0
+        self._samples = 0
+        self._loss = float("nan")
+
+    def resume(self, path: Path | None = None) -> Position:
+        """Go on from the newest good checkpoint of the policy's directory, or from `path`; if none, from 0."""
+        if path is not None:
+            checkpoint = open_checkpoint(path, comm=self._comm)
+            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        else:
+            found = load_newest_good(self._settings.checkpoint.directory, comm=self._comm)
+            if found is None:
+                return self._position
+            checkpoint, tensors = found.checkpoint, found.tensors
+        self._position = self._state.restore(checkpoint, tensors, comm=self._comm, identity=self._identity)
+        self._saved_step = self._position.step
+        self._resumed_from = str(checkpoint.path)
+        self._progress.say(f"resumed from {checkpoint.path} (step {self._position.step})")
+        return self._position
+
+    def run(self) -> None:
+        """Train to the end. Raises StoppedEarly, with the state saved, when a rank was asked to stop."""
+        self._first_step = self._position.step
+        self._clock.lap()
+        while self._position.step < self._settings.total_steps:
+            with self._loader.epoch(self._position.epoch, start=self._position.start) as batches:
+                self._train_on(batches)
+        self._quality = self._evaluate()
+        self._clock.lap()
+        self._save()
+        self._add_seconds({"checkpoint": self._clock.lap().get("checkpoint", 0.0)})
+
+    def totals(self) -> Totals:
+        """What was done so far, by this process. Not collective."""
+        return Totals(
+            position=self._position,
+            last_loss=self._loss,
+            quality=self._quality,
+            seconds=self._seconds,
+            steps=self._position.step - self._first_step,
+            samples=self._samples,
+            skipped_steps=self._skipped,
+            checkpoints=self._checkpoints,
+            resumed_from=self._resumed_from,
+        )
+
+    # ------------------------------------------------------------------ one step
+
+    def _train_on(self, batches: Batches) -> None:
+        """To the end of the epoch, or of the run."""
+        waited_s = self._loader.wait_s
+        for batch in batches:
+            self._clock.add("input", seconds=self._loader.wait_s - waited_s)
+            waited_s = self._loader.wait_s
+            self._step(batch)
+            if self._position.step == self._settings.total_steps:
+                return
+        self._position = replace(self._position, epoch=self._position.epoch + 1, start=0)
+
+    def _step(self, batch: Batch) -> None:
+        lr = self._schedule.lr(self._position.step)
+        for group in self._state.optimizer.param_groups:
+            group["lr"] = lr
+        with self._clock.span("compute"):
+            loss = self._forward_backward(batch)
+        started = time.perf_counter()
+        policy = self._settings.checkpoint
+        save_by_time = self._comm.rank == 0 and policy.due_by_time(time.monotonic() - self._last_save)
+        outcome = self._state.updater.step(
+            sums={"loss": loss, "save": float(save_by_time), "stop": float(self._stop.requested)}
+        )
+        self._clock.add("sync", seconds=outcome.sync_s)
+        self._clock.add("exposed_sync", seconds=outcome.exposed_sync_s)
+        self._clock.add("compute", seconds=time.perf_counter() - started - outcome.exposed_sync_s)
+        self._loss = outcome.sums["loss"]
+        self._skipped += not outcome.applied
+        self._samples += batch.global_samples
+        self._position = Position(
+            step=self._position.step + 1,
+            epoch=batch.epoch,
+            start=batch.start + batch.global_samples,
+            samples=self._position.samples + batch.global_samples,
+        )
+        stopping = outcome.sums["stop"] > 0
+        if stopping or outcome.sums["save"] > 0 or policy.due_by_step(self._position.step):
+            self._save()
+        self._record(batch, outcome, lr=lr)
+        if stopping:
+            self._leave_early()
+        every = self._settings.evaluate_every_steps
+        if every and self._position.step % every == 0 and self._position.step < self._settings.total_steps:
+            self._evaluate()
+            self._clock.lap()
+
+    def _forward_backward(self, batch: Batch) -> float:
+        """Gradients of this rank's share; returns its weighted loss, which adds up to the batch's mean."""
+        total = 0.0
+        parts = [part for part in batch.split(self._settings.micro_batches) if part.num_samples > 0]
+        for number, part in enumerate(parts, start=1):
+            with self._autocast():
+                loss = self._task.loss(self._state.model, part.to(self._device).fields)
+            self._state.updater.backward(loss, weight=part.weight, last=number == len(parts))
+            total += float(loss.detach()) * part.weight
+        return total
+
+    def _record(self, batch: Batch, outcome: StepOutcome, *, lr: float) -> None:
+        seconds = self._clock.lap()
+        for name in ("compute", "sync", "exposed_sync", "input", "checkpoint"):
+            seconds.setdefault(name, 0.0)
+        self._add_seconds(seconds)
+        step = self._position.step
+        if step % self._settings.metrics_every_steps == 0 or step == self._settings.total_steps:
+            self._records.write({
+                "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
+                "samples": batch.num_samples, "global_samples": self._position.samples, "loss": self._loss,
+                "lr": lr, "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale,
+                "applied": outcome.applied, "seconds": seconds,
+            })  # fmt: skip
+        self._progress.step(
+            step=step, epoch=batch.epoch, loss=self._loss, lr=lr, num_samples=batch.global_samples
+        )
+
+    def _add_seconds(self, seconds: Mapping[str, float]) -> None:
+        for name, value in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+    # ------------------------------------------------------------------ at a boundary
+
+    def _save(self) -> None:
+        if self._saved_step == self._position.step:
+            return
+        with self._clock.span("checkpoint"):
+            self._align_buffers()
+            policy = self._settings.checkpoint
+            state = self._state.capture(self._position, comm=self._comm, identity=self._identity)
+            result = save(
+                state, directory=policy.directory, step=self._position.step, comm=self._comm,
+                keep=policy.keep, engine=policy.engine,
+            )  # fmt: skip
+        self._saved_step = self._position.step
+        self._last_save = time.monotonic()
+        self._checkpoints += 1
+        self._records.write({
+            "kind": "checkpoint", "time": time.time(), "step": self._position.step, "path": str(result.path),
+            "bytes": result.bytes, "seconds": result.seconds, "engine": result.engine,
+        })  # fmt: skip
+
+    def _evaluate(self) -> dict[str, float]:
+        if self._held_out is None:
+            return {}
+        self._align_buffers()
+        quality = evaluate(
+            self._task, self._state.model, self._held_out, comm=self._comm, device=self._device,
+            autocast=self._autocast,
+        )  # fmt: skip
+        step = self._position.step
+        self._records.write({"kind": "evaluation", "time": time.time(), "step": step, "quality": quality})
+        told = "  ".join(f"{name} {value:.4f}" for name, value in quality.items())
+        self._progress.say(f"held out, step {step}: {told}")
+        return quality
+
+    def _align_buffers(self) -> None:
+        """Rank 0's buffers (running statistics) become everybody's: they are evaluated with and saved once."""
+        broadcast_tensors(self._comm, list(self._state.model.buffers()), root=0)
+
+    def _leave_early(self) -> None:
+        directory = self._settings.checkpoint.directory
+        reason = self._stop.signal_name or "another rank was asked to"
+        self._records.write({"kind": "stopped", "time": time.time(), "reason": reason, **asdict(self._position)})
+        raise StoppedEarly(
+            f"stopped after step {self._position.step} of {self._settings.total_steps} ({reason}); the state is "
+            f"saved in {directory}; run the same command again to go on",
+            agreed=True,
+        )

@@ -1,0 +1,67 @@
+"""Random generators: seeded per rank, and saved and restored to the bit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import xxhash
+
+from hpctrain.errors import CheckpointError
+
+
+def derive_seed(seed: int, *labels: str | int) -> int:
+    """A 63-bit seed for a purpose, from the run's seed. Pure, the same on every machine."""
+    text = ":".join(map(str, (seed, *labels)))
+    return xxhash.xxh3_64_intdigest(text) >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seed python's, numpy's and torch's generators (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture_generators() -> dict[str, torch.Tensor]:
+    """State of this rank's generators as one-dimensional integer tensors, of the same shapes on every rank."""
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    numpy_state = np.concatenate(
+        [keys.astype(np.int64), [position, has_gauss], np.array([cached], np.float64).view(np.int64)]
+    )
+    version, words, gauss = random.getstate()
+    python_state = [version, *words, gauss is not None]
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(numpy_state),
+        "python": torch.tensor([*python_state, _bits(gauss or 0.0)], dtype=torch.int64),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_generators(states: dict[str, torch.Tensor]) -> None:
+    """Put this rank's generators back to a captured state."""
+    try:
+        torch.set_rng_state(states["torch"])
+        numpy_state = states["numpy"].numpy()
+        np.random.set_state((
+            "MT19937", numpy_state[:-3].astype(np.uint32), int(numpy_state[-3]), int(numpy_state[-2]),
+            float(numpy_state[-1:].view(np.float64)[0]),
+        ))  # fmt: skip
+        version, *words, has_gauss, gauss = states["python"].tolist()
+        random.setstate((version, tuple(words), _float(gauss) if has_gauss else None))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint's random generator state cannot be restored: {error}") from error
+
+
+def _bits(value: float) -> int:
+    return int(np.array([value], np.float64).view(np.int64)[0])
+
+
+def _float(bits: int) -> float:
+    return float(np.array([bits], np.int64).view(np.float64)[0])

@@ -1,0 +1,203 @@
+"""All that a run is, as a checkpoint holds it; and back, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint import Checkpoint, Replicated, Shard, State
+from hpctrain.comm import Collective, raise_together
+from hpctrain.errors import CheckpointError
+from hpctrain.reduce import Updater
+from hpctrain.train.seeds import capture_generators, derive_seed, restore_generators, seed_generators
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """The place in the run: `step` optimizer steps done, `start` samples of `epoch` used up (over all ranks)."""
+
+    step: int = 0
+    epoch: int = 0
+    start: int = 0
+    samples: int = 0  # over all epochs and ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What must be saved so that a resumed run gives the same bits as one that never stopped.
+
+    The learning rate is a function of the step, so `position` holds it. Random generators are per rank: on
+    the same number of ranks they continue to the bit; on another number each rank is seeded anew from the
+    run's seed, the step and its rank, since there is no state to continue.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    seed: int
+
+    def capture(self, position: Position, *, comm: Collective, identity: Mapping[str, Any]) -> State:
+        """The state as named global tensors and a JSON document. Not collective.
+
+        identity: what the checkpoint belongs to (data and its order); compared on restore.
+        """
+        items: list[Replicated | Shard] = [
+            Replicated(f"model/{name}", tensor.detach()) for name, tensor in self.model.state_dict().items()
+        ]
+        scalars: dict[str, Any] = {}
+        for path, value in self._optimizer_state():
+            if isinstance(value, torch.Tensor):
+                items.append(Replicated(f"optimizer/{path}", value.detach()))
+            else:
+                scalars[path] = value
+        for name, row in capture_generators().items():
+            shape = (comm.num_ranks, row.numel())
+            items.append(Shard(f"generators/{name}", row[None], shape, (comm.rank, 0)))
+        document = {
+            "position": asdict(position),
+            "optimizer": {"groups": self._group_options(), "scalars": scalars},
+            "updater": self.updater.state_dict(),
+            "num_ranks": comm.num_ranks,
+            "seed": self.seed,
+            "identity": dict(identity),
+        }
+        return State(items, document)
+
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        comm: Collective,
+        identity: Mapping[str, Any],
+    ) -> Position:
+        """Put everything back. Collective. Nothing is changed unless all of it fits, on all ranks.
+
+        tensors: every tensor of the checkpoint, by name. Raises CheckpointError on every rank if the
+        checkpoint is of another model, optimizer, or data.
+        """
+        document = checkpoint.document
+        error: CheckpointError | None = None
+        try:
+            self._check_identity(document, identity, where=str(checkpoint.path))
+            self._check_model(tensors, where=str(checkpoint.path))
+            optimizer_state = self._optimizer_state_dict(document, tensors)
+        except CheckpointError as found:
+            error = found
+        except (KeyError, TypeError, ValueError) as found:
+            error = CheckpointError(f"{checkpoint.path} lacks training state: {type(found).__name__}: {found}")
+        raise_together(comm, error)
+        prefix = "model/"
+        self.model.load_state_dict({n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)})
+        self.optimizer.load_state_dict(optimizer_state)
+        self.updater.load_state_dict(document["updater"])
+        position = Position(**document["position"])
+        if document["num_ranks"] == comm.num_ranks:
+            rows = {n.split("/", 1)[1]: t[comm.rank] for n, t in tensors.items() if n.startswith("generators/")}
+            restore_generators(rows)
+        else:
+            seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
+        return position
+
+    # ------------------------------------------------------------------ details
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Any]]:
+        """(path, leaf) for every leaf of the optimizer's state: `parameter name::key[::key]`."""
+        names = self._names()
+        for parameter, state in self.optimizer.state.items():
+            yield from _leaves(names[id(parameter)], state)
+
+    def _group_options(self) -> list[dict[str, Any]]:
+        names = self._names()
+        groups = []
+        for group in self.optimizer.param_groups:
+            options = {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
+        return groups
+
+    def _optimizer_state_dict(self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """In the layout that `Optimizer.load_state_dict` takes: parameters by number."""
+        saved_groups = document["optimizer"]["groups"]
+        mine = self._group_options()
+        if [g["parameters"] for g in saved_groups] != [g["parameters"] for g in mine]:
+            raise CheckpointError(
+                "the checkpoint's optimizer has other parameter groups: "
+                f"{_sizes(saved_groups)} there, {_sizes(mine)} here"
+            )
+        number = {name: i for i, name in enumerate(n for g in mine for n in g["parameters"])}
+        state: dict[int, dict[str, Any]] = {}
+        prefix = "optimizer/"
+        leaves = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
+        for path, value in {**leaves, **document["optimizer"]["scalars"]}.items():
+            name, *keys = path.split(SEPARATOR)
+            place = state.setdefault(number[name], {})
+            for key in keys[:-1]:
+                place = place.setdefault(key, {})
+            place[keys[-1]] = value
+        groups, first = [], 0
+        for group, saved in zip(mine, saved_groups, strict=True):
+            last = first + len(group["parameters"])
+            # Tuples (betas) came back from JSON as lists: this run's own value tells the type.
+            options = {
+                key: tuple(value) if isinstance(group["options"].get(key), tuple) else value
+                for key, value in saved["options"].items()
+            }
+            groups.append({**group["options"], **options, "params": list(range(first, last))})
+            first = last
+        return {"state": state, "param_groups": groups}
+
+    def _check_model(self, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
+        saved = {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")}
+        mine = self.model.state_dict()
+        faults = [f"{name} is missing there" for name in mine if name not in saved]
+        faults += [f"{name} is unknown here" for name in saved if name not in mine]
+        faults += [
+            f"{name} is {_kind(saved[name])} there, {_kind(mine[name])} here"
+            for name in mine
+            if name in saved and _kind(saved[name]) != _kind(mine[name])
+        ]
+        if faults:
+            shown = "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
+            raise CheckpointError(
+                f"{where} is a checkpoint of another model: {shown}. Resume with the model it was made from, "
+                "or start anew with --resume never"
+            )
+
+    def _check_identity(self, document: Mapping[str, Any], identity: Mapping[str, Any], *, where: str) -> None:
+        saved = {**document["identity"], "seed": document["seed"]}
+        mine = {**identity, "seed": self.seed}
+        faults = [f"{k} is {saved.get(k)!r} there, {mine.get(k)!r} here" for k in sorted(mine) if saved.get(k) != mine[k]]
+        if faults:
+            raise CheckpointError(
+                f"{where}: its place in the data means nothing here: {'; '.join(faults)}. Resume with the same "
+                "data, order and seed, or start anew with --resume never"
+            )
+
+
+SEPARATOR = "::"
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{path}{SEPARATOR}{key}", item)
+    else:
+        yield path, value
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _sizes(groups: list[dict[str, Any]]) -> str:
+    return " + ".join(str(len(g["parameters"])) for g in groups) + " parameters"

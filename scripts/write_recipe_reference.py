@@ -1,0 +1,79 @@
+"""Writes docs/recipe.md from the recipe's own fields: `make docs`. `--check` fails where the file is stale."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from hpctrain.run.recipe import Recipe
+
+HEAD = """# Recipe reference
+
+Generated from `hpctrain/run/recipe.py` by `make docs`; do not edit.
+
+A recipe is one TOML file, and one TOML file is one run. It is validated before anything communicates; unknown
+keys are refused with the nearest valid one. Any key can be overridden on the command line:
+`hpctrain train recipe.toml --set optimizer.lr=0.01`. Relative paths are relative to the working directory. The
+recipe as it was run, with every default filled in, is written to `recipe.toml` in the run directory.
+"""
+
+
+def type_text(annotation: Any) -> str:
+    """`int`, `"a" or "b"`, `float, or absent`."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " or ".join(f'`"{value}"`' for value in args)
+    if origin in (typing.Union, types.UnionType):
+        known = [a for a in args if a is not type(None)]
+        return ", ".join(type_text(a) for a in known) + (", or absent" if len(known) < len(args) else "")
+    if origin is list:
+        return f"list of {type_text(args[0])}"
+    return "table" if origin is dict else getattr(annotation, "__name__", str(annotation))
+
+
+def default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "absent"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value if value != {} else '{}'}`"
+
+
+def limits_text(field: FieldInfo) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = []
+    for limit in field.metadata:
+        for name, word in words.items():
+            value = getattr(limit, name, None)
+            if value is not None and abs(value) < 2**62:
+                found.append(f"{word} {value}")
+    return f" ({', '.join(found)})" if found else ""
+
+
+def reference() -> str:
+    lines = [HEAD]
+    for name, section in Recipe.model_fields.items():
+        kind = section.annotation
+        assert isinstance(kind, type) and issubclass(kind, BaseModel)
+        lines += [f"## `[{name}]`", "", (kind.__doc__ or "").strip(), "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for key, field in kind.model_fields.items():
+            meaning = (field.description or "").replace("|", "\\|")
+            lines.append(f"| `{key}` | {type_text(field.annotation)}{limits_text(field)} | {default_text(field)} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    target = Path(next(a for a in sys.argv[1:] if not a.startswith("--")))
+    if "--check" in sys.argv:
+        sys.exit(0 if target.read_text() == reference() else f"{target} is stale: run `make docs`")
+    target.write_text(reference())

@@ -1,0 +1,118 @@
+"""Recipes: what is read, what is refused and in which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import ExitCode, RecipeError
+from hpctrain.run.recipe_file import load_recipe, parse_recipe, to_toml
+from tests.ranks_launcher import REPOSITORY
+
+
+def minimal(**sections: dict[str, Any]) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "run": {"directory": "runs/x", "epochs": 2},
+        "task": {"target": "tasks:Task"},
+        "data": {"train": "data/x", "global_batch": 8},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return document
+
+
+def test_a_minimal_recipe_is_filled_with_defaults() -> None:
+    recipe = parse_recipe(minimal())
+    assert recipe.run.backend == "auto"
+    assert recipe.checkpoint.keep == 3
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").rglob("*.toml")), ids=lambda p: p.name)
+def test_example_recipes_are_valid_and_survive_being_written(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / "again.toml").write_text(to_toml(recipe))
+    assert load_recipe(tmp_path / "again.toml") == recipe
+
+
+def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> None:
+    options = {"text": 'quote " back \\ line\nend \x7f é', "nested": {"a b": [1, 2.5, True, "x"]}, "empty": {}}
+    recipe = parse_recipe(minimal(task={"options": options}))
+    (tmp_path / "r.toml").write_text(to_toml(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "r.toml").task.options == options
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (minimal(optimizer={"lrr": 0.1}), "optimizer.lrr: there is no such key; did you mean lr?"),
+        ({**minimal(), "optimiser": {}}, "optimiser: there is no such key; did you mean optimizer?"),
+        (minimal(run={"zzz": 1}), "run.zzz: there is no such key; valid here: directory, name"),
+        (minimal(data={"global_batch": "64"}), 'data.global_batch: found "64": input should be a valid integer'),
+        (minimal(data={"global_batch": 0}), "data.global_batch: found 0: input should be greater than or equal to 1"),
+        (minimal(optimizer={"lr": float("nan")}), "optimizer.lr"),
+        (minimal(reduction={"wire": "fp8"}), "reduction.wire: found \"fp8\": input should be 'fp32' or 'fp16'"),
+        (minimal(run={"steps": 3}), "set one of epochs and steps, not both"),
+        (minimal(optimizer={"lr_scaling": "linear"}), "needs reference_batch"),
+        (minimal(optimizer={"schedule": "step"}), "needs step_every"),
+        (minimal(optimizer={"name": "adam", "momentum": 0.9}), "momentum belongs to sgd"),
+        (minimal(run={"ranks": 16}), "data.global_batch = 8 cannot be split over run.ranks = 16"),
+        ({"run": {"directory": "x", "epochs": 1}, "task": {"target": "a:b"}}, "data: missing"),
+        (minimal(task={"target": "no colon"}), "task.target"),
+    ],
+)
+def test_a_faulty_recipe_is_refused_in_plain_words(document: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(document)
+    assert expected in str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(minimal(run={"seed": -1}, data={"global_batch": "x"}, optimizer={"lrr": 1}))
+    assert {"run.seed", "data.global_batch", "optimizer.lrr"} <= {
+        line.strip().split(":")[0] for line in str(caught.value).splitlines()
+    }
+
+
+def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(to_toml(parse_recipe(minimal())))
+    recipe = load_recipe(
+        path, overrides=["optimizer.lr=0.5", "run.name=second", "task.options.width=3", "data.shuffle=false"]
+    )
+    assert (recipe.optimizer.lr, recipe.run.name, recipe.task.options, recipe.data.shuffle) == (
+        0.5,
+        "second",
+        {"width": 3},
+        False,
+    )
+
+
+@pytest.mark.parametrize("override", ["lr=3", "optimizer.lr", "optimizer..lr=3", "run.seed.x=1"])
+def test_an_override_that_cannot_be_applied_is_refused(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(to_toml(parse_recipe(minimal())))
+    with pytest.raises(RecipeError, match="--set"):
+        load_recipe(path, overrides=[override])
+
+
+def test_a_recipe_that_is_no_toml_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(RecipeError, match="is not TOML"):
+        load_recipe(tmp_path / "bad.toml")
+    with pytest.raises(RecipeError, match="cannot be read: No such file"):
+        load_recipe(tmp_path / "none.toml")
+
+
+def test_the_recipe_reference_is_what_the_code_says() -> None:
+    script = REPOSITORY / "scripts" / "write_recipe_reference.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(REPOSITORY / "docs" / "recipe.md"), "--check"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

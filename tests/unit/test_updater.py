@@ -1,0 +1,316 @@
+"""The updater, with ranks as threads: N ranks equal one rank, whatever the split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.comm import World, make_two_level
+from hpctrain.comm.threads import run_threads
+from hpctrain.errors import DivergedError, UsageError
+from hpctrain.reduce import AllReduceUpdater, LossScale, WireFormat
+from hpctrain.topology import Topology
+
+BATCH = 24
+RANK_COUNTS = [1, 2, 3, 4]
+
+
+class Net(torch.nn.Module):
+    """With a parameter that is used only when asked for, and a tied one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first = torch.nn.Parameter(torch.randn(8, 6, generator=generator, dtype=dtype))
+        self.second = torch.nn.Parameter(torch.randn(6, 6, generator=generator, dtype=dtype))
+        self.rare = torch.nn.Parameter(torch.randn(6, generator=generator, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, *, with_rare: bool = False) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.first) @ self.second @ self.second
+        return hidden + self.rare if with_rare else hidden
+
+
+def batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(BATCH, 8, generator=generator, dtype=dtype)
+    return x, torch.randint(0, 6, (BATCH,), generator=generator)
+
+
+def share(world: World) -> slice:
+    whole, rest = divmod(BATCH, world.num_ranks)
+    first = world.rank * whole + min(world.rank, rest)
+    return slice(first, first + whole + (world.rank < rest))
+
+
+def make(
+    world: World, *, dtype: torch.dtype = torch.float64, momentum: float = 0.9, **options: Any
+) -> tuple[Net, AllReduceUpdater]:
+    net = Net(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+    reduce = options.pop("reduce", None) or world.duplicate().all_reduce
+    return net, AllReduceUpdater(optimizer, comm=world, reduce=reduce, bucket_bytes=100, **options)
+
+
+def train(
+    world: World,
+    *,
+    steps: int = 10,
+    micro_batches: int = 1,
+    nodes: list[str] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> dict[str, Any]:
+    if nodes is not None:
+        options["reduce"] = make_two_level(world, Topology.from_node_names(nodes)).all_reduce
+    net, updater = make(world, dtype=dtype, **options)
+    losses, norms = [], []
+    for step in range(steps):
+        x, y = (t[share(world)] for t in batch(step, dtype))
+        parts = list(zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True))
+        total = 0.0
+        for number, (px, py) in enumerate(parts, start=1):
+            loss = functional.cross_entropy(net(px), py)
+            updater.backward(loss, weight=len(py) / BATCH, last=number == len(parts))
+            total += float(loss.detach()) * len(py) / BATCH
+        outcome = updater.step(sums={"loss": total})
+        losses.append(outcome.sums["loss"])
+        norms.append(outcome.grad_norm)
+    updater.close()
+    return {"losses": losses, "norms": norms, "parameters": [p.detach().clone() for p in net.parameters()]}
+
+
+def on_threads(num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
+    return run_threads(num_ranks, function, timeout_s=60)
+
+
+def closeness(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def plain_torch(steps: int = 10) -> list[float]:
+    """The same training with nothing of ours in it."""
+    net = Net(torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        x, y = batch(step, torch.float64)
+        loss = functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_training_equals_plain_torch_on_one_rank(num_ranks: int, micro_batches: int) -> None:
+    found = on_threads(num_ranks, lambda world: train(world, micro_batches=micro_batches))
+    assert all(entry["losses"] == found[0]["losses"] for entry in found)
+    assert closeness(found[0]["losses"], plain_torch()) < 1e-12
+
+
+@pytest.mark.parametrize("nodes", [["a", "a", "b", "b"], ["a", "a", "a", "b"], ["a", "b", "b"], ["a", "b"]])
+def test_two_levels_equal_flat(nodes: list[str]) -> None:
+    flat = on_threads(len(nodes), lambda world: train(world))[0]
+    found = on_threads(len(nodes), lambda world: train(world, nodes=nodes))
+    assert closeness(found[0]["losses"], flat["losses"]) < 1e-12
+    for entry in found[1:]:
+        assert all(map(torch.equal, entry["parameters"], found[0]["parameters"]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_fp16_on_the_wire_stays_close_and_the_same_on_all_ranks(num_ranks: int) -> None:
+    exact = plain_torch()
+    found = on_threads(
+        num_ranks,
+        lambda world: train(world, wire=WireFormat.FP16, loss_scale=LossScale(value=1024.0, dynamic=True)),
+    )
+    assert 0 < closeness(found[0]["losses"], exact) < 1e-2
+    assert all(map(torch.equal, found[0]["parameters"], found[-1]["parameters"]))
+
+
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+def test_clipping_is_by_the_norm_over_all_ranks(num_ranks: int) -> None:
+    free = on_threads(1, lambda world: train(world, steps=1))[0]
+    clipped = on_threads(num_ranks, lambda world: train(world, steps=1, clip_norm=0.5))[0]
+    assert clipped["norms"][0] == pytest.approx(free["norms"][0], rel=1e-12)
+    before = list(Net(torch.float64).parameters())
+    scale = 0.5 / free["norms"][0]
+    for start, after_free, after_clipped in zip(before, free["parameters"], clipped["parameters"], strict=True):
+        decay = 0.1 * 0.01 * start  # weight decay is not clipped
+        if torch.equal(after_free, start):
+            continue
+        expected = start - decay - scale * (start - decay - after_free)
+        assert torch.allclose(after_clipped, expected, rtol=1e-12)
+
+
+def test_a_parameter_that_no_rank_used_is_left_alone_and_one_that_some_used_is_averaged() -> None:
+    def case(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+        net, updater = make(world, momentum=0.0)
+        x, y = (t[share(world)] for t in batch(0, torch.float64))
+        updater.backward(functional.cross_entropy(net(x), y), weight=1 / world.num_ranks)
+        updater.step()
+        unused = net.rare.detach().clone()
+        updater.backward(
+            functional.cross_entropy(net(x, with_rare=world.rank == 1), y), weight=1 / world.num_ranks
+        )
+        updater.step()
+        updater.close()
+        return unused, net.rare.detach().clone()
+
+    found = on_threads(3, case)
+    start = Net(torch.float64).rare
+    assert all(torch.equal(unused, start) for unused, _ in found)  # not even decayed, as on one rank
+    assert not torch.equal(found[0][1], start)
+    assert all(torch.equal(used, found[0][1]) for _, used in found)
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    def case(world: World) -> list[torch.Tensor]:
+        net, updater = make(world)
+        x, y = batch(0, torch.float64)
+        if world.rank == 0:
+            updater.backward(functional.cross_entropy(net(x), y), weight=1.0)
+        updater.step()
+        updater.close()
+        return [p.detach().clone() for p in net.parameters()]
+
+    alone = on_threads(1, case)[0]
+    for parameters in on_threads(3, case):
+        assert all(map(torch.equal, parameters, alone))
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() -> None:
+    def case(world: World) -> tuple[list[bool], list[float], bool]:
+        scale = LossScale(value=1024.0, dynamic=True)
+        net, updater = make(world, dtype=torch.float32, wire=WireFormat.FP16, loss_scale=scale)
+        before = [p.detach().clone() for p in net.parameters()]
+        applied, scales = [], []
+        for step in range(2):
+            x, y = (t[share(world)] for t in batch(step, torch.float32))
+            huge = 1e6 if step == 0 and world.rank == 1 else 1.0
+            updater.backward(functional.cross_entropy(net(x), y) * huge, weight=1 / world.num_ranks)
+            outcome = updater.step()
+            applied.append(outcome.applied)
+            scales.append(updater.loss_scale.value)
+            if step == 0:
+                untouched = all(map(torch.equal, before, net.parameters()))
+                assert math.isnan(outcome.grad_norm)
+        updater.close()
+        return applied, scales, untouched
+
+    assert on_threads(3, case) == [([False, True], [512.0, 512.0], True)] * 3
+
+
+def test_gradients_that_stay_not_finite_end_the_run_on_all_ranks() -> None:
+    def case(world: World) -> str:
+        net, updater = make(world, loss_scale=LossScale(max_skipped_in_row=3))
+        x, y = (t[share(world)] for t in batch(0, torch.float64))
+        try:
+            for _ in range(10):
+                updater.backward(functional.cross_entropy(net(x), y) * math.nan, weight=0.5)
+                updater.step()
+        except DivergedError as error:
+            return str(error)
+        finally:
+            updater.close()
+        return "no error"
+
+    found = on_threads(2, case)
+    assert found[0].startswith("4 steps in a row")
+    assert found[0] == found[1]
+
+
+def test_plain_backward_averages_over_the_ranks_as_horovod_does() -> None:
+    def case(world: World) -> list[torch.Tensor]:
+        net, updater = make(world)
+        for step in range(3):
+            x, y = (t[share(world)] for t in batch(step, torch.float64))
+            updater.zero_grad()
+            functional.cross_entropy(net(x), y).backward()
+            updater.step()
+        updater.close()
+        return [p.detach().clone() for p in net.parameters()]
+
+    alone = on_threads(1, case)[0]
+    for parameters in on_threads(4, case):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(parameters, alone, strict=True))
+
+
+def test_a_second_backward_without_no_sync_is_refused() -> None:
+    def case(world: World) -> None:
+        net, updater = make(world)
+        x, y = batch(0, torch.float64)
+        try:
+            for _ in range(2):
+                functional.cross_entropy(net(x), y).backward()
+        finally:
+            updater.step()
+            updater.close()
+
+    with pytest.raises(UsageError, match="no_sync"):
+        on_threads(1, case)
+
+
+def test_accumulation_sends_nothing_before_the_last_micro_batch() -> None:
+    def case(world: World) -> list[int]:
+        sent: list[int] = []
+        flat = world.duplicate()
+
+        def counting(buffer: torch.Tensor) -> None:
+            sent.append(buffer.numel())
+            flat.all_reduce(buffer)
+
+        net, updater = make(world, reduce=counting)
+        counts = []
+        for last in (False, False, True):
+            x, y = batch(0, torch.float64)
+            updater.backward(functional.cross_entropy(net(x), y), weight=0.1, last=last)
+            if not last:
+                counts.append(len(sent))
+        updater.step()
+        counts.append(len(sent))
+        buckets = len(updater.buckets)
+        updater.close()
+        return [*counts, buckets]
+
+    for before_first, before_second, after, buckets in on_threads(2, case):
+        assert (before_first, before_second, after) == (0, 0, buckets)
+
+
+def test_state_goes_through_json_and_back() -> None:
+    def case(world: World) -> dict[str, Any]:
+        _, updater = make(world, wire=WireFormat.FP16, loss_scale=LossScale(value=64.0, dynamic=True))
+        updater._scale = updater.loss_scale.after_overflow().after_good_step()
+        saved = updater.state_dict()
+        _, again = make(world, wire=WireFormat.FP16)
+        again.load_state_dict(saved)
+        updater.close()
+        again.close()
+        return {"saved": saved, "again": again.state_dict()}
+
+    found = on_threads(1, case)[0]
+    for key in ("value", "good_steps", "skipped_total"):
+        assert found["saved"]["loss_scale"][key] == found["again"]["loss_scale"][key]
+
+
+def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
+    def case(world: World) -> torch.Tensor:
+        table = torch.nn.Embedding(10, 3, sparse=True)
+        torch.nn.init.ones_(table.weight)
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        updater = AllReduceUpdater(optimizer, comm=world, reduce=world.duplicate().all_reduce)
+        rows = torch.tensor([world.rank, 5])
+        updater.backward(table(rows).sum(), weight=1.0)
+        updater.step()
+        updater.close()
+        return table.weight.detach()
+
+    for weight in on_threads(2, case):
+        assert weight[:, 0].tolist() == [0.0, 0.0, 1, 1, 1, -1.0, 1, 1, 1, 1]
