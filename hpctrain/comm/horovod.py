@@ -35,9 +35,10 @@ SETTINGS = {
     # Fusion joins what is ready at the same moment, so the order of a sum would depend on timing, and a
     # resumed run would differ in the last bit. Our buckets are fused already.
     "HOROVOD_FUSION_THRESHOLD": "0",
-    # Milliseconds between looks at the queue, on the way of every operation. The default of 1 is made for
-    # many small tensors; ours are few and waited for.
-    "HOROVOD_CYCLE_TIME": "0.1",
+    # Milliseconds between looks at the queue; every operation waits for the next one. The default of 1 is
+    # made for many small tensors that can be fused; ours are few and waited for. At 0.1 the looking itself
+    # takes time from ranks that share a core.
+    "HOROVOD_CYCLE_TIME": "0.5",
 }
 
 
@@ -49,7 +50,8 @@ def apply_settings(environ: MutableMapping[str, str]) -> None:
     environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
-def _import_horovod() -> Any:
+def load_horovod() -> Any:
+    """horovod.torch, loaded but not started. LaunchError, with the reason, when it does not load."""
     try:
         import horovod.torch as hvd
     except (ImportError, OSError, RuntimeError) as error:
@@ -60,7 +62,7 @@ def _import_horovod() -> Any:
 
 
 def _reducible(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
-    """`buffer` in a dtype that Horovod reduces with `op`; cut back to its own dtype the result is the same."""
+    """`buffer` in a dtype that Horovod reduces with `op`; cut back to its own the result is equal."""
     if buffer.dtype is torch.uint8:
         return buffer.int()
     if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
@@ -244,7 +246,7 @@ class HorovodWorld:
     def open(cls) -> HorovodWorld:
         """Start Horovod, unless it runs already. Collective. LaunchError when it does not load or start."""
         apply_settings(os.environ)
-        hvd = _import_horovod()
+        hvd = load_horovod()
         try:
             hvd.init()
         except (ValueError, RuntimeError) as error:
