@@ -1,0 +1,67 @@
+"""Hash every byte of checkpoints again: what `hpctrain checkpoint verify` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.content import find_damage
+from hpctrain.checkpoint.file_bytes import explained
+from hpctrain.checkpoint.listing import finished_newest_first
+from hpctrain.checkpoint.read import from_message, to_message
+from hpctrain.checkpoint.structure import opened
+from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """damage: one line each; empty when all of the file is as it was written."""
+
+    path: Path
+    file_bytes: int
+    damage: tuple[str, ...]
+
+
+def verify(path_or_directory: Path | str, *, comm: Collective) -> list[Verified]:
+    """Verify one file, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
+
+    Damage is returned, not raised. Raises CheckpointError on every rank when there is no checkpoint.
+    """
+    paths = on_rank_0(comm, lambda: _find(Path(path_or_directory)))
+    return [_verify_file(Path(path), comm=comm) for path in paths]
+
+
+def _find(path: Path) -> list[str]:
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}")
+    paths = finished_newest_first(path) if path.is_dir() else [path]
+    if not paths:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return [str(found) for found in paths]
+
+
+def _verify_file(path: Path, *, comm: Collective) -> Verified:
+    message = on_rank_0(comm, lambda: _examine(path))
+    if "damaged" in message:
+        return Verified(path=path, file_bytes=message["file_bytes"], damage=(message["damaged"],))
+    checkpoint = from_message(message)
+
+    def own_part() -> list[str]:
+        tensors = list(checkpoint.tensors.values())
+        with opened(path) as fd, explained(action="read", path=path):
+            found = find_damage(fd, tensors=tensors, rank=comm.rank, num_ranks=comm.num_ranks)
+            return [str(damage) for damage in found]
+
+    by_rank = all_gather_json(comm, agreed(comm, own_part))
+    damage = tuple(sorted(line for lines in by_rank for line in lines))
+    return Verified(path=path, file_bytes=checkpoint.file_bytes, damage=damage)
+
+
+def _examine(path: Path) -> dict[str, Any]:
+    try:
+        return to_message(path)
+    except CheckpointError as error:
+        return {"damaged": str(error), "file_bytes": path.stat().st_size if path.exists() else 0}
