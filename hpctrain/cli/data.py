@@ -146,7 +146,7 @@ def verify_command(
     from hpctrain.comm.agreement import agreed, all_gather_json
     from hpctrain.comm.select import open_world
 
-    world = open_world("auto")
+    world = open_world("auto").world
     try:
         part = agreed(
             world,

@@ -188,6 +188,11 @@ class Manifest(_Model):
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
 
     @property
+    def fingerprint(self) -> str:
+        """Tells datasets apart: a hash over fields, counts and the hashes of all content."""
+        return _checksum(self.model_dump(mode="json"))
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of all shard files."""
         return sum(shard.file_bytes for shard in self.shards)

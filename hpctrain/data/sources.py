@@ -111,7 +111,7 @@ def _digits(*, held_out: float, seed: int) -> ArraySource:
 
 def _npz(path: Path, *, held_out: float, seed: int) -> ArraySource:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             fields = {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise DataError(f"the source {path} does not exist") from None
