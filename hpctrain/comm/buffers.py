@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from hpctrain.comm.communicator import ReduceOp
 from hpctrain.errors import BufferMismatch
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -100,9 +101,61 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
+def widened(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
+    """`buffer` in a dtype that Horovod reduces with `op`; cut back to its own dtype the result is equal."""
+    if buffer.dtype is torch.uint8:
+        return buffer.int()  # a sum that wraps, wraps to the same byte
+    if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
+        return buffer.float()
+    return buffer
+
+
 def maximum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Elementwise maximum of `parts`, each shape (n,); a new tensor. NaN wins."""
     largest = parts[0].clone()
     for part in parts[1:]:
         torch.maximum(largest, part, out=largest)
     return largest
+
+
+def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Pieces of the ranks' parts, together at most `max_elems` elements: begin and width in each part.
+
+    The same on every rank, since `counts` is. One window for anything that fits, none for nothing.
+    """
+    if sum(counts) <= max_elems:
+        if sum(counts):
+            yield [0] * len(counts), list(counts)
+        return
+    step = max(1, max_elems // len(counts))
+    for first in range(0, max(counts), step):
+        begins = [min(first, count) for count in counts]
+        yield begins, [min(first + step, count) - begin for begin, count in zip(begins, counts, strict=True)]
+
+
+def pack(
+    buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
+) -> torch.Tensor:
+    """A window's pieces of each rank's slice of `buffer`, side by side. No copy if it is the whole."""
+    if list(widths) == list(counts):
+        return buffer
+    firsts = [offset + begin for offset, begin in zip(offsets_of(counts)[:-1], begins, strict=True)]
+    return torch.cat([buffer[first : first + width] for first, width in zip(firsts, widths, strict=True)])
+
+
+def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """The slices of `buffer` as rows, shape (len(counts), max(counts)), padded with zeros.
+
+    order: row i holds the slice of place order[i].
+    """
+    rows = buffer.new_zeros((len(counts), max(counts)))
+    slices = buffer.split(list(counts))
+    for row, place in enumerate(order):
+        rows[row, : counts[place]] = slices[place]
+    return rows
+
+
+def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """`whole` with its parts in rank order; they are there in `order`: first the part of place order[0]."""
+    parts = dict(zip(order, whole.split([counts[place] for place in order]), strict=True))
+    return torch.cat([parts[place] for place in range(len(counts))])

@@ -11,43 +11,27 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
 
 from hpctrain.comm.buffers import (
+    as_rows,
     balanced_counts,
     check_buffer,
     check_counts,
     check_groups,
     check_part,
     check_root,
+    reordered,
+    widened,
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.gather_bytes import gather_bytes
+from hpctrain.comm.horovod_settings import apply_settings
 from hpctrain.comm.serial import SerialGroup
 from hpctrain.errors import BufferMismatch, CommunicationError, LaunchError
-
-# What hpctrain wants of Horovod, unless the user has set it.
-SETTINGS = {
-    # Groups are made after the start, when the ranks have told each other which node they are on.
-    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-    # Fusion joins what is ready at the same moment, so the order of a sum would depend on timing, and a
-    # resumed run would differ in the last bit. Our buckets are fused already.
-    "HOROVOD_FUSION_THRESHOLD": "0",
-    # Milliseconds between looks at the queue; every operation waits for the next one. The default of 1 is
-    # made for many small tensors that can be fused; ours are few and waited for. At 0.1 the looking itself
-    # takes time from ranks that share a core.
-    "HOROVOD_CYCLE_TIME": "0.5",
-}
-
-
-def apply_settings(environ: MutableMapping[str, str]) -> None:
-    """Put `SETTINGS` into `environ`, where the user has set nothing. Horovod reads them once, in init."""
-    for name, value in SETTINGS.items():
-        environ.setdefault(name, value)
-    # Not the user's to choose: without it no group can be made after the start.
-    environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
 def load_horovod() -> Any:
@@ -59,15 +43,6 @@ def load_horovod() -> Any:
             f"Horovod cannot be loaded ({error}): build it (make setup), or choose the backend mpi"
         ) from error
     return hvd
-
-
-def _reducible(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
-    """`buffer` in a dtype that Horovod reduces with `op`; cut back to its own the result is equal."""
-    if buffer.dtype is torch.uint8:
-        return buffer.int()
-    if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
-        return buffer.float()
-    return buffer
 
 
 @final
@@ -137,7 +112,7 @@ class HorovodGroup:
             return
         with self._reported("all_reduce"):
             result = self._hvd.allreduce_(
-                _reducible(self._to_horovod(buffer), op=op),
+                widened(self._to_horovod(buffer), op=op),
                 name=self._next_name(f"all_reduce.{op.value}"),
                 op=self._hvd.Sum if op is ReduceOp.SUM else self._hvd.Max,
                 process_set=self._process_set,
@@ -156,16 +131,12 @@ class HorovodGroup:
         )
         if buffer.numel() == 0:
             return buffer.clone()
-        width = max(counts)
-        staged = _reducible(self._to_horovod(buffer), op=ReduceOp.SUM)
+        staged = widened(self._to_horovod(buffer), op=ReduceOp.SUM)
         if self._in_order and list(counts) == balanced_counts(buffer.numel(), num_parts=self.num_ranks):
             rows = staged  # Horovod gives the first ranks one more, as `balanced_counts` does
         else:
             # Horovod only splits evenly: a row for each rank, as wide as the widest slice.
-            rows = staged.new_zeros((self.num_ranks, width))  # (num_ranks, width)
-            slices = staged.split(list(counts))
-            for row, place in enumerate(self._by_world_rank):
-                rows[row, : counts[place]] = slices[place]
+            rows = as_rows(staged, counts=counts, order=self._by_world_rank)
         with self._reported("reduce_scatter"):
             handle = self._hvd.reducescatter_async(
                 rows,
@@ -192,14 +163,7 @@ class HorovodGroup:
                 f"{sum(counts)}, the ranks brought {whole.numel()} elements"
             )
         if not self._in_order:
-            pieces = dict(
-                zip(
-                    self._by_world_rank,
-                    whole.split([counts[place] for place in self._by_world_rank]),
-                    strict=True,
-                )
-            )
-            whole = torch.cat([pieces[place] for place in range(self.num_ranks)])
+            whole = reordered(whole, counts=counts, order=self._by_world_rank)
         return whole.to(part.device)
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
@@ -219,11 +183,7 @@ class HorovodGroup:
             buffer.copy_(result)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        lengths = self.all_gather(length, counts=[1] * self.num_ranks).tolist()
-        part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-        whole = self.all_gather(part, counts=lengths)
-        return [bytes(piece.numpy()) for piece in whole.split(lengths)]
+        return gather_bytes(self, data)
 
     def barrier(self) -> None:
         """A sum of one int: Horovod's own barrier has no name, so two threads' barriers could be mixed up."""
@@ -267,7 +227,13 @@ class HorovodWorld:
             return self._hvd.global_process_set
         if ranks not in self._process_sets:
             # Horovod allows one process set for one set of ranks; communicators differ by their names.
-            self._process_sets[ranks] = self._hvd.add_process_set(list(ranks))
+            try:
+                self._process_sets[ranks] = self._hvd.add_process_set(list(ranks))
+            except (ValueError, RuntimeError) as error:
+                raise CommunicationError(
+                    f"Horovod makes no group of ranks {list(ranks)} ({error}): if hvd.init() was called "
+                    "before hpctrain, leave that out, or set HOROVOD_DYNAMIC_PROCESS_SETS=1 before it"
+                ) from error
         return self._process_sets[ranks]
 
     @property

@@ -29,9 +29,13 @@ from hpctrain.comm.buffers import (
     check_part,
     check_root,
     offsets_of,
+    pack,
     sum_in_order,
+    windows_of,
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.gather_bytes import gather_bytes
+from hpctrain.comm.staging import on_host, to_host
 from hpctrain.errors import CommunicationError, LaunchError
 
 if TYPE_CHECKING:
@@ -72,24 +76,6 @@ def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         tensor = tensor.view(torch.int16)
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array
-
-
-@contextlib.contextmanager
-def _on_host(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`buffer` itself if it is in host memory, else a pinned copy that is written back at the end."""
-    if buffer.device.type == "cpu":
-        yield buffer
-        return
-    staged = _to_host(buffer)
-    yield staged
-    buffer.copy_(staged)
-
-
-def _to_host(buffer: torch.Tensor) -> torch.Tensor:
-    if buffer.device.type == "cpu":
-        return buffer
-    staged = torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
-    return staged.copy_(buffer)
 
 
 @final
@@ -133,7 +119,7 @@ class MpiGroup:
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         """As the contract says. MAX of NaN is whatever MPI makes of it."""
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
-        with self._reported("all_reduce"), _on_host(buffer) as host:
+        with self._reported("all_reduce"), on_host(buffer) as host:
             for chunk in host.split(self._chunk_elems):
                 if chunk.numel() == 0:
                     continue  # torch splits an empty tensor into one empty chunk
@@ -157,11 +143,11 @@ class MpiGroup:
             rank=self.rank,
             num_ranks=self.num_ranks,
         )
-        host = _to_host(buffer)
+        host = to_host(buffer)
         mine = torch.empty(counts[self.rank], dtype=buffer.dtype)
         with self._reported("reduce_scatter"):
-            for begins, widths in self._windows(counts):
-                packed = self._pack(host, counts=counts, begins=begins, widths=widths)
+            for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
+                packed = pack(host, counts=counts, begins=begins, widths=widths)
                 begin, width = begins[self.rank], widths[self.rank]
                 if buffer.dtype in HALF_TYPES:
                     mine[begin : begin + width] = self._sum_slices(packed, counts=widths)
@@ -173,11 +159,11 @@ class MpiGroup:
 
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
-        host = _to_host(part)
+        host = to_host(part)
         whole = torch.empty(sum(counts), dtype=part.dtype)
         offsets = offsets_of(counts)
         with self._reported("all_gather"):
-            for begins, widths in self._windows(counts):
+            for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
                 piece = host[begins[self.rank] : begins[self.rank] + widths[self.rank]]
                 if widths == list(counts):
                     self._gather_into(whole, part=piece, counts=widths)
@@ -192,17 +178,13 @@ class MpiGroup:
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         check_buffer(buffer, operation="broadcast", rank=self.rank)
         check_root(root, rank=self.rank, num_ranks=self.num_ranks)
-        with self._reported("broadcast"), _on_host(buffer) as host:
+        with self._reported("broadcast"), on_host(buffer) as host:
             for chunk in host.split(self._chunk_elems):
                 if chunk.numel():
                     self._comm.Bcast(_view(chunk), root=root)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        lengths = self.all_gather(length, counts=[1] * self.num_ranks).tolist()
-        part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-        whole = self.all_gather(part, counts=lengths)
-        return [bytes(piece.numpy()) for piece in whole.split(lengths)]
+        return gather_bytes(self, data)
 
     def barrier(self) -> None:
         with self._reported("barrier"):
@@ -220,32 +202,6 @@ class MpiGroup:
 
     def _gather_into(self, whole: torch.Tensor, *, part: torch.Tensor, counts: Sequence[int]) -> None:
         self._comm.Allgatherv(_view(part), [_view(whole), (list(counts), offsets_of(counts)[:-1])])
-
-    def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Pieces of the ranks' parts that fit into one MPI call together: begin and width in each part.
-
-        The same on every rank, since `counts` is. At most one window for anything that fits.
-        """
-        if sum(counts) <= self._chunk_elems:
-            if sum(counts):
-                yield [0] * len(counts), list(counts)
-            return
-        step = self._chunk_elems // self.num_ranks
-        for begin in range(0, max(counts), step):
-            begins = [min(begin, count) for count in counts]
-            yield (
-                begins,
-                [min(begin + step, count) - first for first, count in zip(begins, counts, strict=True)],
-            )
-
-    def _pack(
-        self, buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
-    ) -> torch.Tensor:
-        """The window's pieces of each rank's slice of `buffer`, side by side. No copy if it is the whole."""
-        if list(widths) == list(counts):
-            return buffer
-        firsts = [offset + begin for offset, begin in zip(offsets_of(counts)[:-1], begins, strict=True)]
-        return torch.cat([buffer[f : f + width] for f, width in zip(firsts, widths, strict=True)])
 
 
 @final

@@ -26,67 +26,10 @@ from hpctrain.comm.buffers import (
     sum_in_order,
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.meeting import LeftError, Meeting, ThreadsRun
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
 
 T = TypeVar("T")
-
-
-class _Meeting:
-    """Where the threads of one group meet: a barrier and a place for each to lay something down."""
-
-    def __init__(self, run: _Run, *, members: tuple[int, ...]) -> None:
-        self.run = run
-        self.members = members
-        self.barrier = threading.Barrier(len(members))
-        self.laid: list[tuple[str, Any]] = [("", None)] * len(members)
-        run.add(self)
-
-    def wait(self) -> None:
-        try:
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise _LeftError(self.run.reason or "the group was broken") from None
-
-    def exchange(self, *, place: int, operation: str, value: Any) -> list[Any]:
-        """Lay `value` down, meet, and return what each rank laid down. `wait` must follow before it changes.
-
-        BufferMismatch on every rank if the ranks called different operations.
-        """
-        self.laid[place] = (operation, value)
-        self.wait()
-        laid = list(self.laid)
-        called = {name for name, _ in laid}
-        if len(called) > 1:
-            each = ", ".join(f"rank {r} {name}" for r, (name, _) in zip(self.members, laid, strict=True))
-            self.wait()
-            raise BufferMismatch(f"ranks called different operations: {each}", agreed=True)
-        return [value for _, value in laid]
-
-
-class _LeftError(CommunicationError):
-    """Another rank has ended or aborted, so this one cannot go on: a consequence, never the cause."""
-
-
-class _Run:
-    """One call of `run_threads`: all its meetings, so that the end of one rank ends every wait."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        self.exit_code: int | None = None
-        self._meetings: list[_Meeting] = []
-        self._lock = threading.Lock()
-
-    def add(self, meeting: _Meeting) -> None:
-        with self._lock:
-            self._meetings.append(meeting)
-            if self.reason:
-                meeting.barrier.abort()
-
-    def end(self, reason: str) -> None:
-        with self._lock:
-            self.reason = self.reason or reason
-            for meeting in self._meetings:
-                meeting.barrier.abort()
 
 
 def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[int]) -> str | None:
@@ -101,7 +44,7 @@ def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[
 class ThreadsGroup:
     """This thread's end of a group of threads."""
 
-    def __init__(self, meeting: _Meeting, *, place: int) -> None:
+    def __init__(self, meeting: Meeting, *, place: int) -> None:
         self._meeting = meeting
         self._place = place
 
@@ -182,7 +125,7 @@ class ThreadsGroup:
 class ThreadsWorld:
     """This thread's end of all the threads of a `run_threads`."""
 
-    def __init__(self, meeting: _Meeting, *, rank: int) -> None:
+    def __init__(self, meeting: Meeting, *, rank: int) -> None:
         self._meeting = meeting
         self._group = ThreadsGroup(meeting, place=rank)
 
@@ -224,7 +167,7 @@ class ThreadsWorld:
         check_groups(groups, num_ranks=self.num_ranks)
         same = tuple(tuple(group) for group in groups)
         # Rank 0 makes the meeting places and all others take them from it.
-        made = [_Meeting(self._meeting.run, members=g) for g in same] if self.rank == 0 else None
+        made = [Meeting(self._meeting.run, members=g) for g in same] if self.rank == 0 else None
         laid = self._meeting.exchange(place=self.rank, operation=f"split {same}", value=made)
         self._meeting.wait()
         for meeting in laid[0]:
@@ -243,7 +186,7 @@ class ThreadsWorld:
         run = self._meeting.run
         run.exit_code = exit_code
         run.end(f"rank {self.rank} ended the run with exit code {exit_code}")
-        raise _LeftError(run.reason)
+        raise LeftError(run.reason)
 
     def close(self) -> None:
         self._group.barrier()
@@ -255,8 +198,8 @@ def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeou
     An exception on one rank ends the waits of all the others, and is raised here: the lowest rank's, if
     several have one of their own. CommunicationError with each late rank's stack after `timeout_s`.
     """
-    run = _Run()
-    meeting = _Meeting(run, members=tuple(range(num_ranks)))
+    run = ThreadsRun()
+    meeting = Meeting(run, members=tuple(range(num_ranks)))
     results: list[Any] = [None] * num_ranks
     failures: dict[int, BaseException] = {}
 
@@ -284,7 +227,7 @@ def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeou
         stacks = _stacks(late)
         run.end(message)
         raise CommunicationError(f"{message}\n{stacks}")
-    causes = [failures[rank] for rank in sorted(failures) if not isinstance(failures[rank], _LeftError)]
+    causes = [failures[rank] for rank in sorted(failures) if not isinstance(failures[rank], LeftError)]
     if causes:
         raise causes[0]
     if run.exit_code is not None:

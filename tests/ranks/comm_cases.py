@@ -1,0 +1,160 @@
+"""What ranks do in the tests of communication that need real processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
+from hpctrain.errors import CommunicationError, DataError, HpctrainError, LaunchError
+from hpctrain.topology import Topology
+
+
+def one_rank_sleeps(world: World, directory: str | None, late_rank: int, timeout_s: float) -> None:
+    """`late_rank` never comes to the third operation of a group."""
+    monitored = Monitored(world, timeout_s=timeout_s, directory=Path(directory) if directory else None)
+    group = monitored.split([list(range(world.num_ranks))])
+    assert group is not None
+    group.barrier()
+    group.all_gather_bytes(b"")
+    monitored.step = 41
+    if world.rank == late_rank:
+        time.sleep(600)
+    group.all_reduce(torch.ones(10))
+
+
+def one_rank_leaves_a_trace_and_stops(world: World, directory: str) -> None:
+    """Rank 0 writes its process id when all are under way; the test stops that process."""
+    monitored = Monitored(world, timeout_s=3, directory=Path(directory) / "positions")
+    monitored.barrier()
+    if world.rank == 0:
+        path = Path(directory) / "pid"
+        path.with_suffix(".partial").write_text(str(os.getpid()))
+        path.with_suffix(".partial").rename(path)
+        while True:
+            time.sleep(0.1)
+    monitored.barrier()
+
+
+def one_rank_never_comes_to_a_split(world: World, directory: str) -> None:
+    monitored = Monitored(world, timeout_s=2, directory=Path(directory))
+    if world.rank == world.num_ranks - 1:
+        time.sleep(600)
+    monitored.split([[0]])
+
+
+def slow_but_in_time(world: World, directory: str) -> list[str]:
+    """Monitored ranks of which one is slow, over two levels and a second communicator."""
+    monitored = Monitored(world, timeout_s=5, directory=Path(directory))
+    levels = make_two_level(monitored, Topology.from_node_names(["a", "a", "b"]))
+    duplicate = monitored.duplicate()
+    for step in range(3):
+        monitored.step = step
+        if world.rank == step:
+            time.sleep(0.5)
+        buffer = torch.full((7,), float(world.rank))
+        levels.all_reduce(buffer)
+        assert buffer.tolist() == [3.0] * 7
+        duplicate.barrier()
+    time.sleep(1)  # at least one look of the watcher between two operations
+    monitored.close()
+    return sorted(path.name for path in Path(directory).glob("*.json"))
+
+
+def one_rank_aborts(world: World, exit_code: int) -> None:
+    if world.rank == world.num_ranks - 1:
+        print("this line must not be lost")
+        world.abort(exit_code)
+    world.barrier()
+
+
+def one_rank_raises_alone(world: World) -> None:
+    """An error that is not agreed: the launcher of the tests aborts, as the command does."""
+    if world.rank == 0:
+        raise DataError("only rank 0 knows")
+    world.barrier()
+
+
+def all_raise_together(world: World) -> None:
+    from hpctrain.comm import raise_together
+
+    raise_together(world, DataError("shard 3 is cut short") if world.rank == 1 else None)
+
+
+def mpi_in_small_pieces(world: World) -> list[str]:
+    """The contract over an MPI world whose pieces are so short that every buffer takes many."""
+    from hpctrain.comm.mpi import MpiWorld
+    from tests.contract.collective_cases import run_all
+
+    found = run_all(MpiWorld.open(chunk_elems=37))
+    return [f"{name}: {text}" for name, text in found.items() if text]
+
+
+def horovod_beside_mpi(world: World) -> dict[str, Any]:
+    """`world` is MPI's: Horovod starts beside it, both communicate, Horovod ends, MPI goes on."""
+    from hpctrain.comm.horovod import HorovodWorld
+
+    horovod = HorovodWorld.open()
+    sums = []
+    for comm in (world, horovod, world, horovod):
+        buffer = torch.tensor([1.0 + world.rank])
+        comm.all_reduce(buffer)
+        sums.append(float(buffer))
+    horovod.close()
+    horovod.close()
+    after = torch.tensor([1.0])
+    world.all_reduce(after)
+    return {"sums": sums, "after": float(after), "rank": horovod.rank}
+
+
+def buffers_that_differ(world: World) -> str:
+    """Horovod compares shapes: every rank hears of it, and the ranks go on."""
+    try:
+        world.all_reduce(torch.ones(3 + world.rank))
+        text = "nothing raised"
+    except CommunicationError as error:
+        text = f"{type(error).__name__}: {error}"
+    world.barrier()
+    return text
+
+
+def open_and_describe(world: World, missing: dict[str, list[int]]) -> dict[str, Any]:
+    """What `open_world("auto")` gives when modules cannot be imported on some ranks. Runs beside `world`."""
+    rank = world.rank
+    for module, ranks in missing.items():
+        if rank in ranks:
+            sys.modules[module] = None  # type: ignore[assignment]  # makes its import fail
+    try:
+        opened = open_world()
+    except HpctrainError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    found = {"backend": opened.world.backend, "notes": list(opened.notes)}
+    found["ranks"] = all_gather_json(opened.world, rank)
+    opened.world.close()
+    return found
+
+
+def open_twice_named(world: World, backend: str) -> dict[str, Any]:
+    """Open `backend` by name, without a second one in between."""
+    try:
+        opened = open_world(backend)
+    except LaunchError as error:
+        return {"error": str(error)}
+    return {"backend": opened.world.backend, "num_ranks": opened.world.num_ranks}
+
+
+if __name__ == "__main__":
+    # Started by mpirun without the tests' launcher: nothing has touched MPI before.
+    world = open_world(sys.argv[1]).world
+    print(
+        f"rank {world.rank} of {world.num_ranks} over {world.backend}, mpi4py {'mpi4py.MPI' in sys.modules}"
+    )
+    if sys.argv[2:] == ["abort"] and world.rank == 1:
+        world.abort(6)
+    world.barrier()
+    world.close()

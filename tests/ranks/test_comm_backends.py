@@ -1,0 +1,102 @@
+"""Backends among real processes: how they end, fall back, and stand beside each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from tests.ranks import comm_cases
+from tests.ranks_launcher import run_command, run_ranks
+
+pytestmark = pytest.mark.launches
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: hpctrain runs without it"
+)
+HOROVOD = pytest.param("horovod", marks=needs_horovod)
+
+
+@pytest.mark.parametrize("backend", ["mpi", HOROVOD])
+def test_abort_ends_every_rank_with_its_exit_code(backend: str) -> None:
+    result = run_ranks(2, comm_cases.one_rank_aborts, 7, backend=backend, expect=7)
+    assert "this line must not be lost" in result.stdout
+    assert result.wall_s < 30
+
+
+def test_an_error_of_one_rank_does_not_leave_the_others_waiting() -> None:
+    result = run_ranks(2, comm_cases.one_rank_raises_alone, expect=3)
+    assert "only rank 0 knows" in result.stderr
+
+
+@pytest.mark.parametrize("backend", ["mpi", HOROVOD])
+def test_an_agreed_error_ends_every_rank_by_the_same_door(backend: str) -> None:
+    result = run_ranks(3, comm_cases.all_raise_together, backend=backend, expect=3)
+    assert result.stderr.count("DataError: rank 1 (") == 3
+
+
+def test_mpi_in_small_pieces_keeps_the_contract() -> None:
+    assert run_ranks(3, comm_cases.mpi_in_small_pieces).outputs == [[], [], []]
+
+
+@needs_horovod
+def test_horovod_and_mpi_live_in_one_process() -> None:
+    found = run_ranks(2, comm_cases.horovod_beside_mpi).outputs
+    assert found == [{"sums": [3.0] * 4, "after": 2.0, "rank": rank} for rank in range(2)]
+
+
+@needs_horovod
+def test_horovod_tells_every_rank_of_buffers_that_differ() -> None:
+    for rank, text in enumerate(run_ranks(2, comm_cases.buffers_that_differ, backend="horovod").outputs):
+        assert text.startswith(f"BufferMismatch: all_reduce on rank {rank} of 2")
+
+
+@needs_horovod
+def test_auto_is_horovod_where_every_rank_has_it() -> None:
+    for found in run_ranks(2, comm_cases.open_and_describe, {}).outputs:
+        assert found == {"backend": "horovod", "notes": [], "ranks": [0, 1]}
+
+
+def test_auto_falls_back_to_mpi_on_all_ranks_and_says_where_horovod_is_missing() -> None:
+    for found in run_ranks(3, comm_cases.open_and_describe, {"horovod": [1, 2]}).outputs:
+        assert found["backend"] == "mpi"
+        assert found["ranks"] == [0, 1, 2]
+        assert len(found["notes"]) == 1
+        assert "backend mpi instead of horovod on ranks 1-2: Horovod cannot be loaded" in found["notes"][0]
+
+
+@needs_horovod
+def test_horovod_runs_where_mpi4py_is_missing() -> None:
+    argv = ["-c", "import sys, runpy; sys.modules['mpi4py'] = None; sys.argv = ['x', *sys.argv[1:]]; "]
+    argv[1] += "runpy.run_module('tests.ranks.comm_cases', run_name='__main__')"
+    for backend in ("auto", "horovod"):
+        result = run_command(2, [sys.executable, *argv, backend], expect=0)
+        assert sorted(result.stdout.splitlines()) == [
+            f"rank {rank} of 2 over horovod, mpi4py False" for rank in range(2)
+        ]
+    result = run_command(2, [sys.executable, *argv, "horovod", "abort"], expect=6)
+    assert result.wall_s < 30
+
+
+def test_ranks_without_any_library_are_told_what_to_install() -> None:
+    code = "import sys; sys.modules['mpi4py'] = sys.modules['horovod'] = None; "
+    code += "from hpctrain.comm import open_world; open_world()"
+    result = run_command(2, [sys.executable, "-c", code])
+    assert result.returncode != 0
+    assert "neither Horovod nor mpi4py can be loaded on rank" in result.stderr
+    assert "make setup" in result.stderr
+
+
+def test_a_serial_backend_refuses_two_ranks() -> None:
+    for found in run_ranks(2, comm_cases.open_twice_named, "serial").outputs:
+        assert "the backend serial is for one rank, Open MPI started 2" in found["error"]
+
+
+def test_variables_of_another_launch_are_found_out() -> None:
+    """Started alone, with variables that say rank 1 of 4: MPI counts one rank."""
+    env = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    code = "from hpctrain.comm import open_world; open_world('mpi')"
+    result = run_command(None, [sys.executable, "-c", code], env=env)
+    assert result.returncode != 0
+    assert "rank 1 of 4" in result.stderr
+    assert "rank 0 of 1" in result.stderr

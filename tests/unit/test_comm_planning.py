@@ -1,0 +1,149 @@
+"""The pure parts of communication: counts, windows, rows, names of ranks, positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.comm import describe_ranks
+from hpctrain.comm.buffers import as_rows, balanced_counts, pack, reordered, sum_in_order, windows_of
+from hpctrain.comm.horovod_settings import apply_settings
+from hpctrain.comm.positions import (
+    GroupPosition,
+    RankPosition,
+    find_absent,
+    position_path,
+    read_positions,
+    write_position,
+)
+from hpctrain.comm.select import open_world
+from hpctrain.errors import LaunchError, UsageError
+from hpctrain.launch import identify
+
+counts_lists = st.lists(st.integers(0, 12), min_size=1, max_size=6)
+
+
+@given(num_elems=st.integers(0, 1000), num_parts=st.integers(1, 50))
+def test_balanced_counts_add_up_and_differ_by_one(num_elems: int, num_parts: int) -> None:
+    counts = balanced_counts(num_elems, num_parts=num_parts)
+    assert sum(counts) == num_elems
+    assert len(counts) == num_parts
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+@given(counts=counts_lists, max_elems=st.integers(1, 40))
+def test_windows_cover_each_part_once_and_stay_below_the_limit(counts: list[int], max_elems: int) -> None:
+    buffer = torch.arange(sum(counts))
+    covered: list[list[int]] = [[] for _ in counts]
+    for begins, widths in windows_of(counts, max_elems=max_elems):
+        assert 0 < sum(widths) <= max(max_elems, len(counts))
+        packed = pack(buffer, counts=counts, begins=begins, widths=widths)
+        for place, piece in enumerate(packed.split(widths)):
+            covered[place] += piece.tolist()
+    assert covered == [part.tolist() for part in buffer.split(counts)]
+
+
+@given(counts=counts_lists, data=st.data())
+def test_rows_hold_the_slices_in_the_order_asked(counts: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(counts))))
+    buffer = torch.arange(1, sum(counts) + 1)
+    rows = as_rows(buffer, counts=counts, order=order)
+    assert rows.shape == (len(counts), max(counts))
+    for row, place in enumerate(order):
+        assert rows[row, : counts[place]].tolist() == buffer.split(counts)[place].tolist()
+        assert not rows[row, counts[place] :].any()
+    shuffled = torch.cat([buffer.split(counts)[place] for place in order])
+    assert torch.equal(reordered(shuffled, counts=counts, order=order), buffer)
+
+
+def test_half_precision_sums_through_values_that_half_precision_cannot_hold() -> None:
+    parts = [torch.tensor([v], dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
+    assert float(sum_in_order(parts)) == 60000.0
+    assert float(parts[0]) == 60000.0
+    small = [torch.tensor([1.0], dtype=torch.float16)] + [torch.tensor([2.0**-12], dtype=torch.float16)] * 8
+    assert float(sum_in_order(small)) > 1.0  # added one by one in float16, each of them would be lost
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([2, 0, 1], "ranks 0-2"), ([0, 2, 3, 7], "ranks 0, 2-3, 7")],
+)
+def test_ranks_are_named_in_spans(ranks: list[int], text: str) -> None:
+    assert describe_ranks(ranks) == text
+
+
+def test_what_the_user_told_horovod_stays() -> None:
+    environ = {"HOROVOD_FUSION_THRESHOLD": "1024", "HOROVOD_DYNAMIC_PROCESS_SETS": "0"}
+    apply_settings(environ)
+    assert environ["HOROVOD_FUSION_THRESHOLD"] == "1024"
+    assert environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"  # groups cannot be made without it
+    assert "HOROVOD_CYCLE_TIME" in environ
+
+
+def position(rank: int, *, written: float = 100.0, **groups: GroupPosition) -> RankPosition:
+    return RankPosition(rank=rank, host="node7", pid=1, written=written, step=12, groups=groups)
+
+
+def absent_texts(positions: dict[int, RankPosition]) -> dict[int, str]:
+    found = find_absent(
+        positions, members=[0, 1, 2, 3], group="world", sequence=5, now=101.0, usual_silence_s=3.0
+    )
+    return {absence.rank: absence.text for absence in found}
+
+
+def test_a_rank_that_has_begun_the_operation_is_not_absent() -> None:
+    waits = GroupPosition(sequence=5, operation="all_reduce", waiting_s=2.0)
+    past = GroupPosition(sequence=9, operation="barrier", waiting_s=None)
+    behind = GroupPosition(sequence=4, operation="all_reduce", waiting_s=None)
+    texts = absent_texts({r: position(r, world=p) for r, p in enumerate([waits, past, behind, waits])})
+    assert set(texts) == {2}
+    assert "node7" in texts[2]
+    assert "past all_reduce number 4" in texts[2]
+    assert "step 12" in texts[2]
+    assert "last heard" not in texts[2]
+
+
+def test_an_absent_rank_is_found_in_another_communicator_or_silent_or_without_trace() -> None:
+    waits = GroupPosition(sequence=5, operation="all_reduce", waiting_s=2.0)
+    behind = GroupPosition(sequence=4, operation="all_reduce", waiting_s=None)
+    elsewhere = GroupPosition(sequence=2, operation="broadcast", waiting_s=1.0)
+    texts = absent_texts(
+        {
+            0: position(0, world=waits),
+            1: position(1, world=behind, other=elsewhere),
+            2: position(2, world=behind, written=41.0),
+        }
+    )
+    assert set(texts) == {1, 2, 3}
+    assert "waits in broadcast number 2 of other" in texts[1]
+    assert "last heard of 60 s ago" in texts[2]
+    assert "no trace" in texts[3]
+
+
+def test_positions_are_read_back_and_damaged_ones_left_out(tmp_path: Path) -> None:
+    written = position(3, world=GroupPosition(sequence=1, operation="barrier", waiting_s=0.5))
+    write_position(written, directory=tmp_path)
+    position_path(tmp_path, rank=4).write_text('{"rank": 4')
+    position_path(tmp_path, rank=5).write_text('{"rank": 5, "groups": {"world": {"unknown": 1}}}')
+    assert read_positions(tmp_path, ranks=[3, 4, 5, 6]) == {3: written}
+
+
+def test_unknown_backends_and_serial_with_many_ranks_are_refused() -> None:
+    four = identify({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "node")
+    with pytest.raises(UsageError, match="'gloo': choose auto, horovod, mpi, serial"):
+        open_world("gloo", identity=four)
+    with pytest.raises(UsageError, match="run_threads"):
+        open_world("threads", identity=four)
+    with pytest.raises(LaunchError, match=r"serial is for one rank, .* started 4"):
+        open_world("serial", identity=four)
+
+
+def test_one_rank_alone_is_serial() -> None:
+    opened = open_world(identity=identify({}, "node"))
+    assert opened.world.backend == "serial"
+    assert opened.notes == ()
