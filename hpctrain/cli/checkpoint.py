@@ -121,9 +121,8 @@ def show_command(
     names = [json.dumps(name)[1:-1] for name in metadata.tensors]
     width = max(map(len, names), default=0)
     for name, tensor in zip(names, metadata.tensors.values(), strict=True):
-        typer.echo(
-            f"  {name:{width}}  {tensor.dtype:10} {list(tensor.shape)!s:20} {math.prod(tensor.shape)} elements"
-        )
+        elements = f"{math.prod(tensor.shape)} elements"
+        typer.echo(f"  {name:{width}}  {tensor.dtype:10} {list(tensor.shape)!s:20} {elements}")
 
 
 @checkpoint_app.command("verify")

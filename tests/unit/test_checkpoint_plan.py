@@ -1,0 +1,149 @@
+"""The write plan: every byte once, evenly shared, and refused when the ranks' states do not fit together."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.checkpoint.boxes import Box, runs_of
+from hpctrain.checkpoint.plan import CUT_BYTES, EXTENT_BYTES, WritePlan, explain_difference, make_plan
+from hpctrain.checkpoint.state import Header
+from hpctrain.errors import CheckpointError
+
+dtypes = st.sampled_from(["uint8", "bfloat16", "float32", "complex128", "bool"])
+
+
+def replicated(name: str, *shape: int, dtype: str = "float32") -> Header:
+    return Header(name=name, dtype=dtype, shape=shape, box=None)
+
+
+def shard(name: str, shape: tuple[int, ...], box: Box, dtype: str = "float32") -> Header:
+    return Header(name=name, dtype=dtype, shape=shape, box=box)
+
+
+def rows(name: str, shape: tuple[int, ...], num_ranks: int, dtype: str = "float32") -> list[list[Header]]:
+    cuts = [rank * shape[0] // num_ranks for rank in range(num_ranks + 1)]
+    boxes = [Box(offset=(a, *(0 for _ in shape[1:])), shape=(b - a, *shape[1:])) for a, b in pairwise(cuts)]
+    return [[shard(name, shape, box, dtype)] for box in boxes]
+
+
+def times_written(plan: WritePlan) -> list[np.ndarray]:
+    """How often each element of each tensor is written."""
+    counts = [np.zeros(math.prod(tensor.shape), dtype=int) for tensor in plan.tensors]
+    for extents in plan.extents_by_rank:
+        for extent in extents:
+            runs = runs_of(extent.box, shape=plan.tensors[extent.tensor].view)
+            for start in runs.starts.tolist():
+                counts[extent.tensor][start : start + runs.run_elems] += 1
+    return counts
+
+
+sizes = st.one_of(st.integers(0, 40), st.integers(0, 9000))
+
+
+@given(
+    st.lists(st.tuples(sizes, st.integers(1, 3), dtypes), max_size=12),
+    st.integers(1, 9),
+    st.integers(0, 50),
+    st.integers(1, 5),
+)
+def test_every_element_is_written_exactly_once(
+    tensors: list[tuple[int, int, str]], num_ranks: int, shard_rows: int, columns: int
+) -> None:
+    headers = sorted(
+        (replicated(f"t{i}", n, m, dtype=dtype) for i, (n, m, dtype) in enumerate(tensors)),
+        key=lambda header: header.name,
+    )
+    plan = make_plan(replicated=headers, shards_by_rank=rows("sharded", (shard_rows, columns, 2), num_ranks))
+    assert [tensor.name for tensor in plan.tensors] == sorted(tensor.name for tensor in plan.tensors)
+    for counts in times_written(plan):
+        assert (counts == 1).all()
+
+
+@given(st.lists(st.tuples(sizes, dtypes), min_size=1, max_size=40), st.integers(1, 16))
+def test_replicated_bytes_are_shared_evenly(tensors: list[tuple[int, str]], num_ranks: int) -> None:
+    headers = [replicated(f"t{i:03}", n, dtype=dtype) for i, (n, dtype) in enumerate(tensors)]
+    plan = make_plan(replicated=headers, shards_by_rank=[[]] * num_ranks)
+    total_bytes = sum(tensor.num_bytes for tensor in plan.tensors)
+    written = [plan.bytes_of(rank) for rank in range(num_ranks)]
+    assert sum(written) == total_bytes
+    assert all(abs(share - total_bytes / num_ranks) <= CUT_BYTES for share in written)
+
+
+def test_large_tensors_are_cut_into_extents_at_whole_pages() -> None:
+    headers = [replicated("a", 3_000_000), replicated("b", 700, 4001)]
+    plan = make_plan(replicated=headers, shards_by_rank=[[]] * 3)
+    for extents in plan.extents_by_rank:
+        for extent in extents:
+            assert extent.box.num_elems * 4 <= EXTENT_BYTES
+            assert extent.box.offset[0] * 4 % CUT_BYTES == 0
+    assert len(plan.extents_by_rank[0]) >= 2
+
+
+def test_extents_of_a_shard_follow_each_other_in_its_memory() -> None:
+    plan = make_plan(replicated=[], shards_by_rank=rows("w", (4099, 1024), 3))
+    for rank, extents in enumerate(plan.extents_by_rank):
+        position = 0
+        for extent in extents:
+            assert extent.source_start == position
+            assert extent.box.num_elems * 4 <= EXTENT_BYTES
+            position += extent.box.num_elems
+        assert position == 1024 * ((rank + 1) * 4099 // 3 - rank * 4099 // 3)
+
+
+def test_tensors_larger_than_two_billion_elements_are_planned() -> None:
+    plan = make_plan(replicated=[replicated("w", 3 * 2**31, dtype="uint8")], shards_by_rank=[[]] * 4)
+    ends = [extents[-1].box for extents in plan.extents_by_rank]
+    assert ends[-1].offset[0] + ends[-1].shape[0] == 3 * 2**31
+    assert {plan.bytes_of(rank) for rank in range(4)} == {3 * 2**29}
+
+
+@pytest.mark.parametrize(
+    ("boxes", "shape"),
+    [
+        ([((0, 0), (2, 3)), ((1, 0), (3, 3))], (4, 3)),  # overlap
+        ([((0, 0), (2, 3)), ((3, 0), (1, 3))], (4, 3)),  # gap
+        ([((0, 0), (4, 2))], (4, 3)),  # end missing
+        ([((0, 0), (4, 3)), ((0, 0), (4, 3))], (4, 3)),  # twice
+    ],
+)
+def test_shards_that_do_not_make_up_their_tensor_are_refused(
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]
+) -> None:
+    shards = [[shard("w", shape, Box(offset=o, shape=s))] for o, s in boxes]
+    with pytest.raises(
+        CheckpointError, match=r"shards of 'w', \[4, 3\], do not hold every element"
+    ) as caught:
+        make_plan(replicated=[], shards_by_rank=shards)
+    assert caught.value.agreed
+
+
+def test_shards_of_one_name_with_different_shapes_are_named_with_their_ranks() -> None:
+    one = shard("w", (2, 2), Box(offset=(0, 0), shape=(1, 2)))
+    other = shard("w", (2, 3), Box(offset=(1, 0), shape=(1, 3)))
+    with pytest.raises(CheckpointError, match=r"'w' disagree.*\[2, 2\] on rank 0.*\[2, 3\] on rank 2"):
+        make_plan(replicated=[], shards_by_rank=[[one], [], [other]])
+
+
+def test_a_name_used_twice_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="more than one replicated tensor is called 'w'"):
+        make_plan(replicated=[replicated("w", 1), replicated("w", 1)], shards_by_rank=[[]])
+    with pytest.raises(CheckpointError, match="'w' is sharded on rank 0 and also replicated"):
+        make_plan(replicated=[replicated("w", 4)], shards_by_rank=rows("w", (4,), 1))
+
+
+def test_differences_between_ranks_are_named() -> None:
+    text = explain_difference(
+        [
+            [replicated("a", 2), replicated("b", 3)],
+            [replicated("a", 2)],
+            [replicated("a", 5, dtype="float64"), replicated("b", 3)],
+        ]
+    )
+    assert "'a': replicated float32 [2] on rank 0, 1, replicated float64 [5] on rank 2" in text
+    assert "'b': replicated float32 [3] on rank 0, 2, missing on rank 1" in text
