@@ -1,0 +1,359 @@
+"""Rot, truncation and files made to harm: never loaded as good, never more than an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
+from hpctrain.checkpoint.hashing import hash_of
+from hpctrain.checkpoint.metadata import decode_metadata
+from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal, encode_seal
+from hpctrain.checkpoint.structure import hash_structure, read_structure
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.communicator import World
+from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.threads import run_threads
+from hpctrain.errors import CheckpointError
+from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+
+TRIALS = 250
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three ranks, sharded tensors included."""
+    directory = tmp_path_factory.mktemp("good")
+    tensors = whole_tensors()
+    tensors["large"] = tensors["large"][:200]  # small enough for hundreds of trials
+
+    def rank_main(world: World) -> None:
+        save(state_of(world.rank, 3, tensors=tensors), directory=directory, step=1, comm=world)
+
+    run_threads(3, rank_main, timeout_s=60)
+    return directory / "step-00000001.h5"
+
+
+def is_loaded(path: Path) -> bool:
+    try:
+        load(path, comm=SerialWorld())
+    except CheckpointError as error:
+        assert str(path) in str(error)  # noqa: PT017
+        return False
+    return True
+
+
+def test_no_flipped_bit_anywhere_in_the_file_is_loaded_as_good(good: Path, tmp_path: Path) -> None:
+    content = bytearray(good.read_bytes())
+    bad = tmp_path / "bad.h5"
+    choose = np.random.default_rng(1)
+    metadata = read_structure(good).metadata
+    first_tensor = min(t.file_offset for t in metadata.tensors.values() if t.num_bytes)
+    # Half anywhere, half in the seal and HDF5's first structures, which are a small part of the file.
+    places = [int(choose.integers(len(content))) for _ in range(TRIALS)]
+    places += [int(choose.integers(first_tensor)) for _ in range(TRIALS)]
+    for place in places:
+        bit = 1 << int(choose.integers(8))
+        content[place] ^= bit
+        bad.write_bytes(content)
+        assert not is_loaded(bad), f"byte {place}, bit {bit}"
+        content[place] ^= bit
+    bad.write_bytes(content)
+    assert is_loaded(bad)
+
+
+def test_no_truncation_extension_zeroing_or_swap_is_loaded_as_good(good: Path, tmp_path: Path) -> None:
+    content = good.read_bytes()
+    bad = tmp_path / "bad.h5"
+    choose = np.random.default_rng(2)
+    lengths = [0, 1, SEAL_BYTES - 1, SEAL_BYTES, len(content) - 1]
+    for length in lengths + [int(choose.integers(len(content))) for _ in range(60)]:
+        bad.write_bytes(content[:length])
+        assert not is_loaded(bad), f"cut to {length}"
+    bad.write_bytes(content + b"\0")
+    assert not is_loaded(bad)
+    for _ in range(60):
+        start = int(choose.integers(len(content) - 4096))
+        if content[start : start + 4096] != bytes(4096):
+            bad.write_bytes(content[:start] + bytes(4096) + content[start + 4096 :])
+            assert not is_loaded(bad), f"zeros at {start}"
+    extents = read_structure(good).metadata.tensors["large"]
+    begin, half = extents.file_offset, extents.num_bytes // 2
+    swapped = content[begin + half : begin + 2 * half] + content[begin : begin + half]
+    bad.write_bytes(content[:begin] + swapped + content[begin + 2 * half :])
+    assert not is_loaded(bad)
+
+
+def spoil(path: Path, tensor: str) -> None:
+    """Flip one bit in the middle of a tensor's content."""
+    stored = read_structure(path).metadata.tensors[tensor]
+    with open(path, "r+b") as file:
+        file.seek(stored.file_offset + stored.num_bytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_damage_that_one_rank_meets_makes_all_ranks_fall_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def save_steps(world: World) -> None:
+        for step in (1, 2, 3):
+            save(state_of(world.rank, 3), directory=tmp_path, step=step, comm=world)
+
+    run_threads(3, save_steps, timeout_s=60)
+    newest = tmp_path / "step-00000003.h5"
+    spoil(newest, "columns")
+    (tmp_path / "step-00000002.h5").write_bytes(b"rubbish")
+
+    def rank_main(world: World) -> tuple[int, list[str], bool]:
+        # Only rank 2 reads the part of "columns" that is damaged; the file's middle is in row 14.
+        row = {0: 0, 1: 5, 2: 14}[world.rank]
+        regions = {"columns": ((row, 0), (1, 31))}
+        restored = load_newest_good(tmp_path, comm=world, regions=regions)
+        assert restored is not None
+        same = same_bits(restored.tensors["large"], whole_tensors()["large"])
+        return restored.checkpoint.step, [entry.reason for entry in restored.rejected], same
+
+    results = run_threads(3, rank_main, timeout_s=60)
+    assert results[0] == results[1] == results[2]
+    step, reasons, same = results[0]
+    assert (step, same) == (1, True)
+    assert "tensor 'columns', bytes" in reasons[0]
+    assert "does not begin with the seal" in reasons[1]
+    said = [line for line in capfd.readouterr().err.splitlines() if "CHECKPOINT REJECTED" in line]
+    assert len(said) == 2
+    assert str(newest) in said[0]
+
+
+def test_an_explicit_path_that_is_damaged_is_an_error_without_falling_back(
+    good: Path, tmp_path: Path
+) -> None:
+    shutil.copy(good, tmp_path / "step-00000001.h5")
+    bad = tmp_path / "step-00000002.h5"
+    shutil.copy(good, bad)
+    spoil(bad, "rows")
+
+    def rank_main(world: World) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load(bad, comm=world)
+        assert caught.value.agreed
+        return str(caught.value)
+
+    texts = run_threads(2, rank_main, timeout_s=60)
+    assert texts[0] == texts[1]
+    assert "tensor 'rows'" in texts[0]
+    assert is_loaded(tmp_path / "step-00000001.h5")
+
+
+def test_with_only_damaged_checkpoints_loading_fails_instead_of_starting_anew(
+    good: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "step-00000001.h5"
+    shutil.copy(good, bad)
+    spoil(bad, "large")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*'large'"):
+        load_newest_good(tmp_path, comm=SerialWorld())
+
+
+def test_a_newer_format_is_never_passed_over(good: Path, tmp_path: Path) -> None:
+    shutil.copy(good, tmp_path / "step-00000001.h5")
+    newer = tmp_path / "step-00000002.h5"
+    shutil.copy(good, newer)
+    with open(newer, "r+b") as file:
+        lines = file.read(SEAL_BYTES).split(b"\n", 2)
+        text = lines[0] + b"\n" + lines[1].replace(b'"format": 1', b'"format": 2') + b"\n"
+        file.seek(0)
+        file.write((text + hash_of(text).encode() + b"\n").ljust(SEAL_BYTES, b"\0"))
+    with pytest.raises(CheckpointError, match="has format 2, this hpctrain reads format 1"):
+        load_newest_good(tmp_path, comm=SerialWorld())
+
+
+def test_verify_names_every_damaged_extent_whatever_the_number_of_ranks(good: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "step-00000001.h5"
+    shutil.copy(good, bad)
+    for tensor in ("large", "columns", "optimizer.step"):
+        spoil(bad, tensor)
+    found = []
+    for num_ranks in (1, 3):
+
+        def rank_main(world: World) -> list[Any]:
+            return verify(tmp_path, comm=world)
+
+        results = run_threads(num_ranks, rank_main, timeout_s=60)
+        assert all(result == results[0] for result in results)
+        found.append(results[0][0].damage)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+    stored = read_structure(good).metadata.tensors["optimizer.step"]
+    expected = f"tensor 'optimizer.step', bytes {stored.file_offset} to {stored.file_offset + 7} of the file"
+    assert any(expected in line for line in found[0])
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
+    from hpctrain.checkpoint.content import DamagedContentError, read_tensor
+
+    path = save(
+        State(items=[Replicated(name="w", tensor=torch.ones(4))]),
+        directory=tmp_path,
+        step=1,
+        comm=SerialWorld(),
+    ).path
+    tensor = open_checkpoint(path, comm=SerialWorld()).tensors["w"]
+    fd = os.open("/proc/self/mem", os.O_RDONLY)  # address `file_offset` is not mapped: the kernel says EIO
+    try:
+        with pytest.raises(DamagedContentError, match=r"'w'.*cannot be read: Input/output error"):
+            read_tensor(fd, tensor=tensor)
+    finally:
+        os.close(fd)
+
+
+def remade(good: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the checkpoint with its metadata changed and all of it sealed again, as an attacker could."""
+    content = good.read_bytes()
+    seal = decode_seal(content[:SEAL_BYTES], file_bytes=len(content))
+    metadata = json.loads(content[seal.metadata_offset : seal.metadata_offset + seal.metadata_bytes])
+    change(metadata)
+    data = json.dumps(metadata).encode()
+    target.write_bytes(content + data)
+    with open(target, "rb") as file:
+        structure_hash = hash_structure(
+            file.fileno(),
+            tensors=read_structure(good).metadata.tensors.values(),
+            metadata_offset=len(content),
+            metadata_bytes=len(data),
+            file_bytes=len(content) + len(data),
+        )
+    new = Seal(
+        metadata_offset=len(content),
+        metadata_bytes=len(data),
+        metadata_hash=hash_of(data),
+        structure_hash=structure_hash,
+        file_bytes=len(content) + len(data),
+    )
+    target.write_bytes(encode_seal(new) + content[SEAL_BYTES:] + data)
+    return target
+
+
+def tensor_named(metadata: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(entry for entry in metadata["tensors"] if entry["name"] == name)
+
+
+def set_in(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda metadata: tensor_named(metadata, name).__setitem__(key, value)
+
+
+def many_tensors(metadata: dict[str, Any]) -> None:
+    entry = tensor_named(metadata, "large")
+    metadata["tensors"] = [{**entry, "name": str(i)} for i in range(20_000)]
+
+
+def finely_cut(metadata: dict[str, Any]) -> None:
+    """Many boxes that all meet each other: the slowest thing to check for a covering."""
+    entry = tensor_named(metadata, "large")  # 200 x 701
+    upper = [[[0, i], [i % 199 + 1, 1], "0" * 16] for i in range(701)]
+    lower = [[[i % 199 + 1, i], [199 - i % 199, 1], "0" * 16] for i in range(701)]
+    entry.update(view=[200, 701], extents=upper + lower)
+    entry["extents"] *= 20
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "size beyond the file": lambda m: tensor_named(m, "large").update(
+        shape=[2**40], view=[2**40], extents=[[[0], [2**40], "0" * 16]]
+    ),
+    "huge dims": set_in("large", "shape", [2**62, 2**62]),
+    "huge empty": set_in("empty", "shape", [2**62, 2**62, 0]),
+    "negative shape": set_in("large", "shape", [-200, -701]),
+    "negative offset": set_in("large", "offset", -4096),
+    "offset beyond": set_in("large", "offset", 2**62),
+    "offset in the seal": set_in("large", "offset", 0),
+    "float offset": set_in("large", "offset", 8192.5),
+    "true offset": set_in("large", "offset", True),
+    "number beyond 4300 digits": set_in("large", "offset", 10**4000),
+    "extent outside": set_in("large", "extents", [[[1], [200 * 701], "0" * 16]]),
+    "extent with negative box": set_in("large", "extents", [[[-1], [200 * 701 + 1], "0" * 16]]),
+    "extents missing": set_in("large", "extents", []),
+    "extents of another rank": set_in("large", "extents", [[[0, 0], [200, 701], "0" * 16]]),
+    "hash of wrong type": set_in("large", "extents", [[[0], [200 * 701], 7]]),
+    "dtype unknown": set_in("large", "dtype", "__class__"),
+    "dtype larger": set_in("large", "dtype", "complex128"),
+    "33 dimensions": set_in("large", "shape", [1] * 33),
+    "view of another size": set_in("large", "view", [7]),
+    "overlapping tensors": lambda m: tensor_named(m, "mask").update(
+        offset=tensor_named(m, "large")["offset"] + 8
+    ),
+    "one region claimed 20000 times": many_tensors,
+    "finely cut": finely_cut,
+    "name twice": lambda m: m["tensors"].append(m["tensors"][0]),
+    "tensors is no list": lambda m: m.update(tensors={"a": 1}),
+    "tensor is no object": lambda m: m["tensors"].append("x"),
+    "no document": lambda m: m.pop("document"),
+    "step negative": lambda m: m.update(step=-1),
+    "other hash": lambda m: m.update(hash="crc32"),
+    "other byte order": lambda m: m.update(byte_order="middle"),
+    "time is text": lambda m: m.update(created_unix_s="now"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_metadata_made_to_harm_is_an_error_within_seconds(good: Path, tmp_path: Path, name: str) -> None:
+    path = remade(good, tmp_path / "hostile.h5", HOSTILE[name])
+    begin_s = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        load(path, comm=SerialWorld())
+    assert time.monotonic() - begin_s < 5
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_metadata_that_is_remade_without_harm_loads(good: Path, tmp_path: Path) -> None:
+    # The counterpart of the cases above: they fail for what they change, not for having been remade.
+    path = remade(good, tmp_path / "again.h5", lambda metadata: None)
+    _, tensors = load(path, comm=SerialWorld())
+    assert set(tensors) == set(whole_tensors())
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{}", "[]", "null", '{"tensors": []}', "NaN", "\ud800"])
+def test_metadata_that_is_not_ours_is_an_error(text: str) -> None:
+    with pytest.raises(CheckpointError):
+        decode_metadata(text.encode("utf-8", "surrogatepass"), file_bytes=10**6, byte_order="little")
+
+
+def test_things_that_are_no_regular_file_are_errors_and_do_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step-00000001.h5")
+    (tmp_path / "step-00000002.h5").mkdir()
+    assert load_newest_good(tmp_path, comm=SerialWorld()) is None
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load(tmp_path / "step-00000001.h5", comm=SerialWorld())
+    with pytest.raises(CheckpointError):
+        load("/dev/zero", comm=SerialWorld())
+    with pytest.raises(CheckpointError):
+        load(tmp_path, comm=SerialWorld())
+
+
+def test_a_sparse_file_of_a_terabyte_is_refused_at_once(good: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.h5"
+    content = good.read_bytes()
+    seal = decode_seal(content[:SEAL_BYTES], file_bytes=len(content))
+    big = Seal(
+        metadata_offset=seal.metadata_offset,
+        metadata_bytes=seal.metadata_bytes,
+        metadata_hash=seal.metadata_hash,
+        structure_hash=seal.structure_hash,
+        file_bytes=1 << 40,
+    )
+    bad.write_bytes(encode_seal(big) + content[SEAL_BYTES:])
+    os.truncate(bad, 1 << 40)
+    begin_s = time.monotonic()
+    with pytest.raises(CheckpointError, match="belong to nothing"):
+        load(bad, comm=SerialWorld())
+    assert time.monotonic() - begin_s < 5
