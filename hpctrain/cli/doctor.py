@@ -25,13 +25,6 @@ from hpctrain.run.inspection import identity_of, inspect_rank
 from hpctrain.run.last_words import LastWords
 from hpctrain.run.merging import merge
 
-DOCTOR_EPILOG = (
-    "Examples:\n\n"
-    "hpctrain doctor\n\n"
-    "hpctrain launch -n 4 -- hpctrain doctor\n\n"
-    "srun --mpi=pmix -N 2 -n 8 hpctrain doctor --run-directory /scratch/runs\n\n"
-    "Exit code: 0 when all is well or there are only warnings, 5 when there is a problem."
-)
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 _PLAIN_WIDTH = 120
 
@@ -48,7 +41,15 @@ def doctor_command(
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings and facts as JSON.")] = False,
 ) -> None:
-    """Tell what is here and what is missing; under mpirun or srun, for all ranks and where they differ."""
+    """Tell what is here and what is missing; under mpirun or srun, for all ranks and where they differ.
+
+    \b
+    hpctrain doctor
+    hpctrain launch -n 4 -- hpctrain doctor
+    srun --mpi=pmix -N 2 -n 8 hpctrain doctor --run-directory /scratch/runs
+
+    Exit code: 0 when all is well or there are only warnings, 5 when there is a problem.
+    """
     facts = inspect_rank(run_directory=run_directory, environ=os.environ, hostname=socket.gethostname())
     identity = identity_of(facts)
     if identity is not None and identity.num_ranks > 1:
@@ -115,11 +116,13 @@ def _show(findings: Sequence[Finding], facts_by_rank: Sequence[Mapping[str, Any]
         print(json.dumps(report, indent=2), flush=True)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "topic", "found", "remedy"):
+    for heading in ("", "topic", "found"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
         level = Text(finding.level.value, style=_STYLES[finding.level])
-        table.add_row(level, Text(finding.topic), Text(finding.text), Text(finding.remedy))
+        table.add_row(level, Text(finding.topic), Text(finding.text))
+        if finding.remedy:
+            table.add_row("", "", Text(f"-> {finding.remedy}"))
     # Open MPI gives ranks a terminal of its own making, also when its output goes to a file.
     plain = len(facts_by_rank) > 1 or not sys.stdout.isatty()
     console = Console(
@@ -137,6 +140,6 @@ def _counted(count: int, noun: str) -> str:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command(epilog=DOCTOR_EPILOG)(doctor_command)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(doctor_command)
     app()

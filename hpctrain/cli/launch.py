@@ -13,13 +13,6 @@ from hpctrain.launch.command import Launcher, plan_launch, read_hosts
 from hpctrain.launch.machine import survey_machine
 from hpctrain.launch.process import resolve_command, run_plan
 
-LAUNCH_EPILOG = (
-    "Examples:\n\n"
-    "hpctrain launch -n 4 -- hpctrain train recipe.toml\n\n"
-    "hpctrain launch -n 4 --ranks-per-node 2 -- python train.py   (one machine plays two nodes)\n\n"
-    "hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml\n\n"
-    "Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once."
-)
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -46,7 +39,15 @@ def launch_command(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
-    """Start the ranks of a command, print how, and pass on signals and the exit code."""
+    """Start the ranks of a command, print how, and pass on signals and the exit code.
+
+    \b
+    hpctrain launch -n 4 -- hpctrain train recipe.toml
+    hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine plays two nodes
+    hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml
+
+    Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once.
+    """
     if host is not None and hostfile is not None:
         raise LaunchError("--host and --hostfile both name the machines: give one of them")
     plan = plan_launch(
@@ -83,6 +84,6 @@ def _read_hosts(host: str | None, hostfile: Path | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command(context_settings=LAUNCH_SETTINGS, epilog=LAUNCH_EPILOG)(launch_command)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(context_settings=LAUNCH_SETTINGS)(launch_command)
     app()

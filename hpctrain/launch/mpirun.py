@@ -8,11 +8,6 @@ from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE
 from hpctrain.launch.machine import Machine, MpirunFamily
 from hpctrain.launch.placement import Placement, share_cores
 
-# When one rank fails mpirun sends SIGTERM to the others and SIGKILL after this time; it always waits it out.
-# A stop with a save goes by SIGUSR1 and is over before that, so this need not cover a save, only a tidy exit.
-# A rank that waits inside MPI for a dead one does not hear SIGTERM, and a failed run must end within 10 s.
-KILL_DELAY_S = 3
-
 # mpirun itself hands its environment to the ranks of its own machine; to other machines only what is named.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _CARRIED_PREFIXES = ("HPCTRAIN_", "HOROVOD_", "NCCL_", "UCX_", "OMP_", "HDF5_", "TORCH_", "CUDA_")
@@ -53,8 +48,9 @@ def mpirun_argv(
         # Open MPI binds a rank to one core when there are two ranks, and to a socket when there are more: the
         # threads of the loader and of torch would share that core. A site sets the variables above to bind.
         argv += ["--bind-to", "none"]
-    mca = "--prtemca" if family is MpirunFamily.OPEN_MPI_5 else "--mca"
-    argv += [mca, "odls_base_sigkill_timeout", str(KILL_DELAY_S)]
+    # odls_base_sigkill_timeout stays at its second: from one rank's failure to the others' SIGKILL.
+    # A stop with a save goes by SIGUSR1 and ends in a barrier, so it needs no more; a rank that waits inside
+    # MPI for a dead one does not hear SIGTERM, so it gains by no more; and mpirun waits it out, twice.
     if placement.on_one_machine and not hosts:
         # Nothing to start elsewhere: no ssh, no daemon, even inside an allocation.
         argv += ["--mca", "plm", "isolated"] if family is MpirunFamily.OPEN_MPI_4 else []

@@ -39,7 +39,7 @@ _KILLED = (
     ),
     re.compile(
         rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): "
-        rb"(?P<text>[A-Z][a-z]+)(?: \(core dumped\))?\s*$"
+        rb"(?P<text>[A-Z][a-z ]+?)(?: \(core dumped\))?\s*$"
     ),
 )
 
@@ -117,8 +117,6 @@ def find_killed_rank(line: bytes) -> KilledRank | None:
         groups = match.groupdict()
         if "signal" in groups:
             cause = _signal_name(int(groups["signal"]))
-        elif groups["text"] in (b"Exited", b"Requested"):
-            continue
         else:
             cause = f"a signal ({groups['text'].decode()})"
         return KilledRank(
@@ -208,23 +206,26 @@ class _Watch:
         self._child.kill()
 
     def _end_strays(self) -> None:
-        """End ranks of this machine that the launcher left: it died, or could not end them."""
-        deadline_s = time.monotonic() + _STRAY_GRACE_S
+        """End ranks of this machine that the launcher left: it died, or could not end them.
+
+        A launcher that ended in order may have children that are just going: they get a moment first.
+        """
+        start_s = time.monotonic()
+        patience_s = 0.0 if self._child.returncode < 0 else _STRAY_GRACE_S
         asked: set[int] = set()
         while strays := _session_members(self._child.pid):
-            late = time.monotonic() > deadline_s
-            for pid in strays:
+            waited_s = time.monotonic() - start_s
+            if waited_s > patience_s + 2 * _STRAY_GRACE_S:
+                break
+            for pid in strays if waited_s >= patience_s else ():
+                late = waited_s > patience_s + _STRAY_GRACE_S
                 if late or pid not in asked:
                     _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
                     asked.add(pid)
             time.sleep(0.05)
-            if time.monotonic() > deadline_s + _STRAY_GRACE_S:
-                break
         if asked:
-            _say(
-                self._out,
-                f"ended {len(asked)} process{'es' if len(asked) > 1 else ''} that the launcher left behind",
-            )
+            processes = f"{len(asked)} process{'es' if len(asked) > 1 else ''}"
+            _say(self._out, f"ended {processes} that the launcher left behind")
 
 
 @contextlib.contextmanager

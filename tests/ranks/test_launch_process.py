@@ -1,0 +1,135 @@
+"""`hpctrain launch` with real mpirun: exit codes, signals, emulated nodes, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks_launcher import Launched, run_command, start_command
+
+pytestmark = pytest.mark.launches
+
+LAUNCH = [sys.executable, "-m", "hpctrain.cli.launch"]  # the root of the commands loads torch: slower
+
+
+def launch_argv(num_ranks: int, behaviour: str, directory: Path, *options: str) -> list[str]:
+    rank = [sys.executable, "-m", "tests.ranks.launch_rank", behaviour, str(directory)]
+    return [*LAUNCH, "-n", str(num_ranks), *options, "--", *rank]
+
+
+def ranks_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
+
+
+def wait_for(condition: Callable[[], bool], *, timeout_s: float = 30) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start(num_ranks: int, behaviour: str, directory: Path) -> Launched:
+    """A launch whose ranks have all started."""
+    launched = start_command(None, launch_argv(num_ranks, behaviour, directory))
+    try:
+        wait_for(lambda: len(ranks_of(directory)) == num_ranks)
+    except AssertionError:
+        launched.kill()
+        raise
+    return launched
+
+
+def test_the_exit_code_is_passed_on_and_emulated_nodes_are_seen(tmp_path: Path) -> None:
+    argv = launch_argv(3, "fail", tmp_path, "--ranks-per-node", "2")
+    result = run_command(None, argv, env={"OMP_NUM_THREADS": ""}, expect=7)
+    ranks = ranks_of(tmp_path)
+    assert [(r["launcher"], r["rank"], r["num_ranks"]) for r in ranks] == [
+        ("Open MPI", n, 3) for n in range(3)
+    ]
+    assert [r["node_name"].rpartition("/")[2] for r in ranks] == ["0", "0", "1"]
+    assert [(r["local_rank"], r["local_size"], r["emulated"]) for r in ranks] == [
+        (0, 2, True),
+        (1, 2, True),
+        (0, 1, True),
+    ]
+    assert {r["omp"] for r in ranks} == {str(max(1, len(os.sched_getaffinity(0)) // 3))}
+    assert "mpirun -n 3" in result.stderr
+    assert "HPCTRAIN_RANKS_PER_NODE=2" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_reaches_every_rank_as_sigusr1_and_ends_with_75(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with start(3, "wait", tmp_path) as launched:
+        launched.process.send_signal(signal.SIGUSR2)  # passed on as it is, and stops nothing
+        time.sleep(0.5)
+        launched.process.send_signal(number)
+        result = launched.wait(timeout_s=60)
+    assert result.returncode == 75, result.stderr
+    got = [json.loads((tmp_path / f"got-{rank}.json").read_text()) for rank in range(3)]
+    assert got == [["SIGUSR2", "SIGUSR1"]] * 3
+    assert "stopped early with the state saved" in result.stderr
+
+
+def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
+    result = run_command(None, launch_argv(3, "die", tmp_path), expect=137)
+    assert "rank 1 on" in result.stderr
+    assert "signal 9 (SIGKILL" in result.stderr
+    assert result.wall_s < 30
+    assert not any(alive(r["pid"]) for r in ranks_of(tmp_path))
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    with start(2, "stubborn", tmp_path) as launched:
+        launched.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "asking the ranks to save" in launched.stderr)
+        time.sleep(0.5)
+        assert all(alive(r["pid"]) for r in ranks_of(tmp_path))
+        launched.process.send_signal(signal.SIGINT)
+        result = launched.wait(timeout_s=45)
+    assert result.returncode != 0
+    assert not any(alive(r["pid"]) for r in ranks_of(tmp_path))
+
+
+@pytest.mark.parametrize("victim", ["hpctrain launch", "mpirun"])
+def test_no_rank_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
+    with start(2, "wait", tmp_path) as launched:
+        ranks = [r["pid"] for r in ranks_of(tmp_path)]
+        mpirun = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        assert "mpirun" in Path(f"/proc/{mpirun}/cmdline").read_text()
+        os.kill(launched.process.pid if victim == "hpctrain launch" else mpirun, signal.SIGKILL)
+        result = launched.wait(timeout_s=30)
+        wait_for(lambda: not any(alive(pid) for pid in [mpirun, *ranks]), timeout_s=15)
+    assert result.returncode == (-9 if victim == "hpctrain launch" else 137)
+
+
+def test_a_dry_run_prints_a_line_that_a_shell_can_run(tmp_path: Path) -> None:
+    words = ["bash", "-c", 'touch "$0/ran as $OMPI_COMM_WORLD_RANK"', str(tmp_path)]
+    line = run_command(None, [*LAUNCH, "-n", "2", "--dry-run", "--", *words], expect=0).stdout
+    assert "mpirun -n 2" in line
+    assert not list(tmp_path.iterdir())
+    run_command(None, ["bash", "-c", line], expect=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ran as 0", "ran as 1"]
+
+
+def test_a_launch_that_cannot_be_ends_with_5_and_a_remedy() -> None:
+    argv = [sys.executable, "-m", "hpctrain.cli.main", "launch", "-n", "2", "--", "no-such-program"]
+    result = run_command(None, argv, expect=5)
+    assert "'no-such-program', is no program" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,97 @@
+"""What `hpctrain launch` refuses before it starts anything, and what it finds out from launchers' output."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.process import find_killed_rank, resolve_command
+
+with warnings.catch_warnings():
+    # typer itself uses names that newer releases of click deprecate.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import typer
+    from typer.testing import CliRunner
+
+    from hpctrain.cli.launch import LAUNCH_SETTINGS, launch_command
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"
+)
+
+app = typer.Typer()
+app.command(context_settings=LAUNCH_SETTINGS)(launch_command)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-n", "0", "--", "true"], "at least 1 rank"),
+        (["-n", "2", "--", "no-such-program"], "'no-such-program', is no program"),
+        (["-n", "2", "--", "train.py"], "`python train.py`"),
+        (["-n", "2", "--host", "a", "--hostfile", "b", "--", "true"], "give one of them"),
+        (["-n", "2", "--hostfile", "no/such/file", "--", "true"], "cannot be read"),
+        (["-n", "2", "--host", ",", "--", "true"], "names no machine"),
+        (["-n", "2", "--launcher", "srun", "--", "true"], "srun"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_a_launch_error(
+    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    result = CliRunner().invoke(app, options)
+    assert isinstance(result.exception, LaunchError)
+    assert words in str(result.exception)
+
+
+def test_an_unknown_launcher_is_a_usage_error() -> None:
+    result = CliRunner().invoke(app, ["-n", "2", "--launcher", "sruns", "--", "true"])
+    assert result.exit_code == 2
+
+
+def test_the_command_keeps_its_own_options() -> None:
+    result = CliRunner().invoke(app, ["-n", "2", "--dry-run", "--", "echo", "-n", "--dry-run", "x"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.rstrip().endswith("echo -n --dry-run x")
+
+
+def test_hpctrain_is_the_one_of_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    (tmp_path / "hpctrain").write_text("#!/bin/sh\n")
+    (tmp_path / "hpctrain").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    assert resolve_command("hpctrain") == str(tmp_path / "hpctrain")
+    assert resolve_command("sh") == "sh"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            b"mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 9 (Killed).",
+            ("2", "vm", "signal 9 (SIGKILL"),
+        ),
+        (b"srun: error: n2: task 2: Killed", ("2", "n2", "a signal (Killed)")),
+        (
+            b"srun: error: n1: tasks 0-1: Segmentation fault (core dumped)",
+            ("0-1", "n1", "Segmentation fault"),
+        ),
+    ],
+)
+def test_a_rank_ended_by_a_signal_is_found_in_the_launchers_words(
+    line: bytes, expected: tuple[str, str, str]
+) -> None:
+    killed = find_killed_rank(line)
+    assert killed is not None
+    assert (killed.rank, killed.node) == expected[:2]
+    assert expected[2] in killed.cause
+
+
+@pytest.mark.parametrize(
+    "line", [b"srun: error: n1: task 1: Exited with exit code 7", b"rank 2 was killed", b"step 3: Killed"]
+)
+def test_other_lines_name_no_killed_rank(line: bytes) -> None:
+    assert find_killed_rank(line) is None
