@@ -7,6 +7,7 @@ stays ordinary HDF5. h5py is imported when it is first needed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import h5py
 
 _PAGE_BYTES = 4096
+_PROBE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,7 @@ def create(path: Path, *, datasets: Mapping[str, tuple[tuple[int, ...], np.dtype
     """
     import h5py
 
+    _probe(path, num_bytes=sum(int(np.prod(s, dtype=np.int64)) * d.itemsize for s, d in datasets.values()))
     offsets = {}
     with h5py.File(path, "w", alignment_threshold=_PAGE_BYTES, alignment_interval=_PAGE_BYTES) as file:
         for name, (shape, dtype) in datasets.items():
@@ -67,6 +70,21 @@ def create(path: Path, *, datasets: Mapping[str, tuple[tuple[int, ...], np.dtype
                 raise OSError(f"HDF5 gave dataset {name!r} of shape {shape} no place in {path}")
             offsets[name] = int(offset)
     return offsets
+
+
+def _probe(path: Path, *, num_bytes: int) -> None:
+    """Meet a full disk, a quota or a limit on file sizes here, as an OSError.
+
+    HDF5 (1.10.8 seen) that cannot write a file when it closes it goes on holding it, and crashes the process
+    later. What it writes of the file here is a few KB; the samples are not written by it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(descriptor, num_bytes + _PROBE_BYTES)
+        os.pwrite(descriptor, b"\1" * _PROBE_BYTES, num_bytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, Layout]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -68,6 +69,15 @@ def _work(shared: _Shared[T]) -> None:
         del item
 
 
+def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
+    """Stop the threads and wait for them."""
+    shared.stop()
+    # The garbage collector may run in one of them: it can only tell the others to stop.
+    if threading.current_thread() not in threads:
+        for thread in threads:
+            thread.join()
+
+
 class Prefetch(Generic[T]):
     """Iterator over make(0), ..., make(num_items - 1), made ahead by threads.
 
@@ -84,6 +94,9 @@ class Prefetch(Generic[T]):
             threading.Thread(target=_work, args=(self._shared,), name=f"hpctrain-data-{number}", daemon=True)
             for number in range(min(max(1, num_threads), num_items))
         ]
+        # Runs once: on close(), when this iterator is collected, or before the interpreter shuts down (later
+        # a thread could be frozen with the lock in its hands).
+        self._finalizer = weakref.finalize(self, _end, self._shared, self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -105,18 +118,10 @@ class Prefetch(Generic[T]):
 
     def close(self) -> None:
         """Stop and join the threads. May be called again."""
-        self._shared.stop()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._threads = []
+        self._finalizer()
 
     def __enter__(self) -> Prefetch[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_threads"):
-            self.close()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -205,6 +207,20 @@ def test_leaving_a_loop_early_leaves_no_threads() -> None:
         break
     gc.collect()
     assert loader_threads() == []
+
+
+def test_a_program_that_ends_with_an_open_iterator_ends(tmp_path: Path) -> None:
+    pack_arrays(tmp_path, {"x": np.zeros((500, 64))}, shard_samples=50)
+    program = (
+        "import sys\n"
+        "from hpctrain.data import Dataset, Loader\n"
+        "loader = Loader(Dataset.open(sys.argv[1]), global_batch=4, num_threads=3)\n"
+        "batches = loader.epoch(0)\n"
+        "print(next(batches).num_samples)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (result.stdout, result.stderr) == ("4\n", "")
 
 
 def test_a_finished_epoch_leaves_no_threads() -> None:

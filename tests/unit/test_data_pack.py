@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -156,11 +157,27 @@ def test_an_interrupted_packing_is_no_dataset_and_can_be_packed_again(tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         pack_arrays(tmp_path, some_fields(), shard_samples=30, progress=interrupt)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["shard-00000.h5", "shard-00001.h5"]
+    (tmp_path / ".shard-00002.h5.partial").write_bytes(b"what SIGKILL leaves")
     with pytest.raises(DataError, match="unfinished"):
         Dataset.open(tmp_path)
     with pytest.raises(UsageError, match="holds an unfinished dataset"):
         pack_arrays(tmp_path, some_fields())
     assert pack_arrays(tmp_path, some_fields(), existing=Existing.REPLACE).samples == 100
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json", "shard-00000.h5"]
+
+
+@pytest.mark.parametrize("limit_bytes", [1000, 100_000])
+def test_a_file_system_that_is_full_is_a_data_error_and_leaves_no_dataset(
+    tmp_path: Path, limit_bytes: int
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        with pytest.raises(DataError, match=r"shard-00000.h5 cannot be written"):
+            pack_arrays(tmp_path, {"x": np.zeros((1000, 100))})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_made_is_a_data_error(tmp_path: Path) -> None:
