@@ -8,6 +8,7 @@ every process of it, and a failure shows the last lines of each rank. This modul
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -64,9 +65,21 @@ def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return environment
 
 
-def mpirun(num_ranks: int) -> list[str]:
-    """The launcher's part of the command line."""
-    return ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
+@functools.cache
+def is_open_mpi() -> bool:
+    """Whether `mpirun` is Open MPI's; MPICH and its kin refuse its options."""
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return "open" in (version.stdout + version.stderr).lower()
+
+
+def mpirun(num_ranks: int, *, copy_output_to: Path | None = None) -> list[str]:
+    """The launcher's part of the command line. `copy_output_to`: each rank's output in files of its own."""
+    if not is_open_mpi():
+        return ["mpirun", "-n", str(num_ranks)]
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+    if copy_output_to is not None:
+        command += ["--output-filename", str(copy_output_to)]
+    return [*command, "-n", str(num_ranks)]
 
 
 @dataclass
@@ -118,7 +131,7 @@ class Launched:
                 continue
             for item in environment:
                 name, _, value = item.partition(b"=")
-                if name == b"OMPI_COMM_WORLD_RANK":
+                if name in (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK"):
                     # A rank's own children carry the variable too: the rank itself is the lowest pid.
                     rank = int(value)
                     found[rank] = min(pid, found.get(rank, pid))
@@ -233,7 +246,7 @@ def run_ranks(
         command += [f"{function.__module__}:{function.__qualname__}", backend, json.dumps(args), name]
         command += [str(timeout_s), str(num_ranks)]
         if under_mpirun:
-            command = [*mpirun(num_ranks), "--output-filename", str(directory / "ranks"), *command]
+            command = [*mpirun(num_ranks, copy_output_to=directory / "ranks"), *command]
         try:
             with start_command(None, command, env=extra) as launched:
                 result = launched.wait(timeout_s=timeout_s)
@@ -305,6 +318,7 @@ def _rank_main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         code = int(getattr(error, "exit_code", 1))
         if getattr(error, "agreed", False):
+            world.barrier()  # the launcher ends all when one leaves: not before each has said its word
             world.close()
             return code  # every rank has raised it: all leave by the same door
         world.abort(code)

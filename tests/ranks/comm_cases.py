@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
-from hpctrain.errors import CommunicationError, DataError, HpctrainError, LaunchError
+from hpctrain.errors import CommunicationError, DataError, HpctrainError
 from hpctrain.topology import Topology
 
 
-def one_rank_sleeps(world: World, directory: str | None, late_rank: int, timeout_s: float) -> None:
+def one_rank_sleeps(world: World, directory: str, late_rank: int, timeout_s: float) -> None:
     """`late_rank` never comes to the third operation of a group."""
-    monitored = Monitored(world, timeout_s=timeout_s, directory=Path(directory) if directory else None)
+    monitored = Monitored(world, timeout_s=timeout_s, directory=Path(directory))
     group = monitored.split([list(range(world.num_ranks))])
     assert group is not None
     group.barrier()
@@ -39,13 +39,6 @@ def one_rank_leaves_a_trace_and_stops(world: World, directory: str) -> None:
         while True:
             time.sleep(0.1)
     monitored.barrier()
-
-
-def one_rank_never_comes_to_a_split(world: World, directory: str) -> None:
-    monitored = Monitored(world, timeout_s=2, directory=Path(directory))
-    if world.rank == world.num_ranks - 1:
-        time.sleep(600)
-    monitored.split([[0]])
 
 
 def slow_but_in_time(world: World, directory: str) -> list[str]:
@@ -91,7 +84,7 @@ def mpi_in_small_pieces(world: World) -> list[str]:
     from hpctrain.comm.mpi import MpiWorld
     from tests.contract.collective_cases import run_all
 
-    found = run_all(MpiWorld.open(chunk_elems=37))
+    found = run_all(MpiWorld.open(chunk_elems=211))
     return [f"{name}: {text}" for name, text in found.items() if text]
 
 
@@ -137,15 +130,6 @@ def open_and_describe(world: World, missing: dict[str, list[int]]) -> dict[str, 
     found["ranks"] = all_gather_json(opened.world, rank)
     opened.world.close()
     return found
-
-
-def open_twice_named(world: World, backend: str) -> dict[str, Any]:
-    """Open `backend` by name, without a second one in between."""
-    try:
-        opened = open_world(backend)
-    except LaunchError as error:
-        return {"error": str(error)}
-    return {"backend": opened.world.backend, "num_ranks": opened.world.num_ranks}
 
 
 if __name__ == "__main__":

@@ -28,17 +28,6 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack(backend: str, tmp_pat
     assert result.wall_s < 30
 
 
-def test_without_a_directory_the_run_still_ends(tmp_path: Path) -> None:
-    result = run_ranks(2, comm_cases.one_rank_sleeps, None, 0, 1.0, expect=6)
-    assert "which rank did not come is not known" in result.stderr
-
-
-def test_a_rank_missing_at_a_split_is_named(tmp_path: Path) -> None:
-    result = run_ranks(2, comm_cases.one_rank_never_comes_to_a_split, str(tmp_path), expect=6)
-    assert "for split number 1 of world" in result.stderr
-    assert "did not come: rank 1\n" in result.stderr
-
-
 def wait_for(path: Path, *, launched: Launched, timeout_s: float = 60) -> str:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
