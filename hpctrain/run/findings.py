@@ -160,13 +160,7 @@ def _communication(facts: Facts) -> list[Finding]:
     if communication is None:
         return []
     if "error" in communication:
-        return [
-            _problem(
-                "communication",
-                communication["error"],
-                "start the ranks with the launcher of the MPI that is named above",
-            )
-        ]
+        return [_problem("communication", communication["error"], "")]  # these errors bring their own remedy
     text = f"{communication['backend']}, {communication['num_ranks']} ranks have met"
     if communication["notes"]:
         return [_warning("communication", f"{text}; {'; '.join(communication['notes'])}", "make setup")]

@@ -59,7 +59,6 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume) -> dict[str, Any
 
     Raises StoppedEarly when a rank was asked to stop: everything is saved then.
     """
-    started = time.time()
     search = [Path.cwd(), recipe_path.absolute().parent]
     # Before anything communicates: what is wrong with the recipe is wrong on every rank.
     task = import_task(recipe.task.target, options=recipe.task.options, search=search)
@@ -74,14 +73,16 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume) -> dict[str, Any
             timeout_s=recipe.run.timeout_s,
             watch_directory=directory / "watch",
         ) as session:
-            return _train(recipe, task, session=session, resume=resume, stop=stop, started=started)
+            return carry_out(recipe, task, session=session, resume=resume, stop=stop)
     finally:
         stop.restore()
 
 
-def _train(
-    recipe: Recipe, task: Task, *, session: Session, resume: Resume, stop: StopRequest, started: float
+def carry_out(
+    recipe: Recipe, task: Task, *, session: Session, resume: Resume, stop: StopRequest
 ) -> dict[str, Any]:
+    """Train `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary."""
+    started = time.time()
     directory = Path(recipe.run.directory)
     prepare_run_directory(directory, comm=session.world)
     if resume.anew:
@@ -127,13 +128,13 @@ def _train(
             device=session.device,
             autocast=autocast_for(recipe.run.precision, device=session.device),
             identity={
-                "dataset": dataset.fingerprint, "shuffle": recipe.data.shuffle, "last_batch": recipe.data.last_batch
+                "dataset": dataset.manifest.fingerprint, "shuffle": recipe.data.shuffle, "last_batch": recipe.data.last_batch
             },
             records=records,
             stop=stop,
         )  # fmt: skip
-        if not resume.anew:
-            training.resume(resume.path)
+        if not resume.anew and training.resume(resume.path).step >= steps:
+            return _nothing_left(recipe, session, training, steps=steps)
         training.run()
         return _finish(recipe, session, training, environment, started=started, status="finished")
     except StoppedEarly:
@@ -144,6 +145,18 @@ def _train(
         records.close()
         if updater is not None:
             updater.close()
+
+
+def _nothing_left(recipe: Recipe, session: Session, training: Training, *, steps: int) -> dict[str, Any]:
+    """The run was finished before: its summary stays as it is."""
+    step = training.totals().position.step
+    if session.rank == 0:
+        print(
+            f"{recipe.run.name}: finished before, at step {step} of {steps}; raise run.steps or run.epochs to go on, or "
+            "start anew with --resume never",
+            flush=True,
+        )
+    return {"name": recipe.run.name, "status": "finished", "step": step, "steps_here": 0}
 
 
 def _start_anew(recipe: Recipe, session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,7 +20,7 @@ def evaluate(
     *,
     comm: Collective,
     device: torch.device,
-    autocast: AbstractContextManager[object] | None = None,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, float]:
     """Means of `task.metrics` over every sample of `loader` once. Collective.
 
@@ -33,7 +34,7 @@ def evaluate(
         for batch in loader.epoch(0):
             if batch.num_samples == 0:
                 continue
-            with autocast or nullcontext():
+            with autocast():
                 found = task.metrics(model, batch.to(device).fields)
             for name, mean in found.items():
                 sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples

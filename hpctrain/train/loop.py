@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import load_newest_good, open_checkpoint, save
+from hpctrain.checkpoint import load, load_newest_good, save
 from hpctrain.comm import Collective, broadcast_tensors
 from hpctrain.data import Batch, Batches, Loader
-from hpctrain.errors import StoppedEarly
+from hpctrain.errors import CheckpointError, StoppedEarly
 from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import StopRequest
 from hpctrain.telemetry import RecordWriter, StepClock
@@ -90,13 +90,14 @@ class Training:
 
     def resume(self, path: Path | None = None) -> Position:
         """Go on from the newest good checkpoint of the policy's directory, or from `path`; if none, from 0."""
-        if path is not None:
-            checkpoint = open_checkpoint(path, comm=self._comm)
-            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        if path is not None and not path.is_dir():
+            checkpoint, tensors = load(path, comm=self._comm)
         else:
-            found = load_newest_good(self._settings.checkpoint.directory, comm=self._comm)
-            if found is None:
+            found = load_newest_good(path or self._settings.checkpoint.directory, comm=self._comm)
+            if found is None and path is None:
                 return self._position
+            if found is None:
+                raise CheckpointError(f"--resume {path}: there is no checkpoint in this folder", agreed=True)
             checkpoint, tensors = found.checkpoint, found.tensors
         self._position = self._state.restore(checkpoint, tensors, comm=self._comm, identity=self._identity)
         self._saved_step = self._position.step

@@ -11,11 +11,15 @@ from typing import IO
 class ProgressLine:
     """Step, loss, samples/s and time left. Silent on every rank but the one it is made for."""
 
-    def __init__(self, *, total_steps: int, every_s: float, silent: bool, stream: IO[str] | None = None) -> None:
+    def __init__(
+        self, *, total_steps: int, every_s: float, silent: bool, on_terminal: bool = False, stream: IO[str] | None = None
+    ) -> None:
         self._total_steps = total_steps
         self._silent = silent
         self._stream = stream or sys.stdout
-        self._on_terminal = self._stream.isatty()
+        # mpirun gives rank 0 a pseudo-terminal even when its own output is a file: only `hpctrain launch`,
+        # which sees the real one, or a rank without a launcher can tell.
+        self._on_terminal = on_terminal and self._stream.isatty()
         self._every_s = min(every_s, 0.5) if self._on_terminal else every_s
         self._last_told = -float("inf")
         self._width = 0

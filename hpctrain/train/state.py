@@ -45,17 +45,19 @@ class TrainingState:
         identity: what the checkpoint belongs to (data and its order); compared on restore.
         """
         items: list[Replicated | Shard] = [
-            Replicated(f"model/{name}", tensor.detach()) for name, tensor in self.model.state_dict().items()
+            Replicated(name=f"model/{name}", tensor=tensor.detach()) for name, tensor in self.model.state_dict().items()
         ]
         scalars: dict[str, Any] = {}
         for path, value in self._optimizer_state():
             if isinstance(value, torch.Tensor):
-                items.append(Replicated(f"optimizer/{path}", value.detach()))
+                items.append(Replicated(name=f"optimizer/{path}", tensor=value.detach()))
             else:
                 scalars[path] = value
         for name, row in capture_generators().items():
             shape = (comm.num_ranks, row.numel())
-            items.append(Shard(f"generators/{name}", row[None], shape, (comm.rank, 0)))
+            items.append(
+                Shard(name=f"generators/{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0))
+            )
         document = {
             "position": asdict(position),
             "optimizer": {"groups": self._group_options(), "scalars": scalars},
@@ -64,7 +66,7 @@ class TrainingState:
             "seed": self.seed,
             "identity": dict(identity),
         }
-        return State(items, document)
+        return State(items=items, document=document)
 
     def restore(
         self,
@@ -96,7 +98,8 @@ class TrainingState:
         self.updater.load_state_dict(document["updater"])
         position = Position(**document["position"])
         if document["num_ranks"] == comm.num_ranks:
-            rows = {n.split("/", 1)[1]: t[comm.rank] for n, t in tensors.items() if n.startswith("generators/")}
+            # Cloned: torch reads a generator state as a struct, which a row of a larger tensor is not aligned for.
+            rows = {n.split("/", 1)[1]: t[comm.rank].clone() for n, t in tensors.items() if n.startswith("generators/")}
             restore_generators(rows)
         else:
             seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))

@@ -1,0 +1,178 @@
+"""What one rank does in the training tests. Runs inside a launch; the test files compare what it returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.nn import functional
+
+from hpctrain.comm import World, all_gather_json
+from hpctrain.errors import StoppedEarly
+from hpctrain.launch import RankIdentity
+from hpctrain.resilience import StopRequest
+from hpctrain.run import Session, parse_recipe
+from hpctrain.run.training import Resume, carry_out
+from hpctrain.telemetry import read_records
+from hpctrain.topology import Topology
+
+STEPS = 50
+GLOBAL_BATCH = 50  # 1438 samples: 29 steps an epoch, the last with 38; 50 and 38 do not divide by 3 and 4
+
+
+class Classifier:
+    """A small classifier of digits that writes down which samples it saw, and can ask its rank to stop."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        self.dropout = dropout
+        self.seen: list[int] = []
+        self.steps = 0
+        self.stop: StopRequest | None = None
+        self.stop_after = -1
+        self.model: torch.nn.Module | None = None
+
+    def build_model(self) -> torch.nn.Module:
+        self.model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Dropout(self.dropout),
+            torch.nn.Linear(32, 10),
+        )  # fmt: skip
+        return self.model
+
+    def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.seen += fields["id"].tolist()
+        self.steps += 1
+        if self.stop is not None and self.steps == self.stop_after:
+            self.stop.request("test")
+        image = fields["image"].to(next(model.parameters()).dtype) / 16
+        return functional.cross_entropy(model(image), fields["label"])
+
+    def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
+        image = fields["image"].to(next(model.parameters()).dtype) / 16
+        return {"accuracy": float((model(image).argmax(1) == fields["label"]).double().mean())}
+
+    def fingerprint(self) -> str:
+        """Of every bit of the parameters."""
+        hasher = xxhash.xxh3_64()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            hasher.update(name.encode() + tensor.numpy().tobytes())
+        return hasher.hexdigest()
+
+
+def nodes_for(num_ranks: int) -> list[str]:
+    """Several nodes with several ranks, unequal at three."""
+    return {1: ["a"], 2: ["a", "b"], 3: ["a", "a", "b"], 4: ["a", "a", "b", "b"]}[num_ranks]
+
+
+def train(
+    world: World, directory: Path, name: str, *, task: Classifier, resume: str = "never", stop_after: int = 0,
+    **sections: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """One run; what it left behind. stop_after: this rank asks for a stop in that step (0: nobody does)."""
+    document: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(directory / name), "steps": STEPS, "seed": 5},
+        "task": {"target": "tests:Classifier"},
+        "data": {"train": str(directory / "data"), "held_out": str(directory / "data"), "global_batch": GLOBAL_BATCH},
+        "optimizer": {"name": "adamw", "lr": 5e-3, "schedule": "cosine", "warmup_steps": 5},
+    }
+    for section, values in sections.items():
+        document[section] = {**document.get(section, {}), **values}
+    identity = RankIdentity(
+        launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
+        node_rank=None, node_name=nodes_for(world.num_ranks)[world.rank],
+    )  # fmt: skip
+    session = Session(
+        identity=identity, world=world, topology=Topology.from_node_names(nodes_for(world.num_ranks)),
+        device=torch.device("cpu"), notes=[],
+    )  # fmt: skip
+    stop = StopRequest()
+    if stop_after:
+        task.stop, task.stop_after = stop, stop_after
+    stopped = False
+    summary: dict[str, Any] = {}
+    try:
+        recipe = parse_recipe(document)
+        summary = carry_out(recipe, task, session=session, resume=Resume.parse(resume), stop=stop)
+    except StoppedEarly:
+        stopped = True
+    records = list(read_records(directory / name / "metrics" / f"rank-{world.rank:05}.jsonl"))
+    return {
+        "losses": [r["loss"] for r in records if r["kind"] == "step"],
+        "fingerprint": task.fingerprint(),
+        "stopped": stopped,
+        "summary": summary,
+        "samples": sum(r["samples"] for r in records if r["kind"] == "step"),
+    }
+
+
+def numbers(world: World, directory: str) -> dict[str, Any]:
+    """Losses of the same training, in float64 and float32, flat and over two levels."""
+    where = Path(directory)
+    found = {}
+    for precision in ("fp64", "fp32"):
+        for algorithm in ("flat", "hierarchical"):
+            name = f"{world.backend}-{world.num_ranks}-{precision}-{algorithm}"
+            found[f"{precision} {algorithm}"] = train(
+                world, where, name, task=Classifier(), run={"precision": precision},
+                reduction={"algorithm": algorithm, "bucket_mb": 0.004},
+            )  # fmt: skip
+    return found
+
+
+def interruptions(world: World, directory: str) -> dict[str, Any]:
+    """Stopped at several steps and resumed, against never stopped: dropout, fp16 wire, micro-batches."""
+    where = Path(directory)
+    options: dict[str, dict[str, Any]] = {
+        "reduction": {"wire": "fp16", "algorithm": "auto"},
+        "data": {"micro_batches": 2},
+        "checkpoint": {"every_steps": 20, "keep": 2},
+    }
+    prefix = f"{world.backend}-{world.num_ranks}-stop"
+    whole = train(world, where, f"{prefix}-never", task=Classifier(dropout=0.3), **options)
+    found = {"whole": whole}
+    for step in (1, 29, 44):  # the first step, the end of an epoch, somewhere
+        asking = step % world.num_ranks == world.rank  # one rank is asked, all agree
+        name = f"{prefix}-{step}"
+        # Two micro-batches a step: the second call of a step asks.
+        first = train(
+            world, where, name, task=Classifier(dropout=0.3), stop_after=2 * step if asking else 0, **options
+        )
+        second = train(world, where, name, task=Classifier(dropout=0.3), resume="auto", **options)
+        found[f"{step}"] = {"stopped": first["stopped"], "losses": second["losses"],
+                            "fingerprint": second["fingerprint"]}  # fmt: skip
+    return found
+
+
+ELASTIC: dict[str, dict[str, Any]] = {"run": {"steps": 58}}  # two epochs
+
+
+def begin_elastic(world: World, directory: str) -> list[list[int]]:
+    """Stop in the second epoch, at step 35; the samples each rank saw."""
+    task = Classifier()
+    stop_after = 35 if world.rank == world.num_ranks - 1 else 0
+    found = train(world, Path(directory), f"elastic-{world.backend}-{world.num_ranks}", task=task,
+                  stop_after=stop_after, **ELASTIC)  # fmt: skip
+    assert found["stopped"]
+    return all_gather_json(world, task.seen)
+
+
+def end_elastic(world: World, directory: str, began_with: int) -> list[list[int]]:
+    """Go on from where `began_with` ranks stopped; the samples each rank saw."""
+    task = Classifier()
+    train(world, Path(directory), f"elastic-{world.backend}-{began_with}", task=task, resume="auto", **ELASTIC)
+    return all_gather_json(world, task.seen)
+
+
+def everything(world: World, directory: str, resume_from: int) -> dict[str, Any]:
+    """All cases of one launch. resume_from: a number of ranks whose elastic run is to be finished, or 0."""
+    found: dict[str, Any] = {
+        "numbers": numbers(world, directory),
+        "interruptions": interruptions(world, directory),
+        "begun": begin_elastic(world, directory),
+    }
+    if resume_from:
+        found["ended"] = end_elastic(world, directory, resume_from)
+    json.dumps(found)
+    return found
