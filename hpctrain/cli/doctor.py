@@ -90,6 +90,8 @@ def _report_together(
             world.barrier()
             world.close()
     except HpctrainError as error:
+        if "error" not in facts["mpi"] and "mpi4py.MPI" in sys.modules:
+            facts["mpi"].update(probe_started_mpi())
         print(_words(facts, identity, str(error)), file=sys.stderr, flush=True)
         return Level.PROBLEM
     return worst(findings)

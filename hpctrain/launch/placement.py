@@ -80,16 +80,15 @@ def place_ranks(
 def share_cores(
     placement: Placement, *, num_cores: int, environ: Mapping[str, str], updates: dict[str, str]
 ) -> bool:
-    """Set the threads of a rank and, where ranks outnumber cores, that waiting ranks give way.
-
-    Returns whether they do.
-    """
+    """Set a rank's threads, unless the user has. Returns whether a node's ranks outnumber its cores."""
     ranks = placement.ranks_on_a_node
     if not environ.get("OMP_NUM_THREADS"):
         # Without it every rank starts one thread a core, and ranks x cores threads fight for the cores.
         updates["OMP_NUM_THREADS"] = str(max(1, num_cores // ranks))
-    outnumbered = ranks > num_cores
-    if outnumbered and not environ.get("OMPI_MCA_mpi_yield_when_idle"):
-        # Open MPI polls while it waits, on a core that the rank it waits for may need.
+    return ranks > num_cores
+
+
+def give_way_while_waiting(environ: Mapping[str, str], *, updates: dict[str, str]) -> None:
+    """Open MPI polls while it waits, on a core that the rank it waits for may need."""
+    if not environ.get("OMPI_MCA_mpi_yield_when_idle"):
         updates["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    return outnumbered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.launch.machine import Machine, MpirunFamily
-from hpctrain.launch.placement import Placement, share_cores
+from hpctrain.launch.placement import Placement, give_way_while_waiting, share_cores
 from hpctrain.launch.slurm_counts import expand_counts
 
 
@@ -52,6 +52,7 @@ def srun_argv(
     cores = _slurm_cores(environ) or machine.num_cores
     if share_cores(placement, num_cores=cores, environ=environ, updates=updates):
         argv.append("--overcommit")
+        give_way_while_waiting(environ, updates=updates)
         notes.append(
             f"{per_node} ranks on a node share {cores} cores: good for trying things out, not for measuring"
         )

@@ -1,0 +1,99 @@
+"""`hpctrain doctor` alone and under real mpirun: one report, differences named, and no hang."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks_launcher import CommandResult, run_command
+
+pytestmark = pytest.mark.launches
+
+DOCTOR = [sys.executable, "-m", "hpctrain.cli.doctor"]
+MPIRUN = ["mpirun", "--oversubscribe", "--bind-to", "none"]
+
+
+def broken(directory: Path, *packages: str) -> str:
+    """A place for PYTHONPATH in which these packages are installed and broken."""
+    for package in packages:
+        (directory / package).mkdir(parents=True)
+        (directory / package / "__init__.py").write_text('raise ImportError("built for another machine")\n')
+    return str(directory)
+
+
+def report_of(result: CommandResult) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(result.stdout)  # fails when more than one rank printed
+    return report
+
+
+def test_alone_it_reports_and_ends_with_0() -> None:
+    result = run_command(None, [*DOCTOR, "--json"], expect=0)
+    report = report_of(result)
+    assert report["level"] in ("ok", "warning")
+    assert {
+        "python",
+        "torch",
+        "MPI",
+        "Horovod",
+        "HDF5",
+        "launcher",
+        "topology",
+        "cores",
+        "run directory",
+    } <= {finding["topic"] for finding in report["findings"]}
+    assert report["ranks"][0]["mpi"]["thread_level"] == "multiple"
+    assert report["ranks"][0]["launcher"]["num_ranks"] == 1
+
+
+def test_alone_a_problem_ends_with_5_and_its_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environ = {"PYTHONPATH": broken(tmp_path / "modules", "mpi4py")}
+    result = run_command(
+        None, [*DOCTOR, "--run-directory", str(tmp_path / "file" / "x")], env=environ, expect=5
+    )
+    assert "problem" in result.stdout
+    assert "--run-directory" in result.stdout
+    assert "built for another machine" in result.stdout
+
+
+def test_ranks_are_merged_into_one_report_and_differences_named(tmp_path: Path) -> None:
+    # Two programs in one launch: rank 2 has another environment, as on a node that was set up differently.
+    other = ["env", f"PYTHONPATH={broken(tmp_path, 'h5py')}", "OMP_NUM_THREADS=2"]
+    doctor = [*DOCTOR, "--json"]
+    result = run_command(None, [*MPIRUN, "-n", "2", *doctor, ":", "-n", "1", *other, *doctor], expect=5)
+    report = report_of(result)
+    problems = [finding["text"] for finding in report["findings"] if finding["level"] == "problem"]
+    warnings = [finding["text"] for finding in report["findings"] if finding["level"] == "warning"]
+    assert len(report["ranks"]) == 3
+    assert any(text.startswith("rank 2 (") and "built for another machine" in text for text in problems)
+    assert any("missing on rank 2" in text and "on ranks 0-1" in text for text in problems)
+    assert any("1 on ranks 0-1" in text and "2 on rank 2" in text for text in warnings)
+
+
+def test_ranks_without_any_library_to_meet_through_each_tell_their_own(tmp_path: Path) -> None:
+    environ = {"PYTHONPATH": broken(tmp_path, "mpi4py", "horovod")}
+    result = run_command(2, DOCTOR, env=environ, expect=5)
+    assert result.stdout == ""
+    assert "rank 0 on" in result.stderr
+    assert "problem: communication" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_launcher_of_another_mpi_is_told_and_not_taken_for_many_ranks() -> None:
+    # What MPICH's mpiexec gives its ranks, while the MPI library here is Open MPI: each rank is alone.
+    environ = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+    result = run_command(None, DOCTOR, env=environ, expect=5)
+    assert "rank 1 of 4" in result.stderr
+    assert "do not belong together" in result.stderr
+
+
+def test_ranks_that_never_come_are_not_waited_for_for_ever() -> None:
+    argv = [*MPIRUN, "-n", "1", *DOCTOR, "--timeout-s", "4", ":", "-n", "1", "sleep", "60"]
+    result = run_command(None, argv, timeout_s=50, expect=5)
+    assert "the ranks have not met" in result.stderr
+    assert "no answer within 4 s" in result.stderr
+    assert "ok: torch" in result.stderr

@@ -1,0 +1,162 @@
+"""What the doctor makes of facts: this machine's real ones, with one thing changed at a time."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.run.findings import Finding, Level, judge, worst
+from hpctrain.run.inspection import identity_of, inspect_rank
+from hpctrain.run.merging import merge
+
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def facts_of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Facts as ranks 0 to 3 on one machine would bring them, with cores for all."""
+    facts = []
+    directory = tmp_path_factory.mktemp("runs")
+    for rank in range(4):
+        environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
+        found = inspect_rank(run_directory=directory, environ=environ, hostname="host")
+        found["cores"].update(usable=list(range(8)), of_machine=8)
+        found["torch"]["threads"] = 2
+        found["mpi"] = {
+            "version": "4.1.2",
+            "library": "Open MPI",
+            "standard": "3.1",
+            "thread_level": "multiple",
+        }
+        found["horovod"] = {"version": "0.28.1", "built": ["mpi"]}
+        found["hdf5"] = {"h5py": "3.16.0", "hdf5": "1.10.8", "parallel": True}
+        found["run_directory"].update(kind="lustre", free_bytes=10**12)
+        found["scratch"].update(shm_free_bytes=10**9)
+        facts.append(found)
+    return facts
+
+
+@pytest.fixture
+def facts(facts_of_four: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return copy.deepcopy(facts_of_four)
+
+
+def of_topic(findings: list[Finding], topic: str) -> list[Finding]:
+    return [finding for finding in findings if finding.topic == topic]
+
+
+def test_ranks_that_are_alike_are_told_once(facts: list[dict[str, Any]]) -> None:
+    findings = merge(facts)
+    assert worst(findings) is Level.OK, findings
+    assert len({finding.topic for finding in findings}) == len(findings)
+    assert of_topic(findings, "topology")[0].text == "1 node x 4 ranks: host"
+
+
+def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, Any]]) -> None:
+    facts[3]["torch"]["version"] = "2.12.0"
+    facts[3]["host"] = "other"
+    found = of_topic(merge(facts), "torch")[-1]
+    version = facts[0]["torch"]["version"]
+    assert found.level is Level.PROBLEM
+    assert found.text == f"differs between ranks: {version} on ranks 0-2 (host), 2.12.0 on rank 3 (other)"
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "level", "words"),
+    [
+        ({"torch": {"error": "cannot be loaded"}}, "torch", Level.PROBLEM, "cannot be loaded"),
+        ({"torch": {"cuda": "12.8"}}, "torch", Level.WARNING, "no device is visible"),
+        ({"mpi": {"thread_level": "serialized"}}, "MPI", Level.PROBLEM, "threads: serialized"),
+        ({"mpi": {"error": "not installed"}}, "MPI", Level.WARNING, "not installed"),
+        ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Level.PROBLEM, "cannot start"),
+        ({"horovod": {"error": "not installed"}}, "Horovod", Level.WARNING, "not installed"),
+        ({"horovod": {"built": ["gloo"]}}, "Horovod", Level.WARNING, "not MPI"),
+        ({"hdf5": {"parallel": False}}, "HDF5", Level.WARNING, "not parallel"),
+        ({"hdf5": {"error": "cannot be loaded: x"}}, "HDF5", Level.PROBLEM, "cannot be loaded"),
+        (
+            {"run_directory": {"error": "cannot be written"}},
+            "run directory",
+            Level.PROBLEM,
+            "cannot be written",
+        ),
+        ({"run_directory": {"free_bytes": 10**9}}, "run directory", Level.WARNING, "1.0 GB free"),
+        ({"run_directory": {"kind": "tmpfs"}}, "run directory", Level.WARNING, "tmpfs"),
+        ({"scratch": {"shm_free_bytes": 10**6}}, "scratch", Level.WARNING, "/dev/shm"),
+        ({"launcher": {"error": "two launches"}}, "launcher", Level.PROBLEM, "two launches"),
+        ({"communication": {"error": "no"}}, "communication", Level.PROBLEM, "no"),
+    ],
+)
+def test_each_fault_has_its_finding(
+    facts: list[dict[str, Any]], change: dict[str, dict[str, Any]], topic: str, level: Level, words: str
+) -> None:
+    for part, values in change.items():
+        facts[0].setdefault(part, {}).update(values)
+    found = of_topic(judge(facts[0]), topic)[0]
+    assert found.level is level
+    assert words in found.text
+    assert found.remedy or topic == "communication"
+    assert worst(merge(facts)) is not Level.OK
+
+
+def test_a_fault_of_one_rank_is_told_with_its_rank(facts: list[dict[str, Any]]) -> None:
+    facts[2]["run_directory"] = {"path": facts[0]["run_directory"]["path"], "error": "cannot be written (x)"}
+    found = [finding for finding in merge(facts) if finding.level is Level.PROBLEM]
+    assert any(finding.text.startswith("rank 2 (host): ") for finding in found)
+    assert any("unusable on rank 2 (host)" in finding.text for finding in found)
+
+
+def test_several_ranks_without_any_library_are_a_problem(facts: list[dict[str, Any]]) -> None:
+    for rank in facts:
+        rank["mpi"] = {"error": "not installed"}
+        rank["horovod"] = {"error": "not installed"}
+    assert of_topic(merge(facts), "MPI")[0].level is Level.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("usable", "of_machine", "threads", "level", "remedy"),
+    [
+        (range(8), 8, 2, Level.OK, ""),
+        (range(8), 8, 8, Level.WARNING, "OMP_NUM_THREADS=2"),
+        (range(2), 2, 1, Level.WARNING, "start fewer ranks"),
+        (range(1), 64, 1, Level.WARNING, "--bind-to none"),
+    ],
+)
+def test_overcommitted_cores_are_a_warning(
+    facts: list[dict[str, Any]], usable: range, of_machine: int, threads: int, level: Level, remedy: str
+) -> None:
+    for rank in facts:
+        rank["cores"].update(usable=list(usable), of_machine=of_machine)
+        rank["torch"]["threads"] = threads
+    found = of_topic(merge(facts), "cores")
+    assert len(found) == 1
+    assert found[0].level is level
+    assert remedy in found[0].remedy
+
+
+def test_ranks_bound_to_cores_of_their_own_are_fine(facts: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(facts):
+        rank["cores"]["usable"] = [2 * number, 2 * number + 1]
+    assert of_topic(merge(facts), "cores")[0].level is Level.OK
+
+
+def test_contradictory_variables_are_a_fact_and_not_an_exception(tmp_path: Path) -> None:
+    environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "9"}
+    facts = inspect_rank(run_directory=tmp_path, environ=environ, hostname="host")
+    assert identity_of(facts) is None
+    assert of_topic(merge([facts]), "launcher")[0].level is Level.PROBLEM
+
+
+def test_a_run_directory_is_tried_where_it_would_be_made(tmp_path: Path) -> None:
+    facts = inspect_rank(run_directory=tmp_path / "a" / "b", environ=os.environ, hostname="host")
+    assert facts["run_directory"]["free_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    facts = inspect_rank(run_directory=tmp_path / "file" / "b", environ={}, hostname="host")
+    assert "error" in facts["run_directory"]
