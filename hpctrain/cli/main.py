@@ -71,20 +71,20 @@ def main() -> None:
 def tell_and_exit(error: HpctrainError) -> None:
     """Print `error` once for the whole job, and leave with its code.
 
-    Here no communication is up: every rank has met the error by itself. Rank 0 speaks at once, and the
-    launcher ends the others when it is gone. A rank that still runs after a moment knows that rank 0 did
-    not meet the error, and speaks for itself.
+    Rank 0 speaks at once, and the launcher ends the others when it is gone. A rank that still runs after a
+    moment knows that rank 0 did not meet the error, and speaks for itself; not if all ranks agreed on it.
     """
     rank = 0
     try:
-        identity = identify(os.environ, socket.gethostname())
-        rank = identity.rank
+        rank = identify(os.environ, socket.gethostname()).rank
     except LaunchError:
         pass
     prefix = "hpctrain: "
     if rank != 0:
         sys.stdout.flush()
         time.sleep(1.5)
+        if error.agreed:
+            sys.exit(int(error.exit_code))
         prefix = f"hpctrain: rank {rank} on {socket.gethostname()}: "
     print(f"{prefix}{error}", file=sys.stderr, flush=True)
     sys.exit(int(error.exit_code))
