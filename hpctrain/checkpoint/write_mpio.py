@@ -94,7 +94,8 @@ def _check_directory(job: WriteJob) -> None:
     directory = job.path.parent
     with explained(action="write checkpoints to", path=directory):
         os.stat(directory)
-    if not os.access(directory, os.W_OK | os.X_OK):
+    effective = os.access in os.supports_effective_ids
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=effective):
         raise CheckpointError(f"cannot write checkpoints to {directory}: no permission")
 
 

@@ -1,0 +1,121 @@
+"""Saves under mpirun that fail on one rank or for all, and jobs that are killed: with both engines."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hpctrain.checkpoint import load_newest_good, save
+from hpctrain.checkpoint.listing import partial_files
+from hpctrain.comm.serial import SerialWorld
+from tests.faults import checkpoint_cases as cases
+from tests.ranks_launcher import REPOSITORY, run_ranks, start_command
+
+pytestmark = pytest.mark.launches
+
+ENGINES = [
+    "direct",
+    pytest.param(
+        "mpio", marks=pytest.mark.skipif(not h5py.get_config().mpi, reason="h5py is without parallel HDF5")
+    ),
+]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small filesystem")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 3 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small filesystem: {mounted.stderr}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_rank_that_cannot_write_fails_all_ranks_and_older_checkpoints_stay(
+    tmp_path: Path, engine: str
+) -> None:
+    tmp_path.chmod(0o755)
+    for parent in list(tmp_path.parents)[:2]:  # pytest's own are closed to other users
+        parent.chmod(0o755)
+    result = run_ranks(2, cases.one_rank_cannot_write, str(tmp_path / "checkpoints"), engine)
+    found = result.outputs[0]
+    assert all(output == found for output in result.outputs)
+    assert "cannot" in found["limit"]
+    assert "is a file, not a directory" in found["file"]
+    if os.geteuid() == 0:
+        assert (
+            "rank 0" in found["permission on rank 0"] or "Permission denied" in found["permission on rank 0"]
+        )
+        assert "rank 1" in found["permission on rank 1"]
+    if engine == "direct":
+        assert "rank 1" in found["limit"]
+        assert "File too large (a limit on file sizes is set" in found["limit"]
+
+
+@needs_root
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_full_disk_fails_all_ranks_and_older_checkpoints_stay(small_disk: Path, engine: str) -> None:
+    result = run_ranks(2, cases.the_disk_is_full, str(small_disk / "checkpoints"), engine)
+    assert "cannot" in result.outputs[0]
+    if engine == "direct":
+        assert "No space left on device (free some space" in result.outputs[0]
+
+
+@needs_root
+def test_a_rank_that_sees_another_directory_fails_all_ranks(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    result = run_ranks(2, cases.one_rank_sees_another_directory, str(directory), "direct")
+    assert "rank 1" in result.outputs[0]
+    assert "does every node see this directory?" in result.outputs[0]
+
+
+@pytest.mark.parametrize(("engine", "victims"), [("direct", "all"), ("mpio", "all"), ("mpio", "one")])
+def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
+    tmp_path: Path, engine: str, victims: str
+) -> None:
+    if engine == "mpio" and not h5py.get_config().mpi:
+        pytest.skip("h5py is without parallel HDF5")
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    program = (
+        "import sys; from hpctrain.comm.mpi import MpiWorld; "
+        "from tests.faults.checkpoint_cases import save_until_killed; "
+        f"save_until_killed(MpiWorld.open(), {str(directory)!r}, {engine!r})"
+    )
+    reported = tmp_path / "reported"
+    choose = random.Random(f"{engine} {victims}")
+    with start_command(2, [sys.executable, "-c", program], cwd=REPOSITORY) as job:
+        deadline_s = time.monotonic() + 60
+        while not reported.exists() or int(reported.read_text()) < 2:
+            assert time.monotonic() < deadline_s, job.stderr
+            assert job.process.poll() is None, job.stderr
+            time.sleep(0.01)
+        time.sleep(choose.uniform(0, 0.3))
+        ranks = job.rank_processes()
+        assert set(ranks) == {0, 1}
+        for pid in list(ranks.values())[: 1 if victims == "one" else 2]:
+            os.kill(pid, signal.SIGKILL)
+        assert job.wait(timeout_s=60).returncode != 0
+    newest = int(reported.read_text())
+    restored = load_newest_good(directory, comm=SerialWorld())
+    assert restored is not None
+    assert not restored.rejected
+    assert restored.checkpoint.step in (newest, newest + 1)
+    save(cases.state_at(1), directory=directory, step=newest + 2, comm=SerialWorld())
+    assert not partial_files(directory)
