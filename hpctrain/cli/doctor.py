@@ -20,6 +20,7 @@ from hpctrain.comm.probe import probe_mpi_alone, probe_started_mpi
 from hpctrain.comm.select import open_world
 from hpctrain.errors import ExitCode, HpctrainError
 from hpctrain.launch.identity import RankIdentity
+from hpctrain.launch.launchers import cure_for
 from hpctrain.run.findings import Finding, Level, judge, worst
 from hpctrain.run.inspection import identity_of, inspect_rank
 from hpctrain.run.last_words import LastWords
@@ -69,10 +70,12 @@ def _report_together(
 ) -> Level:
     """Gather the ranks' facts; rank 0 prints one report. Every rank returns the same level. Collective.
 
-    Where the ranks cannot meet, this rank prints its own findings and returns PROBLEM.
+    Where the ranks cannot meet, this rank prints its own findings and returns PROBLEM. Where MPI ends the
+    process because it cannot start, the findings are printed too, but the exit code is MPI's.
     """
+    silence = f"the ranks have not met (MPI may say more): {cure_for(identity.launcher)}"
     try:
-        with LastWords(_words(facts, identity, "the ranks have not met"), timeout_s=timeout_s):
+        with LastWords(_words(facts, identity, silence), timeout_s=timeout_s):
             opened = open_world(backend, identity=identity)
             world = opened.world
             facts["communication"] = {

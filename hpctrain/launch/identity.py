@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError, TopologyError
-from hpctrain.launch.launchers import LAUNCHERS, LauncherVariables, find_launcher
+from hpctrain.launch.launchers import LauncherVariables, cure_for, find_launcher
 from hpctrain.launch.slurm_counts import expand_counts
 
 RANKS_PER_NODE_VARIABLE = "HPCTRAIN_RANKS_PER_NODE"
@@ -173,13 +173,9 @@ def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int) -> None
     """
     if (identity.rank, identity.num_ranks) == (mpi_rank, mpi_size):
         return
-    row = next((row for row in LAUNCHERS if row.name == identity.launcher), None)
-    cure = (
-        row.cure if row is not None else "start the ranks with the mpirun of this MPI library, or with srun"
-    )
     found = (
         f"this process is rank {identity.rank} of {identity.num_ranks} by {identity.launcher}'s variables"
-        if row is not None
+        if identity.launcher != "none"
         else "no launcher's variables are set, so this should be the only rank"
     )
     told = f"MPI says rank {mpi_rank} of {mpi_size}"
@@ -192,4 +188,4 @@ def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int) -> None
         reason = "The variables are left over from another launch, or another launcher started the ranks"
     else:
         reason = "The ranks are numbered in two ways, so devices and data would go to the wrong rank"
-    raise TopologyError(f"{found}, but {told}. {reason}: {cure}")
+    raise TopologyError(f"{found}, but {told}. {reason}: {cure_for(identity.launcher)}")

@@ -116,3 +116,11 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
 def find_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
     """The row of the launcher that started this process; None when none did."""
     return next((row for row in LAUNCHERS if row.present(environ)), None)
+
+
+def cure_for(launcher: str) -> str:
+    """How to start the ranks so that `launcher`, a row's name, and the MPI library belong together."""
+    row = next((row for row in LAUNCHERS if row.name == launcher), None)
+    return (
+        row.cure if row is not None else "start the ranks with the mpirun of this MPI library, or with srun"
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -19,38 +18,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from hpctrain.errors import ExitCode, LaunchError
 from hpctrain.launch.command import LaunchPlan
+from hpctrain.launch.failure import RankFailure, find_failure, signal_name
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 _KILL_AFTER_S = 10.0  # from the second Ctrl-C to SIGKILL
 _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
-
-# What launchers print when a signal ended a rank: Open MPI 4 and 5, srun.
-_KILLED = (
-    re.compile(
-        rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)"
-    ),
-    re.compile(
-        rb"srun: error: (?P<node>\S+): tasks? (?P<rank>[\d,-]+): "
-        rb"(?P<text>[A-Z][a-z ]+?)(?: \(core dumped\))?\s*$"
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KilledRank:
-    """A rank that a signal ended, as the launcher told."""
-
-    rank: str
-    node: str
-    cause: str
 
 
 def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
@@ -81,10 +60,14 @@ def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] 
             raise LaunchError(f"{plan.argv[0]} cannot be started: {error.strerror}") from error
         watch = _Watch(child, wakeup, out)
         exit_code = watch.until_exit()
-    if watch.killed is not None:
-        _say(out, f"rank {watch.killed.rank} on {watch.killed.node} was ended by {watch.killed.cause}")
+    failure = watch.failure
+    if failure is not None and failure.signal is not None:
+        _say(out, f"rank {failure.rank} on {failure.node} was ended by {signal_name(failure.signal)}")
+    if failure is not None and exit_code == 128 + signal.SIGTERM:
+        # srun gives the highest code of all ranks, also of those that it ended because another one failed.
+        exit_code = failure.exit_code
     if exit_code < 0:
-        _say(out, f"{Path(plan.argv[0]).name} itself was ended by {_signal_name(-exit_code)}")
+        _say(out, f"{Path(plan.argv[0]).name} itself was ended by {signal_name(-exit_code)}")
         exit_code = 128 - exit_code
     if exit_code == ExitCode.STOPPED_EARLY:
         _say(out, "stopped early with the state saved: the same command goes on from there")
@@ -108,28 +91,11 @@ def resolve_command(program: str) -> str:
     raise LaunchError(f"the command to launch, {program!r}, is no program that can be run: {advice}")
 
 
-def find_killed_rank(line: bytes) -> KilledRank | None:
-    """The rank that was ended by a signal, if this line of a launcher's output names one. Pure."""
-    for pattern in _KILLED:
-        match = pattern.search(line)
-        if match is None:
-            continue
-        groups = match.groupdict()
-        if "signal" in groups:
-            cause = _signal_name(int(groups["signal"]))
-        else:
-            cause = f"a signal ({groups['text'].decode()})"
-        return KilledRank(
-            rank=groups["rank"].decode(), node=groups["node"].decode(errors="replace"), cause=cause
-        )
-    return None
-
-
 class _Watch:
     """The launcher while it runs: its stderr is copied on, signals are passed, stray ranks are ended."""
 
     def __init__(self, child: subprocess.Popen[bytes], wakeup: socket.socket, out: IO[str]) -> None:
-        self.killed: KilledRank | None = None
+        self.failure: RankFailure | None = None
         self._child = child
         self._wakeup = wakeup
         self._out = out
@@ -173,8 +139,8 @@ class _Watch:
             *lines, self._line = (self._line + data).split(b"\n")
             self._line = self._line[-_MAX_LINE_BYTES:]
             for line in lines:
-                # The first rank to die is the cause; the others fall with it.
-                self.killed = self.killed or find_killed_rank(line)
+                # The first rank to fail is the cause; the others fall with it.
+                self.failure = self.failure or find_failure(line)
 
     def _pass_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -277,15 +243,6 @@ def _kill(pid: int, number: signal.Signals) -> None:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-    hint = ": often the kernel for want of memory, or the scheduler" if name == "SIGKILL" else ""
-    return f"signal {number} ({name}{hint})"
 
 
 def _say(out: IO[str], text: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hpctrain.launch.launchers import cure_for
+
 Facts = Mapping[str, Any]
 
 _LOW_SPACE_BYTES = 5 * 10**9
@@ -113,11 +115,7 @@ def _mpi(facts: Facts) -> Finding:
     if "error" in mpi:
         remedy = "make setup installs mpi4py; on a cluster load the MPI module that it was built with first"
         if "cannot start" in mpi["error"] or "did not start" in mpi["error"]:
-            return _problem(
-                "MPI",
-                mpi["error"],
-                "the MPI library and the launcher around this shell do not fit: see --launcher",
-            )
+            return _problem("MPI", mpi["error"], cure_for(facts["launcher"].get("launcher", "none")))
         if _several_ranks(facts) and "error" in facts["horovod"]:
             return _problem("MPI", f"mpi4py: {mpi['error']}, and there is no Horovod either", remedy)
         return _warning("MPI", f"mpi4py: {mpi['error']}", remedy)

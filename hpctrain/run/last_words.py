@@ -18,8 +18,8 @@ from typing import final
 
 from hpctrain.errors import ExitCode
 
-# Arguments: the process to speak for, how long it may take, and the signal that ends it. Input: the words, and
-# a zero byte once they are taken back; input that ends without it means that the process is gone. It outlives
+# Arguments: the process to speak for, how long it may take, the signal that ends it. Input: the words, and a
+# zero byte once they are taken back; input that ends without it means that the process is gone. It outlives
 # the launcher's SIGTERM. No imports of ours and no site packages (-S -E): it starts fast, and anywhere.
 _SPEAKER = """
 import os, select, signal, sys, time

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.process import find_killed_rank, resolve_command
+from hpctrain.launch.failure import find_failure
+from hpctrain.launch.process import resolve_command
 
 with warnings.catch_warnings():
     # typer itself uses names that newer releases of click deprecate.
@@ -72,26 +73,23 @@ def test_hpctrain_is_the_one_of_this_environment(tmp_path: Path, monkeypatch: py
     [
         (
             b"mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 9 (Killed).",
-            ("2", "vm", "signal 9 (SIGKILL"),
+            ("2", "vm", 137, 9),
         ),
-        (b"srun: error: n2: task 2: Killed", ("2", "n2", "a signal (Killed)")),
-        (
-            b"srun: error: n1: tasks 0-1: Segmentation fault (core dumped)",
-            ("0-1", "n1", "Segmentation fault"),
-        ),
+        (b"srun: error: n2: task 2: Killed", ("2", "n2", 137, 9)),
+        (b"srun: error: n1: tasks 0-1: Segmentation fault (core dumped)", ("0-1", "n1", 139, 11)),
+        (b"srun: error: n1: task 1: Exited with exit code 7", ("1", "n1", 7, None)),
     ],
 )
-def test_a_rank_ended_by_a_signal_is_found_in_the_launchers_words(
-    line: bytes, expected: tuple[str, str, str]
+def test_a_rank_that_failed_is_found_in_the_launchers_words(
+    line: bytes, expected: tuple[str, str, int, int | None]
 ) -> None:
-    killed = find_killed_rank(line)
-    assert killed is not None
-    assert (killed.rank, killed.node) == expected[:2]
-    assert expected[2] in killed.cause
+    failure = find_failure(line)
+    assert failure is not None
+    assert (failure.rank, failure.node, failure.exit_code, failure.signal) == expected
 
 
 @pytest.mark.parametrize(
-    "line", [b"srun: error: n1: task 1: Exited with exit code 7", b"rank 2 was killed", b"step 3: Killed"]
+    "line", [b"srun: error: n2: tasks 2-3: Terminated", b"rank 2 was killed", b"step 3: Killed"]
 )
-def test_other_lines_name_no_killed_rank(line: bytes) -> None:
-    assert find_killed_rank(line) is None
+def test_other_lines_tell_of_no_failure(line: bytes) -> None:
+    assert find_failure(line) is None
