@@ -1,0 +1,137 @@
+"""What the documentation says is there, and its Python runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import ExitCode
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub makes of a page's headings."""
+    headings = HEADING.findall(without_code(page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each `hpctrain ...` that the page's code blocks show, also behind a launcher's `--`."""
+    found = []
+    for block in code_blocks(page, "(?:bash|sh|console)?"):
+        for line in block.splitlines():
+            words = shlex.split(line.split("  #")[0].removeprefix("$ "), comments=True)
+            starts = [place for place, word in enumerate(words) if word == "hpctrain"]
+            found += [words[place:] for place in starts]
+    return found
+
+
+def hpctrain(*words: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "hpctrain.cli.main", *words],
+        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(without_code(page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue  # another site's
+        path, _, fragment = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if fragment:
+            assert fragment in anchors(linked), f"{page.name} links to {target}, which has no such heading"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md"])
+def test_every_command_shown_exists(name: str) -> None:
+    shown = commands(REPOSITORY / name)
+    assert len(shown) >= 5
+    by_help: dict[tuple[str, ...], set[str]] = {}
+    for words in shown:
+        group = words[1:3] if len(words) > 2 and words[1] in ("data", "checkpoint") else words[1:2]
+        own = words[: words.index("--")] if "--" in words else words
+        options = {word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)}
+        by_help.setdefault(tuple(group), set()).update(options)
+    for group, options in by_help.items():
+        asked = hpctrain(*(word for word in group if not word.startswith("-")), "--help")
+        assert asked.returncode == 0, f"{name} shows hpctrain {' '.join(group)}:\n{asked.stderr}"
+        for option in options:
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", asked.stdout), f"{group} has no {option}"
+
+
+def test_the_exit_code_table_is_that_of_the_code() -> None:
+    text = (REPOSITORY / "docs" / "exit-codes.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", text, flags=re.MULTILINE)
+    assert {name: int(code) for code, name in rows} == {code.name: code.value for code in ExitCode}
+
+
+def test_the_python_of_the_own_loop_guide_runs(tmp_path: Path) -> None:
+    blocks = code_blocks(REPOSITORY / "docs" / "guides" / "own-loop.md", "python")
+    assert len(blocks) >= 4
+    script = tmp_path / "guide.py"
+    script.write_text("\n".join(blocks))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"epoch \d  loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "checkpoints" / "step-00000048.h5").exists()
+
+
+def test_five_lines_of_a_horovod_script_change() -> None:
+    """What the guide and the example say of themselves."""
+    before, after = (
+        (REPOSITORY / "examples" / name).read_text().split('"""')[2].splitlines()
+        for name in ("own_loop_horovod.py", "own_loop.py")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
+    gone = [line[2:] for line in changed if line[0] == "-"]
+    new = [line[2:] for line in changed if line[0] == "+"]
+    assert len(gone) <= 5
+    assert len(new) <= 5
+    guide = (REPOSITORY / "docs" / "guides" / "own-loop.md").read_text()
+    for sign, lines in (("-", gone), ("+", new)):
+        for line in lines:
+            assert f"\n{sign}{line}\n" in guide, f"the guide's difference lacks {sign}{line}"
+
+
+def test_the_layers_shown_are_those_that_are_checked() -> None:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    checked = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    shown = code_blocks(REPOSITORY / "docs" / "architecture.md", "")[0].splitlines()
+    assert len(shown) == len(checked)
+    for line, layer in zip(shown, checked, strict=True):
+        assert line.split("   ")[0].strip() == layer or line.startswith(f"{layer} "), (
+            f"{line!r} is not {layer!r}"
+        )
