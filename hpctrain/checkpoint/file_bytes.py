@@ -31,10 +31,15 @@ def explained(*, action: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror if error.errno else None) or str(error)
-        remedy = _REMEDY.get(error.errno or 0)
-        advice = f" ({remedy})" if remedy else ""
-        raise CheckpointError(f"cannot {action} {path}: {reason}{advice}") from error
+        raise CheckpointError(f"cannot {action} {path}: {reason_of(error)}") from error
+
+
+def reason_of(error: OSError) -> str:
+    """Why, and what to do about it where we know."""
+    if not error.errno:
+        return str(error)
+    remedy = _REMEDY.get(error.errno)
+    return os.strerror(error.errno) + (f" ({remedy})" if remedy else "")
 
 
 def write_fully(fd: int, data: memoryview, *, offset: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.checkpoint.dtypes import is_raw, storage_dtype
+from hpctrain.checkpoint.file_bytes import reason_of
 from hpctrain.checkpoint.metadata import TENSOR_GROUP
 from hpctrain.checkpoint.names import MAX_NAME_BYTES, escape
 from hpctrain.checkpoint.plan import PlannedTensor
@@ -44,7 +45,8 @@ def hdf5_errors(*, action: str, path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot {action} {path} through HDF5: {error}") from error
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"cannot {action} {path} through HDF5: {reason}") from error
 
 
 def import_h5py() -> Any:

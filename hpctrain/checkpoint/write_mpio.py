@@ -8,6 +8,7 @@ nothing unwritten that would make the collective close fail or hang.
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from typing import Any
@@ -94,9 +95,9 @@ def _check_directory(job: WriteJob) -> None:
     directory = job.path.parent
     with explained(action="write checkpoints to", path=directory):
         os.stat(directory)
-    effective = os.access in os.supports_effective_ids
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=effective):
-        raise CheckpointError(f"cannot write checkpoints to {directory}: no permission")
+        effective = os.access in os.supports_effective_ids
+        if not os.access(directory, os.W_OK | os.X_OK, effective_ids=effective):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _close(job: WriteJob, file: Any) -> None:

