@@ -1,6 +1,6 @@
 """Only the checkpoint: verified and written by all ranks together, in a script that trains its own way.
 
-    hpctrain launch -n 2 -- python examples/only_checkpoint.py checkpoints
+hpctrain launch -n 2 -- python examples/only_checkpoint.py checkpoints
 """
 
 import sys
@@ -19,4 +19,6 @@ with hpctrain.start() as session:
     checkpoint = hpctrain.open_checkpoint(saved.path, comm=session.world)
     model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors})
     if session.rank == 0:
-        print(f"{saved.path}: {saved.bytes:,} bytes in {saved.seconds:.3f} s; epoch {checkpoint.document['epoch']}")
+        print(
+            f"{saved.path}: {saved.bytes:,} bytes in {saved.seconds:.3f} s; epoch {checkpoint.document['epoch']}"
+        )

@@ -1,7 +1,7 @@
 """Only the loader: hpctrain's shards in a script that has its own way to train. No launcher, no MPI.
 
-    hpctrain data pack digits data/digits
-    python examples/only_loader.py data/digits/train
+hpctrain data pack digits data/digits
+python examples/only_loader.py data/digits/train
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The same script on hpctrain: five lines differ from `own_loop_horovod.py`, the loop is untouched.
 
-    hpctrain launch -n 4 --ranks-per-node 2 -- python examples/own_loop.py
+hpctrain launch -n 4 --ranks-per-node 2 -- python examples/own_loop.py
 """
 
 import torch

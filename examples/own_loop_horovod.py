@@ -1,6 +1,6 @@
 """A plain Horovod script, as people have it: the starting point of `own_loop.py`.
 
-    mpirun -n 4 python examples/own_loop_horovod.py
+mpirun -n 4 python examples/own_loop_horovod.py
 """
 
 import horovod.torch as hvd

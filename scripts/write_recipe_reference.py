@@ -63,11 +63,21 @@ def reference() -> str:
     lines = [HEAD]
     for name, section in Recipe.model_fields.items():
         kind = section.annotation
-        assert isinstance(kind, type) and issubclass(kind, BaseModel)
-        lines += [f"## `[{name}]`", "", (kind.__doc__ or "").strip(), "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        lines += [
+            f"## `[{name}]`",
+            "",
+            (kind.__doc__ or "").strip(),
+            "",
+            "| key | type | default | meaning |",
+            "| --- | --- | --- | --- |",
+        ]
         for key, field in kind.model_fields.items():
             meaning = (field.description or "").replace("|", "\\|")
-            lines.append(f"| `{key}` | {type_text(field.annotation)}{limits_text(field)} | {default_text(field)} | {meaning} |")
+            lines.append(
+                f"| `{key}` | {type_text(field.annotation)}{limits_text(field)} | {default_text(field)} | {meaning} |"
+            )
         lines.append("")
     return "\n".join(lines)
 

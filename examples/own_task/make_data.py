@@ -1,6 +1,6 @@
 """Writes the spirals as HDF5 shards, from arrays in memory.
 
-    python examples/own_task/make_data.py data/spirals
+python examples/own_task/make_data.py data/spirals
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -29,8 +30,15 @@ Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topolog
 7 diverged; 75 stopped early with its state saved (run the same command again to go on).
 """
 
+# The launcher needs this long to notice that rank 0 has left, on a loaded machine.
+OTHERS_SPEAK_AFTER_S = 5.0
+
 app = typer.Typer(
-    help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -52,9 +60,9 @@ def _add_commands() -> None:
 
     app.command("doctor")(doctor_command)
     app.command("train")(train_command)
-    app.command("launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-        launch_command
-    )
+    app.command(
+        "launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+    )(launch_command)
     app.add_typer(data_app, name="data")
     app.add_typer(checkpoint_app, name="checkpoint")
 
@@ -75,19 +83,18 @@ def tell_and_exit(error: HpctrainError) -> None:
     moment knows that rank 0 did not meet the error, and speaks for itself; not if all ranks agreed on it.
     """
     rank = 0
-    try:
+    with contextlib.suppress(LaunchError):
         rank = identify(os.environ, socket.gethostname()).rank
-    except LaunchError:
-        pass
     prefix = "hpctrain: "
     if rank != 0:
         sys.stdout.flush()
-        time.sleep(1.5)
+        time.sleep(OTHERS_SPEAK_AFTER_S)
         if error.agreed:
             sys.exit(int(error.exit_code))
         prefix = f"hpctrain: rank {rank} on {socket.gethostname()}: "
     print(f"{prefix}{error}", file=sys.stderr, flush=True)
-    sys.exit(int(error.exit_code))
+    sys.stdout.flush()
+    os._exit(int(error.exit_code))  # at once: taking torch down takes longer than the others wait
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ def train_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of the recipe; may be repeated."),
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the recipe; may be repeated."
+        ),
     ] = None,
     resume: Annotated[
         str,

@@ -88,6 +88,10 @@ class Monitored:
         self._group = MonitoredGroup(world, track=self._track)
         self._num_made = 0
 
+    def publish_in(self, directory: Path) -> None:
+        """Leave the positions of the ranks in `directory` from now on. Not collective. Raises OSError."""
+        self._watcher.publish_in(directory)
+
     @property
     def step(self) -> int | None:
         return self._watcher.step

@@ -59,7 +59,7 @@ class Watcher:
     """Watches every `Track` of one rank. `abort` is called at most once, from the watcher's thread."""
 
     def __init__(
-        self, *, rank: int, timeout_s: float, directory: Path | None, abort: Callable[[int], None]
+        self, *, rank: int, timeout_s: float, abort: Callable[[int], None], directory: Path | None = None
     ) -> None:
         self.rank = rank
         self.step: int | None = None
@@ -68,18 +68,23 @@ class Watcher:
         # Often enough to be fresh at the deadline, seldom enough that 1000 ranks do not load the file system.
         self._publish_s = max(self._interval_s, min(10.0, timeout_s / 20))
         self._published: float | None = None
-        self._directory = directory
+        self._directory: Path | None = None
         self._abort = abort
         self._host = socket.gethostname()
         self._tracks: list[Track] = []
         self._ended = threading.Event()
         self._shown: float | None = None  # when this rank last showed its stacks because others asked
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            # What an earlier attempt of this run left there would speak for ranks that have not started yet.
-            call_path(directory, rank=rank).unlink(missing_ok=True)
-            self._publish()
+            self.publish_in(directory)
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
+
+    def publish_in(self, directory: Path) -> None:
+        """From now on leave this rank's position in `directory`, made if need be. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        # What an earlier attempt of this run left there would speak for ranks that have not started yet.
+        call_path(directory, rank=self.rank).unlink(missing_ok=True)
+        self._directory = directory
+        self._publish()
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
         """Begin to watch a communicator. `group`: a name that all its members give it."""

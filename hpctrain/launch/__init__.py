@@ -3,9 +3,10 @@
 from hpctrain.launch.command import Launcher, LaunchPlan, plan_launch
 from hpctrain.launch.identity import RankIdentity, cross_check, identify
 from hpctrain.launch.machine import Machine, survey_machine
-from hpctrain.launch.process import run_plan
+from hpctrain.launch.process import TERMINAL_VARIABLE, run_plan
 
 __all__ = [
+    "TERMINAL_VARIABLE",
     "LaunchPlan",
     "Launcher",
     "Machine",

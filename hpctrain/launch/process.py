@@ -31,6 +31,10 @@ _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 
+# Tells the ranks that a person looks at their output: mpirun gives them a terminal of its own making, also
+# when its output goes to a file.
+TERMINAL_VARIABLE = "HPCTRAIN_TERMINAL"
+
 
 def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
     """Run the launch and return its exit code; 128 + n when signal n ended the launcher.
@@ -46,6 +50,8 @@ def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] 
     _say(out, plan.shell_line())
     child_environ = {name: value for name, value in environ.items() if name not in plan.env_removed}
     child_environ.update(plan.env_updates)
+    if sys.stdout.isatty():
+        child_environ[TERMINAL_VARIABLE] = "1"
     with _signals() as wakeup:
         try:
             child = subprocess.Popen(

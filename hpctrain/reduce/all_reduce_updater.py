@@ -19,7 +19,6 @@ from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
 from hpctrain.reduce.wire import WireFormat
 
-
 # Sums a buffer over all ranks, in place; collective. Flat or two-level: the updater does not care.
 Reducer = Callable[[torch.Tensor], None]
 
@@ -53,24 +52,31 @@ class AllReduceUpdater:
         self._clip_norm = clip_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if not self._parameters:
-            raise UsageError("the optimizer holds no parameter that needs a gradient: there is nothing to train")
+            raise UsageError(
+                "the optimizer holds no parameter that needs a gradient: there is nothing to train"
+            )
         fp16 = wire is WireFormat.FP16
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         specs = [GradientSpec(p.numel(), p.dtype) for p in self._parameters]
         self._buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
         self._buffers = [
-            torch.zeros(b.numel, dtype=wire.dtype_for(b.dtype), device=self._parameters[b.slots[0].parameter].device)
+            torch.zeros(
+                b.numel, dtype=wire.dtype_for(b.dtype), device=self._parameters[b.slots[0].parameter].device
+            )
             for b in self._buckets
         ]
         self._place = {
-            slot.parameter: (number, slot) for number, bucket in enumerate(self._buckets) for slot in bucket.slots
+            slot.parameter: (number, slot)
+            for number, bucket in enumerate(self._buckets)
+            for slot in bucket.slots
         }
         self._distributed = comm.num_ranks > 1
         self._pipeline = ReductionPipeline(reduce) if self._distributed else None
         self._syncing = True
         self._reset()
         self._hooks = [
-            p.register_post_accumulate_grad_hook(self._hook(index)) for index, p in enumerate(self._parameters)
+            p.register_post_accumulate_grad_hook(self._hook(index))
+            for index, p in enumerate(self._parameters)
         ]
 
     # ------------------------------------------------------------------ what the loop calls

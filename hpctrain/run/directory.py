@@ -71,4 +71,6 @@ def _check(directory: Path, token: str, *, rank: int) -> None:
         mine.write_text("")
         mine.unlink()
     except OSError as error:
-        raise LaunchError(f"the run directory {directory.absolute()} cannot be written: {error.strerror}") from error
+        raise LaunchError(
+            f"the run directory {directory.absolute()} cannot be written: {error.strerror}"
+        ) from error

@@ -22,7 +22,9 @@ class RunSection(Section):
     directory: str = Field(description="Run directory: records, metrics, checkpoints. Shared by all nodes.")
     name: str = Field("run", min_length=1, description="A name for the tables.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of model initialisation and sample order.")
-    epochs: int | None = Field(None, ge=1, description="Train this many passes over the data. This or `steps`.")
+    epochs: int | None = Field(
+        None, ge=1, description="Train this many passes over the data. This or `steps`."
+    )
     steps: int | None = Field(None, ge=1, description="Train this many optimizer steps. This or `epochs`.")
     ranks: int | None = Field(
         None, ge=1, description="Number of ranks that the run insists on; another number is refused at start."
@@ -37,7 +39,9 @@ class RunSection(Section):
         "auto", description="`auto`: the local rank's CUDA device where there is one, else the CPU."
     )
     threads_per_rank: int | None = Field(
-        None, ge=1, description="CPU threads of torch in each rank. Default: OMP_NUM_THREADS, or the rank's cores."
+        None,
+        ge=1,
+        description="CPU threads of torch in each rank. Default: OMP_NUM_THREADS, or the rank's cores.",
     )
     timeout_s: float = Field(
         600.0, gt=0, description="A collective operation that takes longer ends the run with code 6."
@@ -64,7 +68,9 @@ class DataSection(Section):
     held_out: str | None = Field(None, description="Dataset directory for evaluation.")
     global_batch: int = Field(ge=1, description="Samples per optimizer step, over all ranks.")
     micro_batches: int = Field(
-        1, ge=1, description="Parts in which a rank computes its share of the batch; traffic only after the last."
+        1,
+        ge=1,
+        description="Parts in which a rank computes its share of the batch; traffic only after the last.",
     )
     shuffle: bool = Field(True, description="Shuffle each epoch anew from the seed.")
     last_batch: Literal["keep", "drop"] = Field(
@@ -80,26 +86,37 @@ class OptimizerSection(Section):
     name: Literal["sgd", "adam", "adamw"] = Field("adamw", description="Optimizer of torch.optim.")
     lr: float = Field(1e-3, gt=0, description="Base learning rate, for a global batch of `reference_batch`.")
     momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of `sgd`.")
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2, description="Betas of `adam`, `adamw`.")
+    betas: list[float] = Field(
+        [0.9, 0.999], min_length=2, max_length=2, description="Betas of `adam`, `adamw`."
+    )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
-    clip_norm: float | None = Field(None, gt=0, description="Clip the global gradient norm to this. None: off.")
+    clip_norm: float | None = Field(
+        None, gt=0, description="Clip the global gradient norm to this. None: off."
+    )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="Scale `lr` with global_batch / reference_batch (Goyal et al. 2017, arXiv:1706.02677)."
+        "none",
+        description="Scale `lr` with global_batch / reference_batch (Goyal et al. 2017, arXiv:1706.02677).",
     )
     reference_batch: int | None = Field(None, ge=1, description="The global batch for which `lr` was chosen.")
     schedule: Literal["constant", "cosine", "step"] = Field("constant", description="After the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up from lr/warmup_steps to lr.")
     final_lr_fraction: float = Field(0.0, ge=0, le=1, description="`cosine` ends at this fraction of lr.")
-    step_every: int | None = Field(None, ge=1, description="`step`: multiply lr by `step_factor` so often, in steps.")
+    step_every: int | None = Field(
+        None, ge=1, description="`step`: multiply lr by `step_factor` so often, in steps."
+    )
     step_factor: float = Field(0.1, gt=0, le=1, description="`step`: the factor.")
     max_skipped_in_row: int = Field(
-        20, ge=0, description="More skipped steps in a row than this (gradients not finite) end the run, code 7."
+        20,
+        ge=0,
+        description="More skipped steps in a row than this (gradients not finite) end the run, code 7.",
     )
 
     @model_validator(mode="after")
     def _fits_together(self) -> OptimizerSection:
         if self.lr_scaling != "none" and self.reference_batch is None:
-            raise ValueError(f"lr_scaling = {self.lr_scaling!r} needs reference_batch, the batch lr was chosen for")
+            raise ValueError(
+                f"lr_scaling = {self.lr_scaling!r} needs reference_batch, the batch lr was chosen for"
+            )
         if self.schedule == "step" and self.step_every is None:
             raise ValueError("schedule = 'step' needs step_every")
         if self.momentum and self.name != "sgd":
@@ -113,11 +130,13 @@ class ReductionSection(Section):
     """How gradients cross the network."""
 
     algorithm: Literal["auto", "flat", "hierarchical"] = Field(
-        "auto", description="`hierarchical`: within the node, between nodes, within the node. "
-        "`auto`: hierarchical on several nodes with several ranks each, else flat."
+        "auto",
+        description="`hierarchical`: within the node, between nodes, within the node. "
+        "`auto`: hierarchical on several nodes with several ranks each, else flat.",
     )
     wire: Literal["fp32", "fp16"] = Field(
-        "fp32", description="`fp16` sends two bytes a gradient, scaled, with overflowed steps skipped on all ranks."
+        "fp32",
+        description="`fp16` sends two bytes a gradient, scaled, with overflowed steps skipped on all ranks.",
     )
     bucket_mb: float = Field(4.0, gt=0, description="Gradients are sent in buckets of about this many MB.")
 
@@ -129,7 +148,8 @@ class CheckpointSection(Section):
     every_minutes: float | None = Field(None, gt=0, description="Save when so many minutes have passed.")
     keep: int = Field(3, ge=1, description="Checkpoints kept; older ones go once a newer one is committed.")
     engine: Literal["auto", "direct", "mpio"] = Field(
-        "auto", description="`mpio`: parallel HDF5. `direct`: every rank writes at its place in the HDF5 file."
+        "auto",
+        description="`mpio`: parallel HDF5. `direct`: every rank writes at its place in the HDF5 file.",
     )
     directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
 

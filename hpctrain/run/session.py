@@ -9,13 +9,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 
 from hpctrain.comm import (
     Monitored,
-    World,
     agreed,
     all_gather_json,
     broadcast_tensors,
@@ -42,7 +41,13 @@ class Session:
     """
 
     def __init__(
-        self, *, identity: RankIdentity, world: World, topology: Topology, device: torch.device, notes: list[str]
+        self,
+        *,
+        identity: RankIdentity,
+        world: Monitored,
+        topology: Topology,
+        device: torch.device,
+        notes: list[str],
     ) -> None:
         self.identity = identity
         self.world = world
@@ -74,7 +79,9 @@ class Session:
         """
         two_level = self.topology.num_nodes > 1 and self.num_ranks > self.topology.num_nodes
         if asked == "hierarchical" and not two_level:
-            self.notes.append(f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}")
+            self.notes.append(
+                f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}"
+            )
         if asked not in ("auto", "flat", "hierarchical"):
             raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
         return "hierarchical" if two_level and asked != "flat" else "flat"
@@ -113,11 +120,11 @@ class Session:
         """Open a dataset on every rank, or raise the same DataError on all. Collective."""
         return self.agreed(lambda: Dataset.open(Path(directory)), os_error=DataError)
 
-    def loader(self, dataset: Dataset, *, global_batch: int, seed: int = 0, **options: object) -> Loader:
+    def loader(self, dataset: Dataset, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
         """This rank's share of the global batches. See `hpctrain.data.Loader` for the options."""
         return Loader(
             dataset, global_batch=global_batch, rank=self.rank, num_ranks=self.num_ranks, seed=seed, **options
-        )  # type: ignore[arg-type]
+        )
 
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
         """Run `function` on each rank; if it fails on any, the same error is raised on all. Collective."""
@@ -171,7 +178,11 @@ class Session:
             self.close()
             raise SystemExit(int(error.exit_code)) from error
         code = _exit_code_of(error)
-        text = str(error) if isinstance(error, HpctrainError) else "".join(traceback.format_exception(error)).rstrip()
+        text = (
+            str(error)
+            if isinstance(error, HpctrainError)
+            else "".join(traceback.format_exception(error)).rstrip()
+        )
         print(
             f"hpctrain: rank {self.rank} on {socket.gethostname()}: {text}\n"
             f"hpctrain: rank {self.rank} ends the run (exit code {code}), so that no other rank waits for it",
@@ -188,13 +199,12 @@ def start(
     ranks: int | None = None,
     threads_per_rank: int | None = None,
     timeout_s: float = 600.0,
-    watch_directory: Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Session:
     """Join the other ranks that mpirun or srun started; alone it is a session of one rank. Collective.
 
     ranks: refuse to start with another number. timeout_s: a collective that takes longer ends the run with
-    exit code 6. watch_directory: a shared folder through which late ranks are told apart from waiting ones.
+    exit code 6; after `session.world.publish_in(shared_folder)` the message names the ranks that did not come.
     Raises LaunchError or TopologyError where launcher, environment and communication library disagree.
     """
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
@@ -202,7 +212,7 @@ def start(
     chosen_device = choose_device(device, local_rank=identity.host_rank or 0)
     _set_threads(threads_per_rank, identity)
     opened = open_world(backend, identity=identity)
-    world = Monitored(opened.world, timeout_s=timeout_s, directory=watch_directory)
+    world = Monitored(opened.world, timeout_s=timeout_s)
     names = all_gather_json(world, [identity.node_name, identity.emulated])
     topology = Topology.from_node_names([name for name, _ in names], emulated=any(e for _, e in names))
     session = Session(
@@ -254,4 +264,3 @@ def _exit_code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     return 130 if isinstance(error, KeyboardInterrupt) else 1
-

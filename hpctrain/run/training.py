@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 
 from hpctrain.comm import all_gather_json
 from hpctrain.data import Dataset, Loader
-from hpctrain.errors import HpctrainError, RecipeError, StoppedEarly
+from hpctrain.errors import HpctrainError, LaunchError, RecipeError, StoppedEarly
+from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import WireFormat
 from hpctrain.resilience import StopRequest
 from hpctrain.run.directory import prepare_run_directory, set_aside
@@ -63,7 +65,6 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume) -> dict[str, Any
     # Before anything communicates: what is wrong with the recipe is wrong on every rank.
     task = import_task(recipe.task.target, options=recipe.task.options, search=search)
     stop = StopRequest().install()
-    directory = Path(recipe.run.directory)
     try:
         with start(
             backend=recipe.run.backend,
@@ -71,7 +72,6 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume) -> dict[str, Any
             ranks=recipe.run.ranks,
             threads_per_rank=recipe.run.threads_per_rank,
             timeout_s=recipe.run.timeout_s,
-            watch_directory=directory / "watch",
         ) as session:
             return carry_out(recipe, task, session=session, resume=resume, stop=stop)
     finally:
@@ -85,6 +85,7 @@ def carry_out(
     started = time.time()
     directory = Path(recipe.run.directory)
     prepare_run_directory(directory, comm=session.world)
+    session.agreed(lambda: session.world.publish_in(directory / "watch"), os_error=LaunchError)
     if resume.anew:
         _start_anew(recipe, session)
     wire = WireFormat(recipe.reduction.wire)
@@ -123,7 +124,7 @@ def carry_out(
             loader=loader,
             held_out=_held_out_loader(recipe, held_out, session) if held_out is not None else None,
             schedule=_schedule(recipe, steps),
-            settings=_settings(recipe, steps),
+            settings=_settings(recipe, session, steps),
             comm=session.world,
             device=session.device,
             autocast=autocast_for(recipe.run.precision, device=session.device),
@@ -132,6 +133,7 @@ def carry_out(
             },
             records=records,
             stop=stop,
+            on_step=lambda step: setattr(session.world, "step", step),
         )  # fmt: skip
         if not resume.anew and training.resume(resume.path).step >= steps:
             return _nothing_left(recipe, session, training, steps=steps)
@@ -152,8 +154,8 @@ def _nothing_left(recipe: Recipe, session: Session, training: Training, *, steps
     step = training.totals().position.step
     if session.rank == 0:
         print(
-            f"{recipe.run.name}: finished before, at step {step} of {steps}; raise run.steps or run.epochs to go on, or "
-            "start anew with --resume never",
+            f"{recipe.run.name}: finished before, at step {step} of {steps}; raise run.steps or run.epochs to "
+            "go on, or start anew with --resume never",
             flush=True,
         )
     return {"name": recipe.run.name, "status": "finished", "step": step, "steps_here": 0}
@@ -209,7 +211,9 @@ def _model(recipe: Recipe, task: Task, session: Session) -> torch.nn.Module:
     except HpctrainError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise RecipeError(f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}") from error
+        raise RecipeError(
+            f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
+        ) from error
     return model.to(device=session.device, dtype=MODEL_DTYPE[recipe.run.precision])
 
 
@@ -229,7 +233,7 @@ def _schedule(recipe: Recipe, steps: int) -> Schedule:
     )  # fmt: skip
 
 
-def _settings(recipe: Recipe, steps: int) -> LoopSettings:
+def _settings(recipe: Recipe, session: Session, steps: int) -> LoopSettings:
     section = recipe.checkpoint
     return LoopSettings(
         total_steps=steps,
@@ -244,11 +248,18 @@ def _settings(recipe: Recipe, steps: int) -> LoopSettings:
         metrics_every_steps=recipe.telemetry.metrics_every_steps,
         evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
         progress_every_s=recipe.telemetry.progress_every_s,
+        on_terminal=session.num_ranks == 1 or TERMINAL_VARIABLE in os.environ,
     )
 
 
 def _finish(
-    recipe: Recipe, session: Session, training: Training, environment: dict[str, Any], *, started: float, status: str
+    recipe: Recipe,
+    session: Session,
+    training: Training,
+    environment: dict[str, Any],
+    *,
+    started: float,
+    status: str,
 ) -> dict[str, Any]:
     """Merge the ranks' totals into the summary; rank 0 writes and tells it. Collective."""
     totals = training.totals()

@@ -26,7 +26,9 @@ class Block(nn.Module):
         """hidden: (batch, window, width)."""
         batch, window, width = hidden.shape
         mixed = self.query_key_value(self.attention_norm(hidden))
-        query, key, value = mixed.view(batch, window, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = mixed.view(batch, window, 3, self.heads, width // self.heads).permute(
+            2, 0, 3, 1, 4
+        )
         attended = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )  # (batch, heads, window, width / heads)
@@ -37,7 +39,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Logits of the next token, (batch, window, vocabulary), from tokens, (batch, window)."""
 
-    def __init__(self, *, vocabulary: int, window: int, width: int, layers: int, heads: int, dropout: float) -> None:
+    def __init__(
+        self, *, vocabulary: int, window: int, width: int, layers: int, heads: int, dropout: float
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(window, width)

@@ -59,6 +59,7 @@ class Training:
         identity: Mapping[str, Any],
         records: RecordWriter,
         stop: StopRequest,
+        on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._task = task
         self._state = state
@@ -72,10 +73,12 @@ class Training:
         self._identity = identity
         self._records = records
         self._stop = stop
+        self._on_step = on_step
         self._clock = StepClock()
         self._progress = ProgressLine(
-            total_steps=settings.total_steps, every_s=settings.progress_every_s, silent=comm.rank != 0
-        )
+            total_steps=settings.total_steps, every_s=settings.progress_every_s, silent=comm.rank != 0,
+            on_terminal=settings.on_terminal,
+        )  # fmt: skip
         self._position = Position()
         self._last_save = time.monotonic()
         self._saved_step: int | None = None
@@ -145,6 +148,7 @@ class Training:
         self._position = replace(self._position, epoch=self._position.epoch + 1, start=0)
 
     def _step(self, batch: Batch) -> None:
+        self._on_step(self._position.step + 1)
         lr = self._schedule.lr(self._position.step)
         for group in self._state.optimizer.param_groups:
             group["lr"] = lr
@@ -253,7 +257,9 @@ class Training:
     def _leave_early(self) -> None:
         directory = self._settings.checkpoint.directory
         reason = self._stop.signal_name or "another rank was asked to"
-        self._records.write({"kind": "stopped", "time": time.time(), "reason": reason, **asdict(self._position)})
+        self._records.write(
+            {"kind": "stopped", "time": time.time(), "reason": reason, **asdict(self._position)}
+        )
         raise StoppedEarly(
             f"stopped after step {self._position.step} of {self._settings.total_steps} ({reason}); the state is "
             f"saved in {directory}; run the same command again to go on",

@@ -12,7 +12,13 @@ class ProgressLine:
     """Step, loss, samples/s and time left. Silent on every rank but the one it is made for."""
 
     def __init__(
-        self, *, total_steps: int, every_s: float, silent: bool, on_terminal: bool = False, stream: IO[str] | None = None
+        self,
+        *,
+        total_steps: int,
+        every_s: float,
+        silent: bool,
+        on_terminal: bool = False,
+        stream: IO[str] | None = None,
     ) -> None:
         self._total_steps = total_steps
         self._silent = silent
@@ -36,7 +42,9 @@ class ProgressLine:
         if now - self._last_told < self._every_s and step < self._total_steps:
             return
         self._last_told = now
-        line = f"step {step}/{self._total_steps}  epoch {epoch}  loss {loss:.4f}  lr {lr:.3g}{self._rates(step)}"
+        line = (
+            f"step {step}/{self._total_steps}  epoch {epoch}  loss {loss:.4f}  lr {lr:.3g}{self._rates(step)}"
+        )
         if self._on_terminal:
             self._stream.write("\r" + line.ljust(self._width))
             self._width = len(line)

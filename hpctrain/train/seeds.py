@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +27,11 @@ def seed_generators(seed: int) -> None:
 
 def capture_generators() -> dict[str, torch.Tensor]:
     """State of this rank's generators as one-dimensional integer tensors, of the same shapes on every rank."""
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    numpy_state = np.concatenate(
-        [keys.astype(np.int64), [position, has_gauss], np.array([cached], np.float64).view(np.int64)]
-    )
+    twister: dict[str, Any] = np.random.get_state(legacy=False)
+    numpy_state = np.concatenate([
+        twister["state"]["key"].astype(np.int64), [twister["state"]["pos"], twister["has_gauss"]],
+        [_bits(twister["gauss"])],
+    ])  # fmt: skip
     version, words, gauss = random.getstate()
     python_state = [version, *words, gauss is not None]
     states = {
@@ -56,7 +58,9 @@ def restore_generators(states: dict[str, torch.Tensor]) -> None:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint's random generator state cannot be restored: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint's random generator state cannot be restored: {error}"
+        ) from error
 
 
 def _bits(value: float) -> int:

@@ -34,6 +34,7 @@ class LoopSettings:
     metrics_every_steps: int
     evaluate_every_steps: int | None
     progress_every_s: float
+    on_terminal: bool = False  # rank 0's output is a terminal that a person looks at
 
 
 def total_steps(*, epochs: int | None, steps: int | None, batches_per_epoch: int) -> int:

@@ -45,7 +45,8 @@ class TrainingState:
         identity: what the checkpoint belongs to (data and its order); compared on restore.
         """
         items: list[Replicated | Shard] = [
-            Replicated(name=f"model/{name}", tensor=tensor.detach()) for name, tensor in self.model.state_dict().items()
+            Replicated(name=f"model/{name}", tensor=tensor.detach())
+            for name, tensor in self.model.state_dict().items()
         ]
         scalars: dict[str, Any] = {}
         for path, value in self._optimizer_state():
@@ -90,7 +91,9 @@ class TrainingState:
         except CheckpointError as found:
             error = found
         except (KeyError, TypeError, ValueError) as found:
-            error = CheckpointError(f"{checkpoint.path} lacks training state: {type(found).__name__}: {found}")
+            error = CheckpointError(
+                f"{checkpoint.path} lacks training state: {type(found).__name__}: {found}"
+            )
         raise_together(comm, error)
         prefix = "model/"
         self.model.load_state_dict({n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)})
@@ -99,7 +102,11 @@ class TrainingState:
         position = Position(**document["position"])
         if document["num_ranks"] == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, which a row of a larger tensor is not aligned for.
-            rows = {n.split("/", 1)[1]: t[comm.rank].clone() for n, t in tensors.items() if n.startswith("generators/")}
+            rows = {
+                n.split("/", 1)[1]: t[comm.rank].clone()
+                for n, t in tensors.items()
+                if n.startswith("generators/")
+            }
             restore_generators(rows)
         else:
             seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
@@ -128,7 +135,9 @@ class TrainingState:
             groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
         return groups
 
-    def _optimizer_state_dict(self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _optimizer_state_dict(
+        self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
         """In the layout that `Optimizer.load_state_dict` takes: parameters by number."""
         saved_groups = document["optimizer"]["groups"]
         mine = self._group_options()
@@ -176,10 +185,16 @@ class TrainingState:
                 "or start anew with --resume never"
             )
 
-    def _check_identity(self, document: Mapping[str, Any], identity: Mapping[str, Any], *, where: str) -> None:
+    def _check_identity(
+        self, document: Mapping[str, Any], identity: Mapping[str, Any], *, where: str
+    ) -> None:
         saved = {**document["identity"], "seed": document["seed"]}
         mine = {**identity, "seed": self.seed}
-        faults = [f"{k} is {saved.get(k)!r} there, {mine.get(k)!r} here" for k in sorted(mine) if saved.get(k) != mine[k]]
+        faults = [
+            f"{k} is {saved.get(k)!r} there, {mine.get(k)!r} here"
+            for k in sorted(mine)
+            if saved.get(k) != mine[k]
+        ]
         if faults:
             raise CheckpointError(
                 f"{where}: its place in the data means nothing here: {'; '.join(faults)}. Resume with the same "

@@ -57,13 +57,17 @@ def import_task(target: str, *, options: Mapping[str, Any], search: Sequence[Pat
     except AttributeError as error:
         raise RecipeError(f"task {target} cannot be imported: {error}") from error
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise RecipeError(f"task {target}: importing {module_name} raised {type(error).__name__}: {error}") from error
+        raise RecipeError(
+            f"task {target}: importing {module_name} raised {type(error).__name__}: {error}"
+        ) from error
     return _build(found, target=target, options=options)
 
 
 def _build(found: Any, *, target: str, options: Mapping[str, Any]) -> Task:
     if not callable(found):
-        raise RecipeError(f"task {target} is {type(found).__name__}, not a class or a function that makes a task")
+        raise RecipeError(
+            f"task {target} is {type(found).__name__}, not a class or a function that makes a task"
+        )
     try:
         inspect.signature(found).bind(**options)
     except TypeError as error:

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch.nn import functional
 
-from hpctrain.comm import World, all_gather_json
+from hpctrain.comm import Monitored, World, all_gather_json
 from hpctrain.errors import StoppedEarly
 from hpctrain.launch import RankIdentity
 from hpctrain.resilience import StopRequest
@@ -74,7 +74,11 @@ def train(
     document: dict[str, dict[str, Any]] = {
         "run": {"directory": str(directory / name), "steps": STEPS, "seed": 5},
         "task": {"target": "tests:Classifier"},
-        "data": {"train": str(directory / "data"), "held_out": str(directory / "data"), "global_batch": GLOBAL_BATCH},
+        "data": {
+            "train": str(directory / "data"),
+            "held_out": str(directory / "data"),
+            "global_batch": GLOBAL_BATCH,
+        },
         "optimizer": {"name": "adamw", "lr": 5e-3, "schedule": "cosine", "warmup_steps": 5},
     }
     for section, values in sections.items():
@@ -84,8 +88,8 @@ def train(
         node_rank=None, node_name=nodes_for(world.num_ranks)[world.rank],
     )  # fmt: skip
     session = Session(
-        identity=identity, world=world, topology=Topology.from_node_names(nodes_for(world.num_ranks)),
-        device=torch.device("cpu"), notes=[],
+        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"), notes=[],
+        topology=Topology.from_node_names(nodes_for(world.num_ranks)),
     )  # fmt: skip
     stop = StopRequest()
     if stop_after:
@@ -161,7 +165,9 @@ def begin_elastic(world: World, directory: str) -> list[list[int]]:
 def end_elastic(world: World, directory: str, began_with: int) -> list[list[int]]:
     """Go on from where `began_with` ranks stopped; the samples each rank saw."""
     task = Classifier()
-    train(world, Path(directory), f"elastic-{world.backend}-{began_with}", task=task, resume="auto", **ELASTIC)
+    train(
+        world, Path(directory), f"elastic-{world.backend}-{began_with}", task=task, resume="auto", **ELASTIC
+    )
     return all_gather_json(world, task.seen)
 
 

@@ -39,7 +39,11 @@ def test_example_recipes_are_valid_and_survive_being_written(path: Path, tmp_pat
 
 
 def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> None:
-    options = {"text": 'quote " back \\ line\nend \x7f é', "nested": {"a b": [1, 2.5, True, "x"]}, "empty": {}}
+    options = {
+        "text": 'quote " back \\ line\nend \x7f é',
+        "nested": {"a b": [1, 2.5, True, "x"]},
+        "empty": {},
+    }
     recipe = parse_recipe(minimal(task={"options": options}))
     (tmp_path / "r.toml").write_text(to_toml(recipe), encoding="utf-8")
     assert load_recipe(tmp_path / "r.toml").task.options == options
@@ -51,10 +55,19 @@ def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> No
         (minimal(optimizer={"lrr": 0.1}), "optimizer.lrr: there is no such key; did you mean lr?"),
         ({**minimal(), "optimiser": {}}, "optimiser: there is no such key; did you mean optimizer?"),
         (minimal(run={"zzz": 1}), "run.zzz: there is no such key; valid here: directory, name"),
-        (minimal(data={"global_batch": "64"}), 'data.global_batch: found "64": input should be a valid integer'),
-        (minimal(data={"global_batch": 0}), "data.global_batch: found 0: input should be greater than or equal to 1"),
+        (
+            minimal(data={"global_batch": "64"}),
+            'data.global_batch: found "64": input should be a valid integer',
+        ),
+        (
+            minimal(data={"global_batch": 0}),
+            "data.global_batch: found 0: input should be greater than or equal to 1",
+        ),
         (minimal(optimizer={"lr": float("nan")}), "optimizer.lr"),
-        (minimal(reduction={"wire": "fp8"}), "reduction.wire: found \"fp8\": input should be 'fp32' or 'fp16'"),
+        (
+            minimal(reduction={"wire": "fp8"}),
+            "reduction.wire: found \"fp8\": input should be 'fp32' or 'fp16'",
+        ),
         (minimal(run={"steps": 3}), "set one of epochs and steps, not both"),
         (minimal(optimizer={"lr_scaling": "linear"}), "needs reference_batch"),
         (minimal(optimizer={"schedule": "step"}), "needs step_every"),

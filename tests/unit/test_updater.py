@@ -142,7 +142,9 @@ def test_clipping_is_by_the_norm_over_all_ranks(num_ranks: int) -> None:
     assert clipped["norms"][0] == pytest.approx(free["norms"][0], rel=1e-12)
     before = list(Net(torch.float64).parameters())
     scale = 0.5 / free["norms"][0]
-    for start, after_free, after_clipped in zip(before, free["parameters"], clipped["parameters"], strict=True):
+    for start, after_free, after_clipped in zip(
+        before, free["parameters"], clipped["parameters"], strict=True
+    ):
         decay = 0.1 * 0.01 * start  # weight decay is not clipped
         if torch.equal(after_free, start):
             continue
