@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm import all_gather_json
-from hpctrain.data import Dataset, Loader
+from hpctrain.data import ORDER_NAME, Dataset, Loader
 from hpctrain.errors import HpctrainError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import WireFormat
@@ -129,7 +129,8 @@ def carry_out(
             device=session.device,
             autocast=autocast_for(recipe.run.precision, device=session.device),
             identity={
-                "dataset": dataset.manifest.fingerprint, "shuffle": recipe.data.shuffle, "last_batch": recipe.data.last_batch
+                "dataset": dataset.manifest.fingerprint, "order": ORDER_NAME, "shuffle": recipe.data.shuffle,
+                "last_batch": recipe.data.last_batch,
             },
             records=records,
             stop=stop,

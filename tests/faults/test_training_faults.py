@@ -74,6 +74,14 @@ def wait_for_step(where: Path, step: int, launched: Launched) -> None:
         time.sleep(0.05)
 
 
+def is_alive(pid: int) -> bool:
+    """Not ended: neither gone nor a zombie that nobody has asked about yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # ---------------------------------------------------------------------- lost ranks, F3
 
 
@@ -89,8 +97,9 @@ def test_a_killed_rank_ends_all_within_10_s_and_the_last_checkpoint_resumes(
         os.kill(pids[2], signal.SIGKILL)
         killed_at = time.monotonic()
         result = launched.wait(timeout_s=60)
-        assert time.monotonic() - killed_at < 10
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # nothing is left behind
+        while any(map(is_alive, pids)):  # nothing is left behind
+            assert time.monotonic() - killed_at < 10
+            time.sleep(0.05)
     assert result.returncode in (ExitCode.COMMUNICATION, 128 + signal.SIGKILL)
     assert "rank 2" in result.stderr
     run_command(None, [HPCTRAIN, "checkpoint", "verify", "run/checkpoints"], cwd=where, expect=0)
