@@ -22,10 +22,15 @@ def _plain(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to `path`. A record is in the kernel's hands when `write` returns."""
+    """Appends records to `path`. A record is in the kernel's hands when `write` returns.
+
+    After a resume, steps that the killed run had recorded beyond its last checkpoint stand in the file twice:
+    the later record is the one that counts.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
         self._file: IO[str] | None = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -36,6 +41,16 @@ class RecordWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A killed rank may have left half a line: appended to, it would spoil the next one."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

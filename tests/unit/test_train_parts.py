@@ -1,0 +1,225 @@
+"""Schedule, generators, records, progress line, task import, stop request: the parts around the loop."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.errors import RecipeError
+from hpctrain.resilience import StopRequest
+from hpctrain.telemetry import RecordWriter, StepClock, read_records, write_json
+from hpctrain.train.progress import ProgressLine
+from hpctrain.train.schedule import Decay, Schedule, scaled_lr
+from hpctrain.train.seeds import capture_generators, derive_seed, restore_generators, seed_generators
+from hpctrain.train.settings import CheckpointPolicy, total_steps
+from hpctrain.train.task import import_task
+
+# ---------------------------------------------------------------------- schedule
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    schedule = Schedule(peak_lr=0.4, total_steps=100, warmup_steps=4)
+    assert [schedule.lr(step) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+
+
+def test_cosine_ends_at_its_final_fraction() -> None:
+    schedule = Schedule(peak_lr=1.0, total_steps=100, warmup_steps=10, decay=Decay.COSINE, final_fraction=0.1)
+    assert schedule.lr(10) == pytest.approx(1.0)
+    assert schedule.lr(55) == pytest.approx(0.55)
+    assert schedule.lr(100) == schedule.lr(200) == pytest.approx(0.1)
+
+
+def test_step_decay_multiplies_every_so_often() -> None:
+    schedule = Schedule(peak_lr=1.0, total_steps=9, decay=Decay.STEP, step_every=3, step_factor=0.5)
+    assert [schedule.lr(step) for step in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
+def test_learning_rate_follows_the_batch(scaling: str, expected: float) -> None:
+    assert scaled_lr(0.1, scaling=scaling, global_batch=1024, reference_batch=256) == pytest.approx(expected)
+
+
+def test_total_steps_come_from_steps_or_epochs() -> None:
+    assert total_steps(epochs=None, steps=7, batches_per_epoch=100) == 7
+    assert total_steps(epochs=3, steps=None, batches_per_epoch=100) == 300
+
+
+def test_a_checkpoint_is_due_by_steps_and_by_time() -> None:
+    policy = CheckpointPolicy(directory=Path(), every_steps=10, every_minutes=0.5)
+    assert [step for step in range(1, 31) if policy.due_by_step(step)] == [10, 20, 30]
+    assert not policy.due_by_time(29.9)
+    assert policy.due_by_time(30.0)
+    never = CheckpointPolicy(directory=Path())
+    assert not never.due_by_step(10)
+    assert not never.due_by_time(1e9)
+
+
+# ---------------------------------------------------------------------- generators
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(1))]
+
+
+def test_generators_continue_to_the_bit_after_a_round_trip() -> None:
+    seed_generators(3)
+    random.gauss(0, 1)  # leaves a second value waiting, which is part of the state
+    np.random.randn()
+    state = {name: tensor.clone() for name, tensor in capture_generators().items()}
+    expected = [draw() for _ in range(5)]
+    seed_generators(99)
+    restore_generators(state)
+    assert [draw() for _ in range(5)] == expected
+
+
+def test_seeds_differ_by_purpose_and_rank_and_fit_a_generator() -> None:
+    seeds = {
+        derive_seed(1, "model"),
+        derive_seed(2, "model"),
+        *(derive_seed(1, "rank", r) for r in range(100)),
+    }
+    assert len(seeds) == 102
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, "model") == derive_seed(1, "model")
+
+
+# ---------------------------------------------------------------------- records
+
+
+def test_records_are_json_lines_without_nan_and_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "rank-00000.jsonl"
+    writer = RecordWriter(path)
+    writer.write({"step": 1, "loss": math.nan, "seconds": {"step": 0.5, "deep": [math.inf]}})
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert list(read_records(path)) == [{"step": 1, "loss": "nan", "seconds": {"step": 0.5, "deep": ["inf"]}}]
+
+
+def test_records_after_a_torn_line_are_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    writer = RecordWriter(path)
+    writer.write({"step": 2})
+    writer.close()
+    assert [record["step"] for record in read_records(path)] == [1, 2]
+
+
+def test_json_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_the_clock_adds_up_spans_until_the_lap() -> None:
+    clock = StepClock()
+    clock.add("input", seconds=1.0)
+    clock.add("input", seconds=0.5)
+    with pytest.raises(ValueError), clock.span("compute"):
+        raise ValueError
+    lap = clock.lap()
+    assert lap["input"] == 1.5
+    assert 0 <= lap["compute"] <= lap["step"]
+    assert set(clock.lap()) == {"step"}
+
+
+# ---------------------------------------------------------------------- progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def tell(stream: io.StringIO, *, on_terminal: bool, silent: bool = False) -> str:
+    line = ProgressLine(total_steps=3, every_s=1e-9, silent=silent, on_terminal=on_terminal, stream=stream)
+    for step in (1, 2, 3):
+        line.step(step=step, epoch=0, loss=0.5, lr=0.1, num_samples=8)
+    line.say("held out: 0.9")
+    return stream.getvalue()
+
+
+def test_progress_is_one_renewed_line_on_a_terminal() -> None:
+    text = tell(Terminal(), on_terminal=True)
+    assert text.count("\n") == 1  # only the line that `say` adds
+    assert text.count("\r") == 5
+    assert "step 3/3" in text
+    assert "samples/s" in text
+
+
+@pytest.mark.parametrize(("stream", "on_terminal"), [(io.StringIO(), True), (Terminal(), False)])
+def test_progress_is_plain_lines_elsewhere(stream: io.StringIO, on_terminal: bool) -> None:
+    text = tell(stream, on_terminal=on_terminal)
+    assert "\r" not in text
+    assert text.count("\n") == 4
+
+
+def test_progress_is_silent_on_other_ranks() -> None:
+    assert tell(io.StringIO(), on_terminal=False, silent=True) == ""
+
+
+# ---------------------------------------------------------------------- task
+
+
+def test_a_task_is_found_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "tasks_of_mine.py").write_text(
+        "class Task:\n"
+        "    def __init__(self, *, width=3): self.width = width\n"
+        "    def build_model(self): ...\n"
+        "    def loss(self, model, fields): ...\n"
+        "    def metrics(self, model, fields): ...\n"
+        "class Half:\n"
+        "    def build_model(self): ...\n"
+        "text = 'no class'\n"
+    )
+    (tmp_path / "broken_task.py").write_text("raise OSError('library missing')\n")
+    task = import_task("tasks_of_mine:Task", options={"width": 5}, search=[tmp_path])
+    assert task.width == 5  # type: ignore[attr-defined]
+    for target, options, expected in [
+        ("tasks_of_mine:Task", {"depth": 5}, "task.options do not fit"),
+        ("tasks_of_mine:Half", {}, "has no method loss, metrics"),
+        ("tasks_of_mine:text", {}, "is str, not a class"),
+        ("tasks_of_mine:Gone", {}, "has no attribute 'Gone'"),
+        ("broken_task:Task", {}, "raised OSError: library missing"),
+        ("not_there:Task", {}, "No module named 'not_there'"),
+    ]:
+        with pytest.raises(RecipeError, match=r".") as caught:
+            import_task(target, options=options, search=[tmp_path])
+        assert expected in str(caught.value)
+
+
+# ---------------------------------------------------------------------- stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_stop_signal_is_remembered_and_the_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = StopRequest().install()
+    try:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.signal_name == number.name
+    finally:
+        stop.restore()
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    stop = StopRequest().install()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        stop.restore()
