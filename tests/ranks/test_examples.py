@@ -1,0 +1,74 @@
+"""The examples run as their first lines say, and do what they claim."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks_launcher import REPOSITORY, run_command
+
+pytestmark = pytest.mark.launches
+
+EXAMPLES = REPOSITORY / "examples"
+HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
+
+
+def python(*words: str, where: Path, num_ranks: int | None = None) -> str:
+    argv = [sys.executable, *words]
+    if num_ranks is not None:
+        argv = [HPCTRAIN, "launch", "-n", str(num_ranks), "--ranks-per-node", "2", "--", *argv]
+    return run_command(None, argv, cwd=where, timeout_s=120, expect=0).stdout
+
+
+def code_lines(path: Path) -> list[str]:
+    """The script below its docstring, without blank lines."""
+    text = path.read_text().split('"""', 2)[2]
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_a_plain_horovod_script_changes_in_at_most_five_lines() -> None:
+    before, after = code_lines(EXAMPLES / "own_loop_horovod.py"), code_lines(EXAMPLES / "own_loop.py")
+    changed = [
+        line
+        for line in difflib.unified_diff(before, after, n=0)
+        if line[0] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert 0 < sum(line[0] == "-" for line in changed) <= 5
+    assert 0 < sum(line[0] == "+" for line in changed) <= 5
+
+
+def test_the_users_own_loop_trains_as_the_horovod_script_does(tmp_path: Path) -> None:
+    ours = python(str(EXAMPLES / "own_loop.py"), where=tmp_path, num_ranks=4)
+    theirs = python(str(EXAMPLES / "own_loop_horovod.py"), where=tmp_path, num_ranks=4)
+    losses = [sorted(map(float, re.findall(r"epoch 2 loss ([\d.]+)", text))) for text in (ours, theirs)]
+    assert len(losses[0]) == len(losses[1]) == 4
+    # fp16 on the wire against fp32: close, over the same samples in the same order
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_a_recipe_names_a_task_of_the_users_own(tmp_path: Path) -> None:
+    python(str(EXAMPLES / "own_task" / "make_data.py"), "data/spirals", where=tmp_path)
+    recipe = str(EXAMPLES / "own_task" / "recipe.toml")
+    run_command(
+        None, [HPCTRAIN, "launch", "-n", "2", "--", "hpctrain", "train", recipe], cwd=tmp_path, expect=0
+    )
+    summary = json.loads((tmp_path / "runs" / "spirals" / "summary.json").read_text())
+    assert summary["quality"]["accuracy"] > 0.95
+    assert summary["ranks"] == 2
+
+
+def test_only_the_loader(tmp_path: Path) -> None:
+    run_command(None, [HPCTRAIN, "data", "pack", "digits", "data/digits"], cwd=tmp_path, expect=0)
+    told = python(str(EXAMPLES / "only_loader.py"), "data/digits/train", where=tmp_path)
+    assert told.count("1438 samples of 1438, each once") == 2
+
+
+def test_only_the_checkpoint(tmp_path: Path) -> None:
+    told = python(str(EXAMPLES / "only_checkpoint.py"), "saved", where=tmp_path, num_ranks=2)
+    assert "epoch 7" in told
+    run_command(None, [HPCTRAIN, "checkpoint", "verify", "saved"], cwd=tmp_path, expect=0)
