@@ -13,8 +13,6 @@ SETTINGS = {
     # made for many small tensors that can be fused; ours are few and waited for. At 0.1 the looking itself
     # takes time from ranks that share a core.
     "HOROVOD_CYCLE_TIME": "0.5",
-    # The cache is kept by name, and every operation of ours has a new one: it would only fill up, and warn.
-    "HOROVOD_CACHE_CAPACITY": "0",
 }
 
 
