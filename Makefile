@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast lint demo docs clean
+.PHONY: help setup plan test test-fast lint demo docs clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -17,6 +17,9 @@ help: ## this list
 
 setup: ## everything hpctrain needs: packages, .venv, Horovod and parallel h5py (cached)
 	@bash scripts/setup.sh
+
+plan: ## what `make setup` would use and build here, and why; changes nothing
+	@bash scripts/setup.sh --print-plan
 
 demo: setup ## pack two datasets, train, stop, resume on other ranks, verify: about a minute
 	@$(BIN)python scripts/demo.py
@@ -36,5 +39,9 @@ test-fast: setup ## the tests that start no MPI ranks
 docs: setup ## write docs/recipe.md from the code
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md
 
-clean: ## remove what was made here, but for .venv
-	rm -rf build dist *.egg-info demo runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove what was made here; .venv and runs/ (your results) stay
+	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find hpctrain tests scripts examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv; built wheels stay in the cache
+	rm -rf .venv
