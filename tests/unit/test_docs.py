@@ -135,3 +135,16 @@ def test_the_layers_shown_are_those_that_are_checked() -> None:
         assert line.split("   ")[0].strip() == layer or line.startswith(f"{layer} "), (
             f"{line!r} is not {layer!r}"
         )
+
+
+@pytest.mark.parametrize("name", ["build", "runtime", "test"])
+def test_every_requirement_has_its_reason(name: str) -> None:
+    pinned = re.findall(
+        r"^([A-Za-z0-9_-]+)==", (REPOSITORY / "requirements" / f"{name}.txt").read_text(), flags=re.MULTILINE
+    )
+    assert pinned
+    cells = re.findall(
+        r"^\| ([^|]+) \|", (REPOSITORY / "docs" / "dependencies.md").read_text(), flags=re.MULTILINE
+    )
+    explained = {word.strip() for cell in cells for word in cell.lower().split(",")}
+    assert not set(pinned) - explained
