@@ -45,6 +45,9 @@ def load_horovod() -> Any:
     return hvd
 
 
+NAMES_IN_TURN = 64
+
+
 @final
 class HorovodGroup:
     """The collective operations over one process set, in a space of names of its own."""
@@ -77,7 +80,9 @@ class HorovodGroup:
         return self._members
 
     def _next_name(self, operation: str) -> str:
-        return f"hpctrain.{self._name}.{next(self._count)}.{operation}"
+        # One operation at a time is under way here, so a name may come again; Horovod keeps what it knows
+        # of an operation by name, and with ever new ones that store would only fill up, and warn.
+        return f"hpctrain.{self._name}.{next(self._count) % NAMES_IN_TURN}.{operation}"
 
     @contextlib.contextmanager
     def _reported(self, operation: str) -> Iterator[None]:
