@@ -102,6 +102,25 @@ def find_absent(
     return absent
 
 
+def find_silent(
+    positions: Mapping[int, RankPosition], *, now: float, usual_silence_s: float
+) -> list[Absence]:
+    """The ranks that have left no position for longer than `usual_silence_s`: stopped, or cut off.
+
+    Where a backend works for all its groups at once, as Horovod does, a rank that has stopped holds up
+    groups that it is not in.
+    """
+    return [
+        Absence(
+            rank=rank,
+            text=f"rank {rank} on {position.host} (process {position.pid}) was last heard of "
+            f"{now - position.written:.0f} s ago",
+        )
+        for rank, position in positions.items()
+        if now - position.written > usual_silence_s
+    ]
+
+
 def _whereabouts(position: RankPosition, place: GroupPosition) -> str:
     step = "" if position.step is None else f" in step {position.step}"
     for name, other in position.groups.items():

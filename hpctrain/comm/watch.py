@@ -25,10 +25,15 @@ from hpctrain.comm.positions import (
     RankPosition,
     call_path,
     find_absent,
+    find_silent,
     read_positions,
     write_position,
 )
 from hpctrain.errors import ExitCode
+
+
+# A watcher that comes so much later than it wanted was stopped together with its process.
+_SUSPENDED_AFTER_S = 5.0
 
 
 @dataclass(slots=True)
@@ -97,7 +102,12 @@ class Watcher:
         self._ended.set()
 
     def _watch(self) -> None:
+        looked = time.monotonic()
         while not self._ended.wait(self._interval_s):
+            away_s = time.monotonic() - looked - self._interval_s
+            looked += away_s + self._interval_s
+            if away_s > _SUSPENDED_AFTER_S:
+                self._forgive(away_s)
             # A full or vanished disk must not end the watch: the deadline still holds.
             with contextlib.suppress(OSError):
                 self._publish()
@@ -111,6 +121,12 @@ class Watcher:
                 if waited_s > self._timeout_s:
                     self._end_run(track, waited_s=waited_s)
                     return
+
+    def _forgive(self, seconds: float) -> None:
+        """This whole process stood still (`scontrol suspend`): that is no wait for another rank."""
+        for track in self._tracks:
+            if track.since is not None:
+                track.since += seconds
 
     def _publish(self) -> None:
         now = time.monotonic()
@@ -142,14 +158,20 @@ class Watcher:
             return None
         others = [rank for rank in track.members if rank != self.rank]
         positions = read_positions(self._directory, ranks=others)
-        return find_absent(
+        now, usual_silence_s = time.time(), 3 * self._publish_s
+        absent = find_absent(
             positions,
             members=others,
             group=track.group,
             sequence=track.sequence,
-            now=time.time(),
-            usual_silence_s=3 * self._publish_s,
+            now=now,
+            usual_silence_s=usual_silence_s,
         )
+        if absent:
+            return absent
+        outside = [rank for rank in self._tracks[0].members if rank not in track.members]
+        positions = read_positions(self._directory, ranks=outside)
+        return find_silent(positions, now=now, usual_silence_s=usual_silence_s)
 
     def _call_absent(self, track: Track) -> None:
         """Ask the absent ranks to show their stacks, while there is still time to."""

@@ -16,6 +16,7 @@ from hpctrain.comm.positions import (
     GroupPosition,
     RankPosition,
     find_absent,
+    find_silent,
     position_path,
     read_positions,
     write_position,
@@ -123,6 +124,14 @@ def test_an_absent_rank_is_found_in_another_communicator_or_silent_or_without_tr
     assert "waits in broadcast number 2 of other" in texts[1]
     assert "last heard of 60 s ago" in texts[2]
     assert "no trace" in texts[3]
+
+
+def test_a_rank_outside_the_group_that_went_silent_is_found() -> None:
+    waits = GroupPosition(sequence=5, operation="all_reduce", waiting_s=2.0)
+    positions = {2: position(2, world=waits, written=41.0), 3: position(3, world=waits)}
+    found = find_silent(positions, now=101.0, usual_silence_s=10.0)
+    assert [absence.rank for absence in found] == [2]
+    assert "last heard of 60 s ago" in found[0].text
 
 
 def test_positions_are_read_back_and_damaged_ones_left_out(tmp_path: Path) -> None:
