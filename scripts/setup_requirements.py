@@ -9,6 +9,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+UNTOUCHED = ("torch", "numpy", "mpi4py")
 
 
 def lines(name: str) -> list[str]:
@@ -33,12 +34,33 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
+def pins(requirements: list[str]) -> dict[str, str]:
+    """The version of each `name==version` that holds for this Python."""
+    found = {}
+    for line in requirements:
+        requirement, _, marker = line.partition(";")
+        bound = re.search(r"""python_version *(<|>=) *["']3\.(\d+)""", marker)
+        if not bound or (sys.version_info[1] < int(bound[2])) == (bound[1] == "<"):
+            found[name_of(requirement)] = requirement.strip().split("==")[1]
+    return found
+
+
+def limit(name: str, *, installed: str, pin: str) -> str:
+    """A constraint that lets the installed version stay, and takes our pin where another package needs newer."""
+    # Never touched: torch was built for this machine, and other packages here against this numpy and MPI.
+    if name in UNTOUCHED:
+        return f"{name}=={installed}"
+    if number(installed) > number(pin):
+        return f"{name}>={installed}"
+    return f"{name}>={installed},<={pin}"
+
+
 def write(into: Path, *, keep_installed: bool) -> None:
     """Write requirements.txt and constraints.txt into `into`.
 
-    keep_installed: leave out what the environment has in a version that hpctrain takes.
+    keep_installed: what the environment has stays, in a version that hpctrain takes.
     """
-    # Horovod and h5py are built, and need cmake, cython and pkgconfig only where they really are.
+    # Horovod and h5py need cmake, cython and pkgconfig only where they are really built.
     wanted = [
         *lines("runtime.txt"),
         *lines("test.txt"),
@@ -48,10 +70,12 @@ def write(into: Path, *, keep_installed: bool) -> None:
     if keep_installed:
         have = {name_of(found.metadata["Name"]): found.version for found in distributions()}
         least = least_versions()
-        kept = {n for n, version in have.items() if number(version) >= number(least.get(n, "0"))}
+        kept = {name for name, version in have.items() if number(version) >= number(least.get(name, "0"))}
+        pinned = pins([*wanted, *constraints])
         wanted = [requirement for requirement in wanted if name_of(requirement) not in kept]
         constraints = [line for line in constraints if name_of(line) not in have]
-        for name in ("torch", "numpy", "mpi4py"):
+        constraints += [limit(n, installed=have[n], pin=pinned[n]) for n in sorted(pinned) if n in kept]
+        for name in UNTOUCHED:
             if name in kept:
                 print(f"    keeping {name} {have[name]}")
     (into / "requirements.txt").write_text("\n".join(wanted) + "\n")
@@ -79,7 +103,7 @@ def report() -> None:
         horovod = f"Horovod ({'MPI' if hvd.mpi_built() else 'no MPI'}{', NCCL' if hvd.nccl_built() else ''})"
     except ImportError:
         pass
-    parallel = "parallel" if h5py.get_config().mpi else "not parallel: one rank writes"
+    parallel = "parallel" if h5py.get_config().mpi else "not parallel"
     print(f"    torch {torch.__version__}, h5py {h5py.__version__} ({parallel}), {horovod}")
 
 

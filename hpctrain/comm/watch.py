@@ -31,7 +31,6 @@ from hpctrain.comm.positions import (
 )
 from hpctrain.errors import ExitCode
 
-
 # A watcher that comes so much later than it wanted was stopped together with its process.
 _SUSPENDED_AFTER_S = 5.0
 

@@ -391,7 +391,7 @@ def test_wheel_is_installed_once_and_a_broken_one_is_thrown_out_of_the_cache(tmp
 def written(into: Path, name: str) -> dict[str, str]:
     lines = (into / name).read_text().splitlines()
     return {
-        re.split(r"[=;]", line)[0].lower().replace("_", "-"): line
+        re.split(r"[=<>;]", line)[0].lower().replace("_", "-"): line
         for line in lines
         if "#" not in line and line
     }
@@ -416,7 +416,12 @@ def test_site_keeps_what_is_new_enough_and_gets_the_rest_as_pinned(tmp_path: Pat
     wanted, limits = written(tmp_path, "requirements.txt"), written(tmp_path, "constraints.txt")
     assert "torch" not in wanted
     assert "numpy" not in wanted
-    assert "click" not in limits
+    assert limits["torch"] == "torch==2.4.0+cu126"
+    assert limits["numpy"] == "numpy==1.26.4"
+    # Stays if it serves; if another package needs a newer one, then ours and not any.
+    assert re.fullmatch(r"click>=8\.1\.7,<=8\.\d\.\d", limits["click"])
+    assert limits["rich"] == "rich>=99.0"
+    assert "typer" not in limits
     assert re.fullmatch(r"typer==\S+", wanted["typer"])
     assert re.fullmatch(r"mpi4py==\S+", wanted["mpi4py"])
 
