@@ -404,6 +404,7 @@ def test_site_keeps_what_is_new_enough_and_gets_the_rest_as_pinned(tmp_path: Pat
         ("numpy", "1.26.4"),
         ("typer", "0.9.0"),
         ("click", "8.1.7"),
+        ("rich", "99.0"),
     ]:
         folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()
