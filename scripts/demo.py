@@ -114,7 +114,7 @@ def main() -> None:
     launch(4, "digits.toml")
     digits = summary("digits")
 
-    steps = 240
+    steps = 200
     characters = WORK / "runs" / "characters"
     launch(
         4, "characters.toml", expect=ExitCode.STOPPED_EARLY, stop_at_step=steps // 2, watch=characters
@@ -129,9 +129,9 @@ def main() -> None:
 
     accuracy, nats = digits["quality"]["accuracy"], second["quality"]["nats_per_character"]
     console.print(table([
-        row(digits, quality=f"{accuracy:.1%} of held-out digits right"),
+        row(digits, quality=f"{accuracy:.1%} of held-out digits"),
         row(first, quality=f"stopped at step {first['step']}", **stretch(characters, first=1, last=first["step"])),
-        row(second, quality=f"{nats:.3f} nats per character on held-out files",
+        row(second, quality=f"{nats:.3f} nats per held-out character",
             **stretch(characters, first=first["step"] + 1, last=steps)),
     ]))  # fmt: skip
     faults = []

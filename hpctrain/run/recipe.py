@@ -78,6 +78,11 @@ class DataSection(Section):
     )
     prefetch_mb: float = Field(64.0, gt=0, description="Memory bound of prefetched batches per rank, MB.")
     evaluation_batch: int = Field(1024, ge=1, description="Samples per evaluation batch, over all ranks.")
+    evaluation_samples: int | None = Field(
+        None, ge=1,
+        description="Evaluate on so many held-out samples, always the same ones, drawn from all; rounded up to whole "
+        "evaluation batches. Absent: on all of them.",
+    )  # fmt: skip
 
 
 class OptimizerSection(Section):

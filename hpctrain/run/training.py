@@ -200,9 +200,10 @@ def _loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
 
 
 def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
+    # A part of the samples is drawn by the shuffled order of a fixed seed: the same part in every run.
     return session.loader(
-        dataset, global_batch=max(recipe.data.evaluation_batch, session.num_ranks), shuffle=False,
-        prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
+        dataset, global_batch=max(recipe.data.evaluation_batch, session.num_ranks), seed=0,
+        shuffle=recipe.data.evaluation_samples is not None, prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
     )  # fmt: skip
 
 
@@ -248,6 +249,7 @@ def _settings(recipe: Recipe, session: Session, steps: int) -> LoopSettings:
         ),
         metrics_every_steps=recipe.telemetry.metrics_every_steps,
         evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
+        evaluation_samples=recipe.data.evaluation_samples,
         progress_every_s=recipe.telemetry.progress_every_s,
         on_terminal=session.num_ranks == 1 or TERMINAL_VARIABLE in os.environ,
     )

@@ -21,24 +21,27 @@ def evaluate(
     comm: Collective,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    max_samples: int | None = None,
 ) -> dict[str, float]:
     """Means of `task.metrics` over every sample of `loader` once. Collective.
 
+    max_samples: only the first batches that have so many together; the same on every rank.
     Sums are added in rank order in float64: the same number on every rank.
     """
     sums: dict[str, float] = {}
     num_samples = 0
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        for batch in loader.epoch(0):
-            if batch.num_samples == 0:
-                continue
-            with autocast():
-                found = task.metrics(model, batch.to(device).fields)
-            for name, mean in found.items():
-                sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
-            num_samples += batch.num_samples
+    with torch.no_grad(), loader.epoch(0) as batches:
+        for batch in batches:
+            if batch.num_samples > 0:
+                with autocast():
+                    found = task.metrics(model, batch.to(device).fields)
+                for name, mean in found.items():
+                    sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
+                num_samples += batch.num_samples
+            if max_samples is not None and batch.stop >= max_samples:
+                break
     model.train(was_training)
     totals: dict[str, float] = {}
     seen = 0

@@ -242,7 +242,7 @@ class Training:
         self._align_buffers()
         quality = evaluate(
             self._task, self._state.model, self._held_out, comm=self._comm, device=self._device,
-            autocast=self._autocast,
+            autocast=self._autocast, max_samples=self._settings.evaluation_samples,
         )  # fmt: skip
         step = self._position.step
         self._records.write({"kind": "evaluation", "time": time.time(), "step": step, "quality": quality})

@@ -33,6 +33,7 @@ class LoopSettings:
     checkpoint: CheckpointPolicy
     metrics_every_steps: int
     evaluate_every_steps: int | None
+    evaluation_samples: int | None = None  # None: all of them
     progress_every_s: float
     on_terminal: bool = False  # rank 0's output is a terminal that a person looks at
 
