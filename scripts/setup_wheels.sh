@@ -130,6 +130,7 @@ build_wheel() {
     say "building $name ($key)"
     work=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-$name.XXXXXX")
     mkdir "$work/out"
+    trap 'rm -rf "$work"; exit 143' INT TERM HUP
     # In a shell of its own with -e: as the condition of an `if`, a function runs on after an error.
     (set -e; trap - INT TERM HUP; cd "$work"; "build_$name" "$work/out") >"$work/log" 2>&1 &
     if ! wait $! || ! is_cached "$work/out"; then

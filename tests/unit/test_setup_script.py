@@ -356,6 +356,8 @@ def test_killed_build_leaves_nothing_that_the_next_one_takes_for_a_wheel(tmp_pat
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=30) == 130
     assert cached(tmp_path) == []
+    while list(tmp_path.glob("hpctrain-tiny.*")):
+        time.sleep(0.02)
     folder = shell(tmp_path, 'wheel_folder tiny "$tiny_key"').stdout
     Path(f"{folder}.partial.1").mkdir()
     result = shell(tmp_path, 'build_tiny() { echo whole > "$1/tiny.whl"; }; prepare_wheels')
