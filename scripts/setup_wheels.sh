@@ -180,12 +180,13 @@ build_horovod() {
   pip download -q -q --no-deps --no-build-isolation --no-binary horovod "horovod==$HOROVOD_VERSION"
   tar xf "horovod-$HOROVOD_VERSION.tar.gz"
   if [[ $nccl_version ]]; then
-    # torch's wheels bring libnccl.so.2 without the name that the linker wants.
-    mkdir nccl
-    ln -s "$nccl_lib" nccl/libnccl.so
-    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_CUDA_HOME=$cuda_home
-    export HOROVOD_NCCL_INCLUDE=$nccl_home/include HOROVOD_NCCL_LIB=$PWD/nccl
-    unset HOROVOD_NCCL_HOME
+    # A prefix with this NCCL alone: torch's wheels bring libnccl.so.2 without the name that the linker wants,
+    # and cmake would take the header of one NCCL and the library of another.
+    mkdir -p nccl/include nccl/lib
+    ln -s "$nccl_home"/include/nccl*.h nccl/include/
+    ln -s "$nccl_lib" nccl/lib/libnccl.so
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
+    export HOROVOD_CUDA_HOME=$cuda_home HOROVOD_NCCL_HOME=$PWD/nccl
     PATH=$cuda_home/bin:$PATH
   fi
   cd "horovod-$HOROVOD_VERSION"
