@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from importlib.metadata import distributions
@@ -82,6 +83,16 @@ def write(into: Path, *, keep_installed: bool) -> None:
     (into / "constraints.txt").write_text("\n".join(constraints) + "\n")
 
 
+def loaded_mpi() -> set[str]:
+    """The MPI libraries that this process holds."""
+    paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return {
+        path.strip()
+        for path in paths
+        if re.search(r"/libmpi(ch)?(_cray|_gnu|_intel)?(_\d+)?\.so[.\d]*$", path.strip())
+    }
+
+
 def report() -> None:
     """Print what is installed. Imports everything once, so that what is missing is met now."""
     # MPI_Init outside a job aborts on some sites' login nodes; h5py's parallel build imports mpi4py.
@@ -97,6 +108,8 @@ def report() -> None:
     import hpctrain.cli.main  # noqa: F401
 
     horovod = "no Horovod: hpctrain uses its mpi backend"
+    with contextlib.suppress(ImportError, RuntimeError):
+        from mpi4py import MPI  # noqa: F401
     try:
         import horovod.torch as hvd
 
@@ -105,6 +118,13 @@ def report() -> None:
         pass
     parallel = "parallel" if h5py.get_config().mpi else "not parallel"
     print(f"    torch {torch.__version__}, h5py {h5py.__version__} ({parallel}), {horovod}")
+    # Two of them share their symbols' names, and end in a segmentation fault of the first rank.
+    if len(found := loaded_mpi()) > 1:
+        sys.exit(
+            f"setup: mpi4py, h5py and Horovod were built against different MPIs: {', '.join(sorted(found))}. "
+            "Set MPICC to the wrapper of one of them and HDF5_DIR to an HDF5 built with it, and remove what "
+            "this environment has of the other."
+        )
 
 
 def main() -> None:

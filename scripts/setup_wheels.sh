@@ -172,7 +172,8 @@ use_tools() {
   printf '#!/bin/sh\nexec "%s" "$@"\n' "$mpicc" > bin/mpicc
   printf '#!/bin/sh\nexec "%s" "$@"\n' "${mpicxx:-$(dirname "$mpicc")/mpicxx}" | tee bin/mpicxx bin/mpic++ bin/mpiCC >/dev/null
   chmod +x bin/*
-  export PATH=$PWD/bin:$(dirname "$py"):$PATH
+  # cmake looks beside the first mpiexec before it looks on PATH, unless MPI_HOME names a place.
+  export MPI_HOME=$PWD PATH=$PWD/bin:$(dirname "$py"):$PATH
 }
 
 build_horovod() {

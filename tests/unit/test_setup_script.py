@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -463,3 +464,17 @@ def test_help_of_arguments_is_shown_and_nothing_warns() -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "Where the dataset goes" in result.stdout
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a shared library")
+def test_two_mpi_libraries_in_one_process_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "libmpich.so.12"
+    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", other], check=True, timeout=60)
+    words = [sys.executable, REPOSITORY / "scripts/setup_requirements.py", "--report"]
+    for variables, code in (({}, 0), ({"LD_PRELOAD": str(other)}, 1)):
+        result = subprocess.run(
+            words, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert result.returncode == code, result.stderr
+        assert "torch" in result.stdout
+    assert f"different MPIs: {other}" in result.stderr or f", {other}" in result.stderr
