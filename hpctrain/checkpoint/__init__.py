@@ -2,6 +2,7 @@
 
 from hpctrain.checkpoint.commit import SaveResult, save
 from hpctrain.checkpoint.engine import Engine
+from hpctrain.checkpoint.listing import step_of
 from hpctrain.checkpoint.metadata import StoredTensor
 from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.restore import Rejected, Restored, load, load_newest_good
@@ -21,4 +22,5 @@ __all__ = [
     "load_newest_good",
     "open_checkpoint",
     "save",
+    "step_of",
 ]

@@ -59,6 +59,7 @@ class Loader:
     last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch.
     prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
     num_threads: threads that make batches.
+    pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with its work.
     Raises RecipeError for a batch that cannot be split over the ranks, or that the dataset cannot fill.
     """
 
@@ -74,6 +75,7 @@ class Loader:
         last_batch: LastBatch | str = LastBatch.KEEP,
         prefetch_bytes: int = PREFETCH_BYTES,
         num_threads: int = 1,
+        pin_memory: bool = False,
     ) -> None:
         self.dataset = dataset
         self.global_batch = global_batch
@@ -94,7 +96,7 @@ class Loader:
             for spec in dataset.fields.values()
         )
         self.prefetch_batches = max(1, prefetch_bytes // max(1, batch_bytes))
-        self._pin = torch.cuda.is_available()
+        self._pin = pin_memory
 
     def _check(self) -> None:
         if not 0 <= self.rank < self.num_ranks:

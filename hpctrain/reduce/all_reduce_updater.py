@@ -41,7 +41,7 @@ class AllReduceUpdater:
         comm: Collective,
         reduce: Reducer,
         wire: WireFormat = WireFormat.FP32,
-        bucket_bytes: int = 4 << 20,
+        bucket_bytes: int = 4_000_000,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
     ) -> None:
@@ -107,11 +107,17 @@ class AllReduceUpdater:
         finally:
             self._syncing = before
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own: for scripts that set the learning rate through their optimizer."""
+        return self._optimizer.param_groups
+
     def zero_grad(self) -> None:
         """As the optimizer's: for scripts that treat the updater as their optimizer."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, *, sums: Mapping[str, float] | None = None) -> StepOutcome:
+        self._check_plan()
         started = time.perf_counter()
         sync_s = self._finish_reduction()
         waited_s = time.perf_counter() - started
@@ -137,10 +143,10 @@ class AllReduceUpdater:
             exposed_sync_s=waited_s if self._distributed else 0.0,
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         return {"loss_scale": asdict(self._scale)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         saved = state["loss_scale"]
         # Whether the scale moves, and its limits, are this run's choice; its value and history are the saved run's.
         if self._scale.dynamic and saved["dynamic"]:
@@ -162,6 +168,7 @@ class AllReduceUpdater:
     def _reset(self) -> None:
         self._waiting_for = [len(bucket.slots) for bucket in self._buckets]
         self._placed = [False] * len(self._parameters)
+        self._versions = [0] * len(self._parameters)
         self._next_bucket = 0
         self._loss_is_weighted = False
 
@@ -181,6 +188,7 @@ class AllReduceUpdater:
                 "the last backward of a step in `with updater.no_sync():`"
             )
         self._placed[index] = True
+        self._versions[index] = 0 if gradient is None else gradient._version
         number, slot = self._place[index]
         buffer = self._buffers[number]
         view = buffer[slot.offset : slot.offset + slot.numel]
@@ -215,17 +223,45 @@ class AllReduceUpdater:
     def _take_gradients(self) -> None:
         """Reduced and unscaled gradients from the buckets back into `.grad`."""
         inverse = 1.0 / self._scale.value
-        for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
-            flags = buffer[bucket.slots[0].used_flag :].tolist()
-            for slot, flag in zip(bucket.slots, flags, strict=True):
-                parameter = self._parameters[slot.parameter]
-                if flag == 0:
-                    parameter.grad = None
-                    continue
-                if parameter.grad is None or parameter.grad.is_sparse:
-                    parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                reduced = buffer[slot.offset : slot.offset + slot.numel].view(parameter.shape)
-                torch.mul(reduced, inverse, out=parameter.grad)
+        # All flags at once: on a GPU each look at a value waits for the device.
+        flags = torch.cat([
+            buffer[bucket.slots[0].used_flag :].float()
+            for bucket, buffer in zip(self._buckets, self._buffers, strict=True)
+        ]).tolist()  # fmt: skip
+        slots = [(buffer, slot) for bucket, buffer in zip(self._buckets, self._buffers, strict=True)
+                 for slot in bucket.slots]  # fmt: skip
+        for (buffer, slot), flag in zip(slots, flags, strict=True):
+            parameter = self._parameters[slot.parameter]
+            self._check_untouched(slot.parameter)
+            if flag == 0:
+                parameter.grad = None
+                continue
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            # Copied first: unscaled in float16, small gradients would vanish here instead of on the wire.
+            reduced = buffer[slot.offset : slot.offset + slot.numel].view(parameter.shape)
+            parameter.grad.copy_(reduced).mul_(inverse)
+
+    def _check_untouched(self, index: int) -> None:
+        """What was changed in `.grad` after backward is not on the wire, and would be lost in silence."""
+        gradient = self._parameters[index].grad
+        if gradient is not None and gradient._version != self._versions[index]:
+            raise UsageError(
+                "gradients were changed between backward and step(): they are on their way to the other ranks "
+                "by then, and the change would be lost. To clip, give clip_norm= when the updater is made"
+            )
+
+    def _check_plan(self) -> None:
+        """The optimizer's trainable parameters are those that the buckets were planned for."""
+        now = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if len(now) != len(self._parameters) or any(
+            a is not b for a, b in zip(now, self._parameters, strict=True)
+        ):
+            raise UsageError(
+                f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
+                "made: others would not be reduced and the ranks would drift apart. Close this updater and make "
+                "a new one after freezing, unfreezing or adding parameters"
+            )
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]

@@ -47,10 +47,13 @@ class Updater(Protocol):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward only accumulates into `.grad`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON state that a checkpoint must hold beside the optimizer's own."""
+    def zero_grad(self) -> None:
+        """Forget the gradients, as the optimizer's own `zero_grad`; `step` has done it already."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """JSON state that a checkpoint must hold beside the optimizer's own (which is not in it)."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Take the hooks off the parameters and end the thread."""

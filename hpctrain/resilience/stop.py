@@ -7,9 +7,9 @@ import threading
 from types import FrameType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # SIGTERM: Slurm's preemption and scancel. SIGUSR1: `sbatch --signal=USR1@120`, and what `hpctrain launch`
-# sends through mpirun. SIGINT: Ctrl-C on a run of one rank.
+# sends through mpirun. SIGINT: Ctrl-C on a run of one rank. SIGHUP: the terminal was closed.
 
 
 class StopRequest:
@@ -20,6 +20,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -30,6 +31,8 @@ class StopRequest:
         """Take over the stop signals. Outside the main thread (ranks as threads) there are none to take."""
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # nohup, or a shell's background job: it was asked not to react
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -45,7 +48,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT and self.signal_name == name:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
             self.restore()
             raise KeyboardInterrupt
         self.request(name)

@@ -7,6 +7,7 @@ import time
 import uuid
 from pathlib import Path
 
+from hpctrain.checkpoint import step_of
 from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import LaunchError
 
@@ -27,20 +28,34 @@ def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | 
     """Move what an earlier run left under `names` into `directory/previous-N`. Collective; nothing is lost."""
 
     def move() -> str | None:
-        found = [directory / name for name in names if (directory / name).exists()]
-        if not found:
-            return None
-        number = 1
-        while (directory / f"previous-{number}").exists():
-            number += 1
-        target = directory / f"previous-{number}"
-        target.mkdir()
-        for path in found:
-            os.replace(path, target / path.name)
-        return str(target)
+        return _move(directory, [directory / name for name in names if (directory / name).exists()])
 
     moved = on_rank_0(comm, move)
     return Path(moved) if moved is not None else None
+
+
+def set_aside_newer(checkpoints: Path, *, step: int, comm: Collective) -> Path | None:
+    """Move the checkpoints of later steps than `step` into `previous-N` beside the folder. Collective."""
+
+    def move() -> str | None:
+        steps = {path: step_of(path) for path in checkpoints.glob("*")}
+        return _move(checkpoints.parent, [path for path, s in steps.items() if s is not None and s > step])
+
+    moved = on_rank_0(comm, move)
+    return Path(moved) if moved is not None else None
+
+
+def _move(directory: Path, found: list[Path]) -> str | None:
+    if not found:
+        return None
+    number = 1
+    while (directory / f"previous-{number}").exists():
+        number += 1
+    target = directory / f"previous-{number}"
+    target.mkdir()
+    for path in found:
+        os.replace(path, target / path.name)
+    return str(target)
 
 
 def _create(directory: Path) -> str:

@@ -26,7 +26,7 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def environment_record(session: Session, *, algorithm: str, wire: str) -> dict[str, Any]:
+def environment_record(session: Session, *, algorithm: str, wire: str, commit: str | None) -> dict[str, Any]:
     """What this run runs on, over all ranks. Collective; the same value on every rank."""
     mine = {
         "rank": session.rank,
@@ -39,7 +39,7 @@ def environment_record(session: Session, *, algorithm: str, wire: str) -> dict[s
     }
     return {
         "hpctrain": __version__,
-        "commit": _commit(),
+        "commit": commit,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "hdf5": h5py.version.hdf5_version,
@@ -65,7 +65,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def working_commit() -> str | None:
     """Commit of the working directory, with `+changes` where files differ from it; None outside git."""
     try:
         asked = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]

@@ -26,6 +26,8 @@ from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.reduce import AllReduceUpdater, LossScale, WireFormat
 from hpctrain.reduce.all_reduce_updater import Reducer
+from hpctrain.run.device import choose_device
+from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 
 T = TypeVar("T")
@@ -47,14 +49,13 @@ class Session:
         world: Monitored,
         topology: Topology,
         device: torch.device,
-        notes: list[str],
     ) -> None:
         self.identity = identity
         self.world = world
         self.mesh = Mesh(topology, world.rank)
         self.device = device
         self._hook_before: Callable[..., object] | None = None
-        self.notes = notes  # what was fallen back from, and why
+        self.notes: list[str] = []  # what was fallen back from, and why
 
     @property
     def topology(self) -> Topology:
@@ -72,18 +73,24 @@ class Session:
     def local_rank(self) -> int:
         return self.topology.local_rank_of(self.rank)
 
+    def note(self, text: str) -> None:
+        """Something the user should know: told once, by rank 0, and kept for the run's record."""
+        self.notes.append(text)
+        if self.rank == 0:
+            tell(f"note: {text}")
+
     def choose_algorithm(self, asked: str) -> str:
         """`flat` or `hierarchical`: what `asked` (also `auto`) comes to on this topology. Not collective.
 
         Two levels need several nodes and several ranks on one of them; where they cannot run, a note says so.
         """
-        two_level = self.topology.num_nodes > 1 and self.num_ranks > self.topology.num_nodes
-        if asked == "hierarchical" and not two_level:
-            self.notes.append(
-                f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}"
-            )
         if asked not in ("auto", "flat", "hierarchical"):
             raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
+        if asked not in ("auto", "flat", "hierarchical"):
+            raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
+        two_level = self.topology.num_nodes > 1 and self.num_ranks > self.topology.num_nodes
+        if asked == "hierarchical" and not two_level:
+            self.note(f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}")
         return "hierarchical" if two_level and asked != "flat" else "flat"
 
     def reducer(self, *, algorithm: str = "auto") -> Reducer:
@@ -101,7 +108,7 @@ class Session:
         *,
         algorithm: str = "auto",
         wire: str | WireFormat = WireFormat.FP32,
-        bucket_bytes: int = 4 << 20,
+        bucket_bytes: int = 4_000_000,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
     ) -> AllReduceUpdater:
@@ -123,7 +130,13 @@ class Session:
     def loader(self, dataset: Dataset, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
         """This rank's share of the global batches. See `hpctrain.data.Loader` for the options."""
         return Loader(
-            dataset, global_batch=global_batch, rank=self.rank, num_ranks=self.num_ranks, seed=seed, **options
+            dataset,
+            global_batch=global_batch,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            seed=seed,
+            pin_memory=self.device.type == "cuda",
+            **options,
         )
 
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
@@ -209,15 +222,16 @@ def start(
     """
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
     check_num_ranks(identity, ranks=ranks)
-    chosen_device = choose_device(device, local_rank=identity.host_rank or 0)
     _set_threads(threads_per_rank, identity)
     opened = open_world(backend, identity=identity)
     world = Monitored(opened.world, timeout_s=timeout_s)
     names = all_gather_json(world, [identity.node_name, identity.emulated])
     topology = Topology.from_node_names([name for name, _ in names], emulated=any(e for _, e in names))
-    session = Session(
-        identity=identity, world=world, topology=topology, device=chosen_device, notes=list(opened.notes)
-    )
+    host, host_rank = socket.gethostname(), identity.host_rank or 0
+    chosen_device, reason = choose_device(device, comm=world, host=host, host_rank=host_rank)
+    session = Session(identity=identity, world=world, topology=topology, device=chosen_device)
+    for note in (*opened.notes, *filter(None, [reason])):
+        session.note(note)
     session.abort_on_uncaught_error()
     return session
 
@@ -229,24 +243,6 @@ def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
             f"the recipe asks for {ranks} ranks, {identity.launcher} started {identity.num_ranks}: start it with "
             f"`hpctrain launch -n {ranks} -- ...`, mpirun -n {ranks} or srun --ntasks={ranks}, or change run.ranks"
         )
-
-
-def choose_device(asked: str, *, local_rank: int) -> torch.device:
-    """`auto` is this machine's CUDA device of number `local_rank` where there is one, else the CPU."""
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("run.device = 'cuda', but torch finds no CUDA device: see `hpctrain doctor`")
-    count = torch.cuda.device_count()
-    if count > 1 and local_rank >= count:
-        raise UsageError(
-            f"local rank {local_rank} has no GPU of its own: {count} visible. Start one rank "
-            "per GPU (--ranks-per-node, --gpus-per-task), or set run.device = 'cpu'"
-        )
-    # A single visible device: under --gpus-per-task each rank sees just its own, as number 0.
-    device = torch.device("cuda", local_rank if count > 1 else 0)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _set_threads(asked: int | None, identity: RankIdentity) -> None:

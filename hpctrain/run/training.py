@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,34 +11,38 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm import all_gather_json
-from hpctrain.data import ORDER_NAME, Dataset, Loader
-from hpctrain.errors import HpctrainError, LaunchError, RecipeError, StoppedEarly
-from hpctrain.launch import TERMINAL_VARIABLE
+from hpctrain.comm import all_gather_json, check_same, on_rank_0
+from hpctrain.data import ORDER_NAME, Dataset
+from hpctrain.errors import DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
+from hpctrain.launch import identify
 from hpctrain.reduce import WireFormat
 from hpctrain.resilience import StopRequest
-from hpctrain.run.directory import prepare_run_directory, set_aside
-from hpctrain.run.optimizers import build_optimizer
-from hpctrain.run.precision import MODEL_DTYPE, autocast_for, loss_scale_for
+from hpctrain.run.directory import prepare_run_directory, set_aside, set_aside_newer
+from hpctrain.run.parts import (
+    build_parts,
+    build_schedule,
+    build_settings,
+    checkpoint_directory,
+    total_steps,
+)
+from hpctrain.run.precision import loss_scale_for
 from hpctrain.run.recipe import Recipe
 from hpctrain.run.recipe_file import to_toml
-from hpctrain.run.record import environment_record
+from hpctrain.run.record import environment_record, working_commit
 from hpctrain.run.session import Session, start
-from hpctrain.telemetry import RecordWriter, write_json
+from hpctrain.run.summary import SUMMARY, finished_summary, summarize
+from hpctrain.telemetry import RecordWriter, tell, write_json
 from hpctrain.train import (
-    CheckpointPolicy,
-    Decay,
-    LoopSettings,
-    Schedule,
+    Position,
+    Resumed,
     Task,
     Training,
     TrainingState,
     derive_seed,
     import_task,
-    scaled_lr,
     seed_generators,
-    total_steps,
 )
+from hpctrain.train import resume as resume_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +60,7 @@ class Resume:
         return cls(path=Path(text))
 
 
-def train(recipe: Recipe, *, recipe_path: Path, resume: Resume) -> dict[str, Any]:
+def train(recipe: Recipe, *, recipe_path: Path, resume: Resume, stop: StopRequest) -> dict[str, Any]:
     """Carry out `recipe` with the ranks that the launcher started. Collective. Returns the summary.
 
     Raises StoppedEarly when a rank was asked to stop: everything is saved then.
@@ -64,242 +68,203 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume) -> dict[str, Any
     search = [Path.cwd(), recipe_path.absolute().parent]
     # Before anything communicates: what is wrong with the recipe is wrong on every rank.
     task = import_task(recipe.task.target, options=recipe.task.options, search=search)
-    stop = StopRequest().install()
-    try:
-        with start(
-            backend=recipe.run.backend,
-            device=recipe.run.device,
-            ranks=recipe.run.ranks,
-            threads_per_rank=recipe.run.threads_per_rank,
-            timeout_s=recipe.run.timeout_s,
-        ) as session:
-            return carry_out(recipe, task, session=session, resume=resume, stop=stop)
-    finally:
-        stop.restore()
+    # Also before: asking git means a fork, which MPI does not like.
+    first = identify(os.environ, socket.gethostname()).rank == 0
+    commit = working_commit() if first else None
+    with start(
+        backend=recipe.run.backend,
+        device=recipe.run.device,
+        ranks=recipe.run.ranks,
+        threads_per_rank=recipe.run.threads_per_rank,
+        timeout_s=recipe.run.timeout_s,
+    ) as session:
+        return carry_out(recipe, task, session=session, resume=resume, stop=stop, commit=commit)
 
 
 def carry_out(
-    recipe: Recipe, task: Task, *, session: Session, resume: Resume, stop: StopRequest
+    recipe: Recipe,
+    task: Task,
+    *,
+    session: Session,
+    resume: Resume,
+    stop: StopRequest,
+    commit: str | None = None,
 ) -> dict[str, Any]:
-    """Train `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary."""
+    """Train `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary.
+
+    commit: of the user's working directory, for the record; rank 0's is written.
+    """
     started = time.time()
     directory = Path(recipe.run.directory)
+    _check_same_recipe(recipe, session)
     prepare_run_directory(directory, comm=session.world)
     session.agreed(lambda: session.world.publish_in(directory / "watch"), os_error=LaunchError)
     if resume.anew:
         _start_anew(recipe, session)
     wire = WireFormat(recipe.reduction.wire)
     algorithm = session.choose_algorithm(recipe.reduction.algorithm)
-    environment = environment_record(session, algorithm=algorithm, wire=wire.value)
-    dataset = session.open_dataset(recipe.data.train)
-    held_out = session.open_dataset(recipe.data.held_out) if recipe.data.held_out else None
-    if session.rank == 0:
-        (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
-        write_json(directory / "environment.json", environment)
-        _tell_start(recipe, session, algorithm=algorithm, wire=wire, dataset=dataset)
-    records = RecordWriter(directory / "metrics" / f"rank-{session.rank:05}.jsonl")
-    training, updater = None, None
+    environment = environment_record(session, algorithm=algorithm, wire=wire.value, commit=commit)
+    dataset = open_same_dataset(recipe.data.train, session=session)
+    held_out = open_same_dataset(recipe.data.held_out, session=session) if recipe.data.held_out else None
+    if recipe.run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Or else every new buffer would first be filled with NaN.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    parts = session.agreed(
+        lambda: build_parts(recipe, task, session=session, dataset=dataset, held_out=held_out),
+        os_error=RecipeError,
+    )
+    _tell_start(recipe, session, algorithm=algorithm, dataset=dataset)
+    updater = session.updater(
+        parts.model,
+        parts.optimizer,
+        algorithm=algorithm,
+        wire=wire,
+        bucket_bytes=max(1, int(recipe.reduction.bucket_mb * 1e6)),
+        loss_scale=loss_scale_for(
+            recipe.run.precision, wire=wire, max_skipped_in_row=recipe.optimizer.max_skipped_in_row
+        ),
+        clip_norm=recipe.optimizer.clip_norm,
+    )
+    seed_generators(derive_seed(recipe.run.seed, "rank", session.rank))
+    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
+    identity = {
+        "dataset": dataset.manifest.fingerprint,
+        "order": ORDER_NAME,
+        "shuffle": recipe.data.shuffle,
+        "last_batch": recipe.data.last_batch,
+    }
+    records = session.agreed(
+        lambda: RecordWriter(directory / "metrics" / f"rank-{session.rank:05}.jsonl"), os_error=LaunchError
+    )
     try:
-        loader = session.agreed(lambda: _loader(recipe, dataset, session), os_error=RecipeError)
-        if recipe.run.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-        seed_generators(derive_seed(recipe.run.seed, "model"))
-        model = session.agreed(lambda: _model(recipe, task, session), os_error=RecipeError)
-        optimizer = build_optimizer(model, recipe.optimizer)
-        updater = session.updater(
-            model, optimizer, algorithm=algorithm, wire=wire,
-            bucket_bytes=max(1, int(recipe.reduction.bucket_mb * 1e6)),
-            loss_scale=loss_scale_for(
-                recipe.run.precision, wire=wire, max_skipped_in_row=recipe.optimizer.max_skipped_in_row
-            ),
-            clip_norm=recipe.optimizer.clip_norm,
-        )  # fmt: skip
-        seed_generators(derive_seed(recipe.run.seed, "rank", session.rank))
-        steps = total_steps(
-            epochs=recipe.run.epochs, steps=recipe.run.steps, batches_per_epoch=loader.batches_per_epoch
-        )
+        resumed = _resume(recipe, resume, state, session=session, identity=identity)
+        steps = total_steps(recipe, parts.loader, position=resumed.position)
+        if resumed.path is not None and resumed.position.step >= steps:
+            before = on_rank_0(session.world, lambda: finished_summary(directory, step=resumed.position.step))
+            if before is not None:
+                return _nothing_left(before, recipe=recipe, session=session)
+        on_rank_0(session.world, lambda: _write_records(recipe, environment, step=resumed.position.step))
         training = Training(
             task,
-            state=TrainingState(model, optimizer, updater, recipe.run.seed),
-            loader=loader,
-            held_out=_held_out_loader(recipe, held_out, session) if held_out is not None else None,
-            schedule=_schedule(recipe, steps),
-            settings=_settings(recipe, session, steps),
+            state=state,
+            loader=parts.loader,
+            held_out=parts.held_out,
+            schedule=build_schedule(recipe, steps=steps),
+            settings=build_settings(recipe, session=session, steps=steps),
             comm=session.world,
             device=session.device,
-            autocast=autocast_for(recipe.run.precision, device=session.device),
-            identity={
-                "dataset": dataset.manifest.fingerprint, "order": ORDER_NAME, "shuffle": recipe.data.shuffle,
-                "last_batch": recipe.data.last_batch,
-            },
+            autocast=parts.autocast,
+            identity=identity,
+            resumed=resumed,
             records=records,
             stop=stop,
             on_step=lambda step: setattr(session.world, "step", step),
-        )  # fmt: skip
-        if not resume.anew and training.resume(resume.path).step >= steps:
-            return _nothing_left(recipe, session, training, steps=steps)
-        training.run()
-        return _finish(recipe, session, training, environment, started=started, status="finished")
-    except StoppedEarly:
-        if training is not None:
-            _finish(recipe, session, training, environment, started=started, status="stopped")
-        raise
+        )
+
+        def summary(status: str) -> dict[str, Any]:
+            return summarize(
+                training.totals(),
+                recipe=recipe,
+                session=session,
+                environment=environment,
+                wall_s=time.time() - started,
+                status=status,
+            )
+
+        try:
+            training.run()
+        except StoppedEarly:
+            summary("stopped")
+            raise
+        except DivergedError:
+            summary("diverged")
+            raise
+        return summary("finished")
     finally:
         records.close()
-        if updater is not None:
-            updater.close()
+        updater.close()
 
 
-def _nothing_left(recipe: Recipe, session: Session, training: Training, *, steps: int) -> dict[str, Any]:
-    """The run was finished before: its summary stays as it is."""
-    step = training.totals().position.step
+def _check_same_recipe(recipe: Recipe, session: Session) -> None:
+    """Each rank has read its own file: with different recipes they would drift apart without a word."""
+    sections = recipe.model_dump()
+    if len({str(found) for found in all_gather_json(session.world, sections)}) > 1:
+        for name, values in sections.items():
+            check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
+
+
+def open_same_dataset(directory: str, *, session: Session) -> Dataset:
+    """Open a dataset, and DataError on every rank unless all have the same content. Collective."""
+    dataset = session.open_dataset(directory)
+    check_same(
+        session.world, name=f"the content of {directory}", value=dataset.manifest.fingerprint, error=DataError
+    )
+    return dataset
+
+
+def _resume(
+    recipe: Recipe, resume: Resume, state: TrainingState, *, session: Session, identity: dict[str, Any]
+) -> Resumed:
+    if resume.anew:
+        return Resumed(position=Position(), path=None)
+    directory = checkpoint_directory(recipe)
+    resumed = resume_state(
+        state,
+        source=resume.path or directory,
+        named=resume.path is not None,
+        comm=session.world,
+        identity=identity,
+    )
+    if resume.path is not None:
+        # The run branches off here: what the other branch saved later must not be taken for this one's.
+        moved = set_aside_newer(directory, step=resumed.position.step, comm=session.world)
+        if moved is not None and session.rank == 0:
+            tell(f"later checkpoints of the run that this one branches off from are in {moved}")
+    if resumed.path is not None and session.rank == 0:
+        tell(f"resumed from {resumed.path} (step {resumed.position.step})")
+    return resumed
+
+
+def _write_records(recipe: Recipe, environment: dict[str, Any], *, step: int) -> None:
+    """What runs now, in files of its own; every start is kept in `starts.jsonl`."""
+    directory = Path(recipe.run.directory)
+    (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
+    write_json(directory / "environment.json", environment)
+    starts = RecordWriter(directory / "starts.jsonl")
+    starts.write(
+        {"time": time.time(), "step": step, "recipe": recipe.model_dump(), "environment": environment}
+    )
+    starts.close()
+
+
+def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -> dict[str, Any]:
+    """The run was finished before: its records stay as they are."""
     if session.rank == 0:
-        print(
-            f"{recipe.run.name}: finished before, at step {step} of {steps}; raise run.steps or run.epochs to "
-            "go on, or start anew with --resume never",
-            flush=True,
+        tell(
+            f"{recipe.run.name}: finished before, at step {before['step']}; raise run.steps or run.epochs to go on, "
+            "or start anew with --resume never"
         )
-    return {"name": recipe.run.name, "status": "finished", "step": step, "steps_here": 0}
+    return before
 
 
 def _start_anew(recipe: Recipe, session: Session) -> None:
     directory = Path(recipe.run.directory)
-    names = ["checkpoints", "metrics", "summary.json"]
-    moved = set_aside(directory, names, comm=session.world)
+    names = ["checkpoints", "metrics", "starts.jsonl", "recipe.toml", "environment.json", SUMMARY]
+    moved = [set_aside(directory, names, comm=session.world)]
     if recipe.checkpoint.directory is not None:
         checkpoints = Path(recipe.checkpoint.directory)
-        set_aside(checkpoints.parent, [checkpoints.name], comm=session.world)
-    if moved is not None and session.rank == 0:
-        print(f"starting anew: what an earlier run left is in {moved}", flush=True)
+        moved.append(set_aside(checkpoints.parent, [checkpoints.name], comm=session.world))
+    for place in moved:
+        if place is not None and session.rank == 0:
+            tell(f"starting anew: what an earlier run left is in {place}")
 
 
-def _tell_start(
-    recipe: Recipe, session: Session, *, algorithm: str, wire: WireFormat, dataset: Dataset
-) -> None:
-    print(
-        f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
-        f"{session.topology.describe()}, {session.world.backend}, {algorithm} reduction, {wire.value} on the wire, "
-        f"{session.device.type}; {dataset.num_samples:,} samples, global batch {recipe.data.global_batch}",
-        flush=True,
-    )
-    for note in session.notes:
-        print(f"note: {note}", flush=True)
-
-
-def _loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
-    if recipe.data.global_batch < session.num_ranks:
-        raise RecipeError(
-            f"data.global_batch = {recipe.data.global_batch} cannot be split over {session.num_ranks} ranks: every "
-            f"rank needs at least one sample. Set data.global_batch to {session.num_ranks} or more, or use fewer ranks"
-        )
-    return session.loader(
-        dataset, global_batch=recipe.data.global_batch, seed=derive_seed(recipe.run.seed, "order"),
-        shuffle=recipe.data.shuffle, last_batch=recipe.data.last_batch,
-        prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
-    )  # fmt: skip
-
-
-def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
-    # A part of the samples is drawn by the shuffled order of a fixed seed: the same part in every run.
-    return session.loader(
-        dataset, global_batch=max(recipe.data.evaluation_batch, session.num_ranks), seed=0,
-        shuffle=recipe.data.evaluation_samples is not None, prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
-    )  # fmt: skip
-
-
-def _model(recipe: Recipe, task: Task, session: Session) -> torch.nn.Module:
-    try:
-        model = task.build_model()
-    except HpctrainError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise RecipeError(
-            f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
-        ) from error
-    return model.to(device=session.device, dtype=MODEL_DTYPE[recipe.run.precision])
-
-
-def _schedule(recipe: Recipe, steps: int) -> Schedule:
-    section = recipe.optimizer
-    return Schedule(
-        peak_lr=scaled_lr(
-            section.lr, scaling=section.lr_scaling, global_batch=recipe.data.global_batch,
-            reference_batch=section.reference_batch,
-        ),
-        total_steps=steps,
-        warmup_steps=section.warmup_steps,
-        decay=Decay(section.schedule),
-        final_fraction=section.final_lr_fraction,
-        step_every=section.step_every or 1,
-        step_factor=section.step_factor,
-    )  # fmt: skip
-
-
-def _settings(recipe: Recipe, session: Session, steps: int) -> LoopSettings:
-    section = recipe.checkpoint
-    return LoopSettings(
-        total_steps=steps,
-        micro_batches=recipe.data.micro_batches,
-        checkpoint=CheckpointPolicy(
-            directory=Path(section.directory or Path(recipe.run.directory) / "checkpoints"),
-            every_steps=section.every_steps,
-            every_minutes=section.every_minutes,
-            keep=section.keep,
-            engine=section.engine,
-        ),
-        metrics_every_steps=recipe.telemetry.metrics_every_steps,
-        evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
-        evaluation_samples=recipe.data.evaluation_samples,
-        progress_every_s=recipe.telemetry.progress_every_s,
-        on_terminal=session.num_ranks == 1 or TERMINAL_VARIABLE in os.environ,
-    )
-
-
-def _finish(
-    recipe: Recipe,
-    session: Session,
-    training: Training,
-    environment: dict[str, Any],
-    *,
-    started: float,
-    status: str,
-) -> dict[str, Any]:
-    """Merge the ranks' totals into the summary; rank 0 writes and tells it. Collective."""
-    totals = training.totals()
-    by_rank = all_gather_json(session.world, {"seconds": totals.seconds})
-    names = sorted({name for entry in by_rank for name in entry["seconds"]})
-    seconds = {n: sum(entry["seconds"].get(n, 0.0) for entry in by_rank) / len(by_rank) for n in names}
-    step_s = seconds.get("step", 0.0)
-    summary = {
-        "name": recipe.run.name,
-        "status": status,
-        "ranks": session.num_ranks,
-        "topology": environment["topology"],
-        "backend": environment["backend"],
-        "algorithm": environment["algorithm"],
-        "wire": environment["wire"],
-        "step": totals.position.step,
-        "samples_seen": totals.position.samples,
-        "steps_here": totals.steps,
-        "samples_here": totals.samples,
-        "samples_per_s": totals.samples / step_s if step_s else 0.0,
-        "wall_s": time.time() - started,
-        "seconds": seconds,
-        "exposed_sync_share": seconds.get("exposed_sync", 0.0) / step_s if step_s else 0.0,
-        "loss": totals.last_loss,
-        "quality": totals.quality,
-        "skipped_steps": totals.skipped_steps,
-        "checkpoints_written": totals.checkpoints,
-        "resumed_from": totals.resumed_from,
-    }
+def _tell_start(recipe: Recipe, session: Session, *, algorithm: str, dataset: Dataset) -> None:
     if session.rank == 0:
-        write_json(Path(recipe.run.directory) / "summary.json", summary)
-        quality = "".join(f", {name} {value:.4f}" for name, value in totals.quality.items())
-        print(
-            f"{recipe.run.name}: {status} at step {totals.position.step}, {summary['samples_per_s']:,.0f} samples/s, "
-            f"{summary['exposed_sync_share']:.0%} of the step time exposed to communication{quality}; "
-            f"records in {recipe.run.directory}",
-            flush=True,
+        tell(
+            f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
+            f"{session.topology.describe()}, {session.world.backend}, {algorithm} reduction, "
+            f"{recipe.reduction.wire} on the wire, {session.device.type}; {dataset.num_samples:,} samples, "
+            f"global batch {recipe.data.global_batch}"
         )
-    sys.stdout.flush()
-    return summary

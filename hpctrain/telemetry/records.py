@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -31,11 +32,18 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
+        self._path = path
         self._file: IO[str] | None = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        except OSError as error:
+            # A full disk must not end the training that the records are about.
+            print(f"hpctrain: no more records in {self._path}: {error.strerror}", file=sys.stderr, flush=True)
+            self._file = None
 
     def close(self) -> None:
         if self._file is not None:

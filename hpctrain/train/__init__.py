@@ -1,13 +1,14 @@
 """The flow of training: task, state, schedule, loop."""
 
 from hpctrain.train.loop import Totals, Training
+from hpctrain.train.resumption import Resumed, resume
 from hpctrain.train.schedule import Decay, Schedule, scaled_lr
 from hpctrain.train.seeds import derive_seed, seed_generators
-from hpctrain.train.settings import CheckpointPolicy, LoopSettings, total_steps
+from hpctrain.train.settings import CheckpointPolicy, LoopSettings
 from hpctrain.train.state import Position, TrainingState
 from hpctrain.train.task import Fields, Task, import_task
 
 __all__ = [
-    "CheckpointPolicy", "Decay", "Fields", "LoopSettings", "Position", "Schedule", "Task", "Totals", "Training",
-    "TrainingState", "derive_seed", "import_task", "scaled_lr", "seed_generators", "total_steps",
+    "CheckpointPolicy", "Decay", "Fields", "LoopSettings", "Position", "Resumed", "Schedule", "Task", "Totals",
+    "Training", "TrainingState", "derive_seed", "import_task", "resume", "scaled_lr", "seed_generators",
 ]  # fmt: skip

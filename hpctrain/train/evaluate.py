@@ -10,6 +10,7 @@ import torch
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.data import Loader
 from hpctrain.errors import DataError
+from hpctrain.train.seeds import capture_generators, restore_generators
 from hpctrain.train.task import Task
 
 
@@ -28,6 +29,8 @@ def evaluate(
     max_samples: only the first batches that have so many together; the same on every rank.
     Sums are added in rank order in float64: the same number on every rank.
     """
+    # Metrics may draw random numbers; training must go on as if nobody had looked.
+    generators = capture_generators()
     sums: dict[str, float] = {}
     num_samples = 0
     was_training = model.training
@@ -43,6 +46,7 @@ def evaluate(
             if max_samples is not None and batch.stop >= max_samples:
                 break
     model.train(was_training)
+    restore_generators(generators, otherwise=0)
     totals: dict[str, float] = {}
     seen = 0
     for theirs in all_gather_json(comm, {"sums": sums, "num_samples": num_samples}):

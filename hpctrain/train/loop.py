@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import load, load_newest_good, save
+from hpctrain.checkpoint import save
 from hpctrain.comm import Collective, broadcast_tensors
 from hpctrain.data import Batch, Batches, Loader
-from hpctrain.errors import CheckpointError, StoppedEarly
+from hpctrain.errors import StoppedEarly
 from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import StopRequest
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.progress import ProgressLine
+from hpctrain.train.resumption import Resumed
 from hpctrain.train.schedule import Schedule
 from hpctrain.train.settings import LoopSettings
 from hpctrain.train.state import Position, TrainingState
@@ -57,6 +57,7 @@ class Training:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[object]],
         identity: Mapping[str, Any],
+        resumed: Resumed,
         records: RecordWriter,
         stop: StopRequest,
         on_step: Callable[[int], None] = lambda step: None,
@@ -79,46 +80,27 @@ class Training:
             total_steps=settings.total_steps, every_s=settings.progress_every_s, silent=comm.rank != 0,
             on_terminal=settings.on_terminal,
         )  # fmt: skip
-        self._position = Position()
+        self._position = resumed.position
+        self._first_step = resumed.position.step
+        self._saved_step = resumed.position.step if resumed.path is not None else None
+        self._resumed_from = str(resumed.path) if resumed.path is not None else None
         self._last_save = time.monotonic()
-        self._saved_step: int | None = None
-        self._first_step = 0
         self._quality: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._resumed_from: str | None = None
         self._checkpoints = 0
         self._skipped = 0
         self._samples = 0
         self._loss = float("nan")
 
-    def resume(self, path: Path | None = None) -> Position:
-        """Go on from the newest good checkpoint of the policy's directory, or from `path`; if none, from 0."""
-        if path is not None and not path.is_dir():
-            checkpoint, tensors = load(path, comm=self._comm)
-        else:
-            found = load_newest_good(path or self._settings.checkpoint.directory, comm=self._comm)
-            if found is None and path is None:
-                return self._position
-            if found is None:
-                raise CheckpointError(f"--resume {path}: there is no checkpoint in this folder", agreed=True)
-            checkpoint, tensors = found.checkpoint, found.tensors
-        self._position = self._state.restore(checkpoint, tensors, comm=self._comm, identity=self._identity)
-        self._saved_step = self._position.step
-        self._resumed_from = str(checkpoint.path)
-        self._progress.say(f"resumed from {checkpoint.path} (step {self._position.step})")
-        return self._position
-
     def run(self) -> None:
         """Train to the end. Raises StoppedEarly, with the state saved, when a rank was asked to stop."""
-        self._first_step = self._position.step
         self._clock.lap()
         while self._position.step < self._settings.total_steps:
             with self._loader.epoch(self._position.epoch, start=self._position.start) as batches:
                 self._train_on(batches)
-        self._quality = self._evaluate()
-        self._clock.lap()
-        self._save()
+        self._save()  # before the evaluation, which runs the user's code once more
         self._add_seconds({"checkpoint": self._clock.lap().get("checkpoint", 0.0)})
+        self._quality = self._evaluate()
 
     def totals(self) -> Totals:
         """What was done so far, by this process. Not collective."""
@@ -176,7 +158,7 @@ class Training:
         if stopping or outcome.sums["save"] > 0 or policy.due_by_step(self._position.step):
             self._save()
         self._record(batch, outcome, lr=lr)
-        if stopping:
+        if stopping and self._position.step < self._settings.total_steps:
             self._leave_early()
         every = self._settings.evaluate_every_steps
         if every and self._position.step % every == 0 and self._position.step < self._settings.total_steps:
@@ -185,14 +167,14 @@ class Training:
 
     def _forward_backward(self, batch: Batch) -> float:
         """Gradients of this rank's share; returns its weighted loss, which adds up to the batch's mean."""
-        total = 0.0
+        losses = []
         parts = [part for part in batch.split(self._settings.micro_batches) if part.num_samples > 0]
         for number, part in enumerate(parts, start=1):
             with self._autocast():
                 loss = self._task.loss(self._state.model, part.to(self._device).fields)
             self._state.updater.backward(loss, weight=part.weight, last=number == len(parts))
-            total += float(loss.detach()) * part.weight
-        return total
+            losses.append(loss.detach().double() * part.weight)
+        return float(torch.stack(losses).sum()) if losses else 0.0  # one wait for the device
 
     def _record(self, batch: Batch, outcome: StepOutcome, *, lr: float) -> None:
         seconds = self._clock.lap()
@@ -228,6 +210,9 @@ class Training:
                 state, directory=policy.directory, step=self._position.step, comm=self._comm,
                 keep=policy.keep, engine=policy.engine,
             )  # fmt: skip
+        if self._checkpoints == 0:
+            note = f" ({result.note})" if result.note else ""
+            self._progress.say(f"checkpoints: {result.engine}{note}, in {policy.directory}")
         self._saved_step = self._position.step
         self._last_save = time.monotonic()
         self._checkpoints += 1
@@ -262,6 +247,6 @@ class Training:
         )
         raise StoppedEarly(
             f"stopped after step {self._position.step} of {self._settings.total_steps} ({reason}); the state is "
-            f"saved in {directory}; run the same command again to go on",
+            f"saved in {directory}; run the same command again (with --resume auto) to go on",
             agreed=True,
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import IO
+
+from hpctrain.telemetry import tell
 
 
 class ProgressLine:
@@ -18,14 +19,12 @@ class ProgressLine:
         every_s: float,
         silent: bool,
         on_terminal: bool = False,
-        stream: IO[str] | None = None,
     ) -> None:
         self._total_steps = total_steps
         self._silent = silent
-        self._stream = stream or sys.stdout
         # mpirun gives rank 0 a pseudo-terminal even when its own output is a file: only `hpctrain launch`,
         # which sees the real one, or a rank without a launcher can tell.
-        self._on_terminal = on_terminal and self._stream.isatty()
+        self._on_terminal = on_terminal and sys.stdout.isatty()
         self._every_s = min(every_s, 0.5) if self._on_terminal else every_s
         self._last_told = -float("inf")
         self._width = 0
@@ -46,21 +45,19 @@ class ProgressLine:
             f"step {step}/{self._total_steps}  epoch {epoch}  loss {loss:.4f}  lr {lr:.3g}{self._rates(step)}"
         )
         if self._on_terminal:
-            self._stream.write("\r" + line.ljust(self._width))
+            tell("\r" + line.ljust(self._width), end="")
             self._width = len(line)
         else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
+            tell(line)
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress line."""
         if self._silent:
             return
         if self._on_terminal and self._width:
-            self._stream.write("\r" + " " * self._width + "\r")
+            tell("\r" + " " * self._width + "\r", end="")
             self._width = 0
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        tell(text)
 
     def _rates(self, step: int) -> str:
         (t0, s0, n0), (t1, s1, n1) = self._history[0], self._history[-1]

@@ -44,8 +44,11 @@ def capture_generators() -> dict[str, torch.Tensor]:
     return states
 
 
-def restore_generators(states: dict[str, torch.Tensor]) -> None:
-    """Put this rank's generators back to a captured state."""
+def restore_generators(states: dict[str, torch.Tensor], *, otherwise: int) -> None:
+    """Put this rank's generators back to a captured state.
+
+    otherwise: seed for a CUDA generator whose state was not captured, because that run had no CUDA.
+    """
     try:
         torch.set_rng_state(states["torch"])
         numpy_state = states["numpy"].numpy()
@@ -57,6 +60,8 @@ def restore_generators(states: dict[str, torch.Tensor]) -> None:
         random.setstate((version, tuple(words), _float(gauss) if has_gauss else None))
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+        elif torch.cuda.is_available():
+            torch.cuda.manual_seed(otherwise)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise CheckpointError(
             f"the checkpoint's random generator state cannot be restored: {error}"

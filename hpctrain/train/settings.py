@@ -36,8 +36,3 @@ class LoopSettings:
     evaluation_samples: int | None = None  # None: all of them
     progress_every_s: float
     on_terminal: bool = False  # rank 0's output is a terminal that a person looks at
-
-
-def total_steps(*, epochs: int | None, steps: int | None, batches_per_epoch: int) -> int:
-    """Optimizer steps of the whole run: `steps`, or `epochs` passes over the data."""
-    return steps if steps is not None else (epochs or 0) * batches_per_epoch

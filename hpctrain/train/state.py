@@ -31,7 +31,9 @@ class TrainingState:
 
     The learning rate is a function of the step, so `position` holds it. Random generators are per rank: on
     the same number of ranks they continue to the bit; on another number each rank is seeded anew from the
-    run's seed, the step and its rank, since there is no state to continue.
+    run's seed, the step and its rank, since there is no state to continue. Of the model's buffers (running
+    statistics) rank 0's are saved and restored: a model whose training forward reads buffers that differ
+    between ranks does not continue to the bit.
     """
 
     model: torch.nn.Module
@@ -61,8 +63,12 @@ class TrainingState:
             )
         document = {
             "position": asdict(position),
-            "optimizer": {"groups": self._group_options(), "scalars": scalars},
-            "updater": self.updater.state_dict(),
+            "optimizer": {
+                "class": type(self.optimizer).__name__,
+                "groups": self._group_options(),
+                "scalars": scalars,
+            },
+            "updater": self.updater.state(),
             "num_ranks": comm.num_ranks,
             "seed": self.seed,
             "identity": dict(identity),
@@ -98,7 +104,7 @@ class TrainingState:
         prefix = "model/"
         self.model.load_state_dict({n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)})
         self.optimizer.load_state_dict(optimizer_state)
-        self.updater.load_state_dict(document["updater"])
+        self.updater.load_state(document["updater"])
         position = Position(**document["position"])
         if document["num_ranks"] == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, which a row of a larger tensor is not aligned for.
@@ -107,7 +113,7 @@ class TrainingState:
                 for n, t in tensors.items()
                 if n.startswith("generators/")
             }
-            restore_generators(rows)
+            restore_generators(rows, otherwise=derive_seed(self.seed, "resume", position.step, comm.rank))
         else:
             seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
         return position
@@ -138,7 +144,17 @@ class TrainingState:
     def _optimizer_state_dict(
         self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """In the layout that `Optimizer.load_state_dict` takes: parameters by number."""
+        """In the layout that `Optimizer.load_state_dict` takes: parameters by number.
+
+        Options are this run's, so that a changed recipe counts; but for the learning rate, which schedulers
+        of torch read back from the optimizer.
+        """
+        saved_class = document["optimizer"]["class"]
+        if saved_class != type(self.optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {saved_class}, this run's optimizer is "
+                f"{type(self.optimizer).__name__}: resume with the same one, or start anew with --resume never"
+            )
         saved_groups = document["optimizer"]["groups"]
         mine = self._group_options()
         if [g["parameters"] for g in saved_groups] != [g["parameters"] for g in mine]:
@@ -159,12 +175,8 @@ class TrainingState:
         groups, first = [], 0
         for group, saved in zip(mine, saved_groups, strict=True):
             last = first + len(group["parameters"])
-            # Tuples (betas) came back from JSON as lists: this run's own value tells the type.
-            options = {
-                key: tuple(value) if isinstance(group["options"].get(key), tuple) else value
-                for key, value in saved["options"].items()
-            }
-            groups.append({**group["options"], **options, "params": list(range(first, last))})
+            kept = {key: saved["options"][key] for key in ("lr", "initial_lr") if key in saved["options"]}
+            groups.append({**group["options"], **kept, "params": list(range(first, last))})
             first = last
         return {"state": state, "param_groups": groups}
 

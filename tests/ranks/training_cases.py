@@ -26,8 +26,9 @@ GLOBAL_BATCH = 50  # 1438 samples: 29 steps an epoch, the last with 38; 50 and 3
 class Classifier:
     """A small classifier of digits that writes down which samples it saw, and can ask its rank to stop."""
 
-    def __init__(self, *, dropout: float = 0.0) -> None:
+    def __init__(self, *, dropout: float = 0.0, overflow: bool = False) -> None:
         self.dropout = dropout
+        self.overflow = overflow
         self.seen: list[int] = []
         self.steps = 0
         self.stop: StopRequest | None = None
@@ -47,10 +48,13 @@ class Classifier:
         if self.stop is not None and self.steps == self.stop_after:
             self.stop.request("test")
         image = fields["image"].to(next(model.parameters()).dtype) / 16
-        return functional.cross_entropy(model(image), fields["label"])
+        loss = functional.cross_entropy(model(image), fields["label"])
+        # Once an epoch, whichever rank and process has sample 7: float16 overflows, the step is skipped.
+        return loss * 1e9 if self.overflow and 7 in fields["id"] else loss
 
     def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
         image = fields["image"].to(next(model.parameters()).dtype) / 16
+        torch.rand(1)  # a metric may draw random numbers: training must not notice
         return {"accuracy": float((model(image).argmax(1) == fields["label"]).double().mean())}
 
     def fingerprint(self) -> str:
@@ -88,7 +92,7 @@ def train(
         node_rank=None, node_name=nodes_for(world.num_ranks)[world.rank],
     )  # fmt: skip
     session = Session(
-        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"), notes=[],
+        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
         topology=Topology.from_node_names(nodes_for(world.num_ranks)),
     )  # fmt: skip
     stop = StopRequest()
@@ -131,19 +135,28 @@ def interruptions(world: World, directory: str) -> dict[str, Any]:
     options: dict[str, dict[str, Any]] = {
         "reduction": {"wire": "fp16", "algorithm": "auto"},
         "data": {"micro_batches": 2},
+        "optimizer": {"clip_norm": 1.0},
         "checkpoint": {"every_steps": 20, "keep": 2},
+        "telemetry": {"evaluate_every_steps": 9},
     }
     prefix = f"{world.backend}-{world.num_ranks}-stop"
-    whole = train(world, where, f"{prefix}-never", task=Classifier(dropout=0.3), **options)
+    whole = train(world, where, f"{prefix}-never", task=Classifier(dropout=0.3, overflow=True), **options)
     found = {"whole": whole}
     for step in (1, 29, 44):  # the first step, the end of an epoch, somewhere
         asking = step % world.num_ranks == world.rank  # one rank is asked, all agree
         name = f"{prefix}-{step}"
         # Two micro-batches a step: the second call of a step asks.
         first = train(
-            world, where, name, task=Classifier(dropout=0.3), stop_after=2 * step if asking else 0, **options
+            world,
+            where,
+            name,
+            task=Classifier(dropout=0.3, overflow=True),
+            stop_after=2 * step if asking else 0,
+            **options,
         )
-        second = train(world, where, name, task=Classifier(dropout=0.3), resume="auto", **options)
+        second = train(
+            world, where, name, task=Classifier(dropout=0.3, overflow=True), resume="auto", **options
+        )
         found[f"{step}"] = {"stopped": first["stopped"], "losses": second["losses"],
                             "fingerprint": second["fingerprint"]}  # fmt: skip
     return found

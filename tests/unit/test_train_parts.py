@@ -8,6 +8,8 @@ import math
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from hpctrain.telemetry import RecordWriter, StepClock, read_records, write_json
 from hpctrain.train.progress import ProgressLine
 from hpctrain.train.schedule import Decay, Schedule, scaled_lr
 from hpctrain.train.seeds import capture_generators, derive_seed, restore_generators, seed_generators
-from hpctrain.train.settings import CheckpointPolicy, total_steps
+from hpctrain.train.settings import CheckpointPolicy
 from hpctrain.train.task import import_task
 
 # ---------------------------------------------------------------------- schedule
@@ -48,11 +50,6 @@ def test_learning_rate_follows_the_batch(scaling: str, expected: float) -> None:
     assert scaled_lr(0.1, scaling=scaling, global_batch=1024, reference_batch=256) == pytest.approx(expected)
 
 
-def test_total_steps_come_from_steps_or_epochs() -> None:
-    assert total_steps(epochs=None, steps=7, batches_per_epoch=100) == 7
-    assert total_steps(epochs=3, steps=None, batches_per_epoch=100) == 300
-
-
 def test_a_checkpoint_is_due_by_steps_and_by_time() -> None:
     policy = CheckpointPolicy(directory=Path(), every_steps=10, every_minutes=0.5)
     assert [step for step in range(1, 31) if policy.due_by_step(step)] == [10, 20, 30]
@@ -77,7 +74,7 @@ def test_generators_continue_to_the_bit_after_a_round_trip() -> None:
     state = {name: tensor.clone() for name, tensor in capture_generators().items()}
     expected = [draw() for _ in range(5)]
     seed_generators(99)
-    restore_generators(state)
+    restore_generators(state, otherwise=1)
     assert [draw() for _ in range(5)] == expected
 
 
@@ -142,16 +139,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def tell(stream: io.StringIO, *, on_terminal: bool, silent: bool = False) -> str:
-    line = ProgressLine(total_steps=3, every_s=1e-9, silent=silent, on_terminal=on_terminal, stream=stream)
+def told(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, on_terminal: bool, silent: bool = False
+) -> str:
+    monkeypatch.setattr("sys.stdout", stream)
+    line = ProgressLine(total_steps=3, every_s=1e-9, silent=silent, on_terminal=on_terminal)
     for step in (1, 2, 3):
         line.step(step=step, epoch=0, loss=0.5, lr=0.1, num_samples=8)
     line.say("held out: 0.9")
     return stream.getvalue()
 
 
-def test_progress_is_one_renewed_line_on_a_terminal() -> None:
-    text = tell(Terminal(), on_terminal=True)
+def test_progress_is_one_renewed_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = told(monkeypatch, Terminal(), on_terminal=True)
     assert text.count("\n") == 1  # only the line that `say` adds
     assert text.count("\r") == 5
     assert "step 3/3" in text
@@ -159,14 +159,23 @@ def test_progress_is_one_renewed_line_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("stream", "on_terminal"), [(io.StringIO(), True), (Terminal(), False)])
-def test_progress_is_plain_lines_elsewhere(stream: io.StringIO, on_terminal: bool) -> None:
-    text = tell(stream, on_terminal=on_terminal)
+def test_progress_is_plain_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, on_terminal: bool
+) -> None:
+    text = told(monkeypatch, stream, on_terminal=on_terminal)
     assert "\r" not in text
     assert text.count("\n") == 4
 
 
-def test_progress_is_silent_on_other_ranks() -> None:
-    assert tell(io.StringIO(), on_terminal=False, silent=True) == ""
+def test_progress_is_silent_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, io.StringIO(), on_terminal=False, silent=True) == ""
+
+
+def test_a_reader_that_has_gone_does_not_end_the_program() -> None:
+    script = "from hpctrain.telemetry import tell\nfor n in range(20000): tell(str(n))\nraise SystemExit(75)"
+    command = f"{sys.executable} -c '{script}' | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "0\n", "")
 
 
 # ---------------------------------------------------------------------- task
@@ -202,7 +211,7 @@ def test_a_task_is_found_beside_the_recipe(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_is_remembered_and_the_handlers_come_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     stop = StopRequest().install()
@@ -215,9 +224,21 @@ def test_a_stop_signal_is_remembered_and_the_handlers_come_back(number: signal.S
     assert signal.getsignal(number) is before
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest().install()
     try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+    finally:
+        stop.restore()
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_ctrl_c_ends_at_once_whatever_came_before() -> None:
+    stop = StopRequest().install()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

@@ -229,6 +229,58 @@ def test_gradients_that_stay_not_finite_end_the_run_on_all_ranks() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("magnitude", [1e-8, 3e-7, 1e-3, 2e5])
+def test_fp16_on_the_wire_carries_gradients_that_float16_cannot_hold(magnitude: float) -> None:
+    def case(world: World) -> float:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        updater = AllReduceUpdater(
+            optimizer, comm=world, reduce=world.duplicate().all_reduce, wire=WireFormat.FP16
+        )
+        for _ in range(15):  # overflows halve the scale until it fits
+            updater.backward((weight * magnitude).sum(), weight=1 / world.num_ranks)
+            if updater.step().applied:
+                break
+        updater.close()
+        return float(-weight.detach()[0])
+
+    for found in on_threads(2, case):
+        # 1e-8 times the scale is among float16's subnormal numbers, which have fewer bits
+        assert found == pytest.approx(magnitude, rel=2e-2 if magnitude < 1e-7 else 1e-3)
+
+
+def test_gradients_changed_after_backward_are_refused() -> None:
+    def case(world: World) -> None:
+        net, updater = make(world)
+        x, y = batch(0, torch.float64)
+        functional.cross_entropy(net(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        try:
+            updater.step()
+        finally:
+            updater.close()
+
+    with pytest.raises(UsageError, match="clip_norm="):
+        on_threads(1, case)
+
+
+@pytest.mark.parametrize("change", ["freeze", "add"])
+def test_parameters_that_the_buckets_do_not_know_are_refused(change: str) -> None:
+    def case(world: World) -> None:
+        net, updater = make(world)
+        if change == "freeze":
+            net.first.requires_grad_(False)
+        else:
+            updater._optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        try:
+            updater.step()
+        finally:
+            updater.close()
+
+    with pytest.raises(UsageError, match="drift apart"):
+        on_threads(1, case)
+
+
 def test_plain_backward_averages_over_the_ranks_as_horovod_does() -> None:
     def case(world: World) -> list[torch.Tensor]:
         net, updater = make(world)
@@ -253,7 +305,6 @@ def test_a_second_backward_without_no_sync_is_refused() -> None:
             for _ in range(2):
                 functional.cross_entropy(net(x), y).backward()
         finally:
-            updater.step()
             updater.close()
 
     with pytest.raises(UsageError, match="no_sync"):
@@ -290,12 +341,12 @@ def test_state_goes_through_json_and_back() -> None:
     def case(world: World) -> dict[str, Any]:
         _, updater = make(world, wire=WireFormat.FP16, loss_scale=LossScale(value=64.0, dynamic=True))
         updater._scale = updater.loss_scale.after_overflow().after_good_step()
-        saved = updater.state_dict()
+        saved = updater.state()
         _, again = make(world, wire=WireFormat.FP16)
-        again.load_state_dict(saved)
+        again.load_state(saved)
         updater.close()
         again.close()
-        return {"saved": saved, "again": again.state_dict()}
+        return {"saved": saved, "again": again.state()}
 
     found = on_threads(1, case)[0]
     for key in ("value", "good_steps", "skipped_total"):

@@ -1,0 +1,154 @@
+"""The recipe's sections as the objects of a run. Nothing here communicates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hpctrain.data import Dataset, Loader
+from hpctrain.errors import HpctrainError, RecipeError
+from hpctrain.launch import TERMINAL_VARIABLE
+from hpctrain.run.optimizers import build_optimizer
+from hpctrain.run.precision import MODEL_DTYPE, autocast_for
+from hpctrain.run.recipe import Recipe
+from hpctrain.run.session import Session
+from hpctrain.train import (
+    CheckpointPolicy,
+    Decay,
+    LoopSettings,
+    Position,
+    Schedule,
+    Task,
+    derive_seed,
+    scaled_lr,
+    seed_generators,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a rank builds by itself, and may fail to build."""
+
+    loader: Loader
+    held_out: Loader | None
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    autocast: Callable[[], AbstractContextManager[object]]
+
+
+def build_parts(
+    recipe: Recipe, task: Task, *, session: Session, dataset: Dataset, held_out: Dataset | None
+) -> Parts:
+    """Raises RecipeError for what does not fit, also for an error in the user's `build_model`."""
+    loader = _training_loader(recipe, dataset, session)
+    seed_generators(derive_seed(recipe.run.seed, "model"))
+    model = _model(recipe, task, session)
+    return Parts(
+        loader=loader,
+        held_out=_held_out_loader(recipe, held_out, session) if held_out is not None else None,
+        model=model,
+        optimizer=build_optimizer(model, recipe.optimizer),
+        autocast=autocast_for(recipe.run.precision, device=session.device),
+    )
+
+
+def _training_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
+    if recipe.data.global_batch < session.num_ranks:
+        raise RecipeError(
+            f"data.global_batch = {recipe.data.global_batch} cannot be split over {session.num_ranks} ranks: every "
+            f"rank needs at least one sample. Set data.global_batch to {session.num_ranks} or more, or use fewer ranks"
+        )
+    return session.loader(
+        dataset,
+        global_batch=recipe.data.global_batch,
+        seed=derive_seed(recipe.run.seed, "order"),
+        shuffle=recipe.data.shuffle,
+        last_batch=recipe.data.last_batch,
+        prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
+    )
+
+
+def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
+    # A part of the samples is drawn by the shuffled order of a fixed seed: the same part in every run.
+    return session.loader(
+        dataset,
+        global_batch=max(recipe.data.evaluation_batch, session.num_ranks),
+        seed=0,
+        shuffle=recipe.data.evaluation_samples is not None,
+        prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
+    )
+
+
+def _model(recipe: Recipe, task: Task, session: Session) -> torch.nn.Module:
+    try:
+        model = task.build_model()
+    except HpctrainError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise RecipeError(
+            f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
+        ) from error
+    return model.to(device=session.device, dtype=MODEL_DTYPE[recipe.run.precision])
+
+
+def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:
+    """Optimizer steps of the whole run, counted from its beginning.
+
+    With `epochs` the steps still to do are counted from `position`, so that a run resumed with another
+    global batch ends with its last epoch all the same.
+    """
+    if recipe.run.steps is not None:
+        return recipe.run.steps
+    epochs_after_this = (recipe.run.epochs or 0) - position.epoch - 1
+    if epochs_after_this < 0:
+        return position.step
+    in_this = loader.remaining_batches(start=position.start)
+    return position.step + in_this + epochs_after_this * loader.batches_per_epoch
+
+
+def build_schedule(recipe: Recipe, *, steps: int) -> Schedule:
+    section = recipe.optimizer
+    lr = scaled_lr(
+        section.lr,
+        scaling=section.lr_scaling,
+        global_batch=recipe.data.global_batch,
+        reference_batch=section.reference_batch,
+    )
+    return Schedule(
+        peak_lr=lr,
+        total_steps=steps,
+        warmup_steps=section.warmup_steps,
+        decay=Decay(section.schedule),
+        final_fraction=section.final_lr_fraction,
+        step_every=section.step_every or 1,
+        step_factor=section.step_factor,
+    )
+
+
+def checkpoint_directory(recipe: Recipe) -> Path:
+    return Path(recipe.checkpoint.directory or Path(recipe.run.directory) / "checkpoints")
+
+
+def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSettings:
+    section = recipe.checkpoint
+    return LoopSettings(
+        total_steps=steps,
+        micro_batches=recipe.data.micro_batches,
+        checkpoint=CheckpointPolicy(
+            directory=checkpoint_directory(recipe),
+            every_steps=section.every_steps,
+            every_minutes=section.every_minutes,
+            keep=section.keep,
+            engine=section.engine,
+        ),
+        metrics_every_steps=recipe.telemetry.metrics_every_steps,
+        evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
+        evaluation_samples=recipe.data.evaluation_samples,
+        progress_every_s=recipe.telemetry.progress_every_s,
+        on_terminal=session.num_ranks == 1 or TERMINAL_VARIABLE in os.environ,
+    )
