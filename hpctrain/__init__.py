@@ -20,6 +20,9 @@ _HOME = {
     "save": "hpctrain.checkpoint",
     "open_checkpoint": "hpctrain.checkpoint",
     "load_newest_good": "hpctrain.checkpoint",
+    "Position": "hpctrain.train",
+    "TrainingState": "hpctrain.train",
+    "resume": "hpctrain.train",
     "HpctrainError": "hpctrain.errors",
 }
 

@@ -62,6 +62,19 @@ def test_a_recipe_names_a_task_of_the_users_own(tmp_path: Path) -> None:
     assert summary["ranks"] == 2
 
 
+def test_the_users_own_loop_goes_on_to_the_bit(tmp_path: Path) -> None:
+    run_command(None, [HPCTRAIN, "data", "pack", "digits", "data/digits"], cwd=tmp_path, expect=0)
+    script = str(EXAMPLES / "own_loop_resume.py")
+    whole = python(script, "data/digits/train", "saved", where=tmp_path, num_ranks=2)
+    assert whole.startswith("from step 0\n")
+    for path in (tmp_path / "saved").glob("step-*.h5"):
+        if "00000092" not in path.name:  # the end of epoch 4
+            path.unlink()
+    resumed = python(script, "data/digits/train", "saved", where=tmp_path, num_ranks=2)
+    assert resumed.startswith("from step 92\n")
+    assert resumed.splitlines()[1:] == whole.splitlines()[5:]  # epochs 5 and 6, all 17 digits
+
+
 def test_only_the_loader(tmp_path: Path) -> None:
     run_command(None, [HPCTRAIN, "data", "pack", "digits", "data/digits"], cwd=tmp_path, expect=0)
     told = python(str(EXAMPLES / "only_loader.py"), "data/digits/train", where=tmp_path)
