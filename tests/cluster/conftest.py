@@ -1,0 +1,48 @@
+"""The cluster that the tests of this folder share; without one they are skipped, with the reason in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, ClusterPlan, why_not
+from tests.cluster.cluster import CLUSTERS
+from tests.cluster.record import Record, end
+
+# Continuous integration sets it to `required`: a machine that should hold a cluster and does not is an error.
+VARIABLE = "HPCTRAIN_CLUSTER"
+
+
+@pytest.fixture(scope="session")
+def cluster_folder() -> Path:
+    """Where clusters of the tests may be made. Skips the test where there can be none."""
+    reason = why_not()
+    if reason is not None:
+        if os.environ.get(VARIABLE) == "required":
+            pytest.fail(f"{VARIABLE}=required, and there is no cluster: {reason}")
+        pytest.skip(f"no Slurm cluster: {reason}")
+    if CLUSTERS.exists():
+        for directory in CLUSTERS.glob("test-*"):
+            record = Record.read(directory)
+            if record is not None and record.stale:  # of an earlier test session that was killed
+                end(directory)
+    return CLUSTERS
+
+
+@pytest.fixture(scope="session")
+def cluster(cluster_folder: Path) -> Iterator[Cluster]:
+    """Four nodes with links of 1 Gbit/s, for the whole test session."""
+    plan = ClusterPlan(directory=cluster_folder / f"test-{os.getpid()}", num_nodes=4, rate="1gbit")
+    with Cluster.up(plan) as up:
+        yield up
+
+
+@pytest.fixture(autouse=True)
+def _daemon_logs_on_failure(request: pytest.FixtureRequest) -> Iterator[None]:
+    failed_before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed_before and "cluster" in request.fixturenames:
+        print(request.getfixturevalue("cluster").logs())

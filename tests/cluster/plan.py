@@ -1,0 +1,193 @@
+"""What a cluster consists of: names, addresses, Slurm's configuration, commands. Pure.
+
+A place is the head or a node. The head runs munged, slurmctld and the commands that are handed in, and holds
+the bridge; each node runs a slurmd and hangs on the bridge by one link. Every place has its own process, UTS,
+network and mount namespaces, so the names and addresses here never meet those of the machine or of another
+cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+HEAD = "hpct-head"
+_NETWORK = "10.77.0"
+_FIRST_NODE_ADDRESS = 10
+MAX_NODES = 64
+_MEMORY_MB = 64_000  # a number for Slurm's books, so that a script with --mem is not refused
+_RATE = re.compile(r"\d+(\.\d+)?[kmg]bit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """A cluster to bring up.
+
+    directory: everything the cluster writes, logs included, and nothing else; goes when the cluster goes.
+    rate: of each node's link, in both directions, as tc writes it (`200mbit`, `1gbit`); None: not shaped.
+    cores_per_node: what Slurm is told; all nodes share the machine's real ones.
+    Raises ValueError when a field is out of range.
+    """
+
+    directory: Path
+    num_nodes: int = 4
+    rate: str | None = "1gbit"
+    cores_per_node: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= MAX_NODES:
+            raise ValueError(f"a cluster of {self.num_nodes} nodes: between 1 and {MAX_NODES} are possible")
+        if self.cores_per_node < 1:
+            raise ValueError(f"{self.cores_per_node} cores a node: at least 1")
+        check_rate(self.rate)
+        if not self.directory.is_absolute():
+            raise ValueError(f"the cluster's directory {self.directory} is not an absolute path")
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"hpct{index}" for index in range(self.num_nodes))
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Address of every place, the head's included."""
+        nodes = {
+            name: f"{_NETWORK}.{_FIRST_NODE_ADDRESS + index}" for index, name in enumerate(self.node_names)
+        }
+        return {HEAD: f"{_NETWORK}.1", **nodes}
+
+    @property
+    def slurm_conf_path(self) -> Path:
+        return self.directory / "etc" / "slurm.conf"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.directory / "munge" / "socket"
+
+
+def check_rate(rate: str | None) -> None:
+    """Raises ValueError when `rate` is none that tc understands as we mean it."""
+    if rate is not None and not _RATE.fullmatch(rate):
+        raise ValueError(f"rate {rate!r}: write a number and kbit, mbit or gbit, as in 200mbit")
+
+
+def folders(plan: ClusterPlan) -> list[Path]:
+    """The folders that must be there before the daemons start."""
+    names = ["etc", "munge", "log", "state", "pid"]
+    # Without a folder of its own for each node, the PMIx plugins of several slurmd collide in one /tmp.
+    names += [f"{kind}/{node}" for kind in ("tmp", "spool") for node in plan.node_names]
+    return [plan.directory / name for name in names]
+
+
+def files(plan: ClusterPlan) -> Mapping[Path, str]:
+    """Path -> text of the configuration."""
+    etc = plan.directory / "etc"
+    return {
+        plan.slurm_conf_path: slurm_conf(plan),
+        etc / "cgroup.conf": "CgroupPlugin=autodetect\nCgroupAutomount=no\nIgnoreSystemd=yes\n",
+        etc / "hosts": hosts_file(plan),
+    }
+
+
+def hosts_file(plan: ClusterPlan) -> str:
+    lines = [f"{address} {name}" for name, address in plan.addresses.items()]
+    return "\n".join(["127.0.0.1 localhost", "::1 localhost", *lines, ""])
+
+
+def slurm_conf(plan: ClusterPlan) -> str:
+    directory = plan.directory
+    settings = {
+        "ClusterName": "hpct",
+        "SlurmctldHost": f"{HEAD}({plan.addresses[HEAD]})",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        "CredType": "cred/munge",
+        # A requeued job waits as long as a credential lives: 10 s instead of 2 minutes.
+        "AuthInfo": f"socket={plan.munge_socket},cred_expire=10",
+        "StateSaveLocation": directory / "state",
+        "SlurmdSpoolDir": directory / "spool" / "%n",
+        "TmpFS": directory / "tmp" / "%n",
+        "SlurmctldPidFile": directory / "pid" / "slurmctld",
+        "SlurmdPidFile": directory / "pid" / "slurmd-%n",
+        "SlurmctldLogFile": directory / "log" / "slurmctld.log",
+        "SlurmdLogFile": directory / "log" / "slurmd-%n.log",
+        "MpiDefault": "pmix",
+        # No control groups: they belong to the machine, which may not let us make any.
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
+        "SlurmdParameters": "config_overrides",  # the nodes have as many cores as this file says
+        "SchedulerParameters": "batch_sched_delay=0,bf_interval=1,sched_interval=1",
+        "ReturnToService": "2",
+        "KillWait": "5",
+        "SlurmdTimeout": "60",
+        "MailProg": "/bin/true",
+    }
+    nodes = [
+        f"NodeName={name} NodeHostname={name} NodeAddr={plan.addresses[name]} "
+        f"Sockets=1 CoresPerSocket={plan.cores_per_node} ThreadsPerCore=1 RealMemory={_MEMORY_MB} State=UNKNOWN"
+        for name in plan.node_names
+    ]
+    partition = (
+        f"PartitionName=all Nodes={','.join(plan.node_names)} Default=YES MaxTime=INFINITE State=UP "
+        "OverSubscribe=YES"
+    )
+    return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, partition, ""])
+
+
+def place_setup(plan: ClusterPlan) -> list[list[str]]:
+    """What the first process of each place runs before it reports."""
+    return [
+        ["mount", "--bind", str(plan.directory / "etc" / "hosts"), "/etc/hosts"],
+        # Ranks of two nodes must not meet in shared memory.
+        ["mount", "-t", "tmpfs", "-o", "mode=1777", "hpct-shm", "/dev/shm"],
+        ["ip", "link", "set", "lo", "up"],
+    ]
+
+
+def bridge_commands(plan: ClusterPlan) -> list[list[str]]:
+    """In the head's network namespace."""
+    return [
+        ["ip", "link", "add", "bridge", "type", "bridge"],
+        ["ip", "address", "add", f"{plan.addresses[HEAD]}/24", "dev", "bridge"],
+        ["ip", "link", "set", "bridge", "up"],
+    ]
+
+
+def link_commands(*, node: str, pid: int) -> list[list[str]]:
+    """In the head's network namespace. `pid`: a process of the node, as `ip` sees it."""
+    return [
+        ["ip", "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid)],
+        ["ip", "link", "set", node, "master", "bridge"],
+        ["ip", "link", "set", node, "up"],
+    ]
+
+
+def node_commands(plan: ClusterPlan, *, node: str) -> list[list[str]]:
+    """In the node's network namespace, once its link is there."""
+    return [
+        ["ip", "address", "add", f"{plan.addresses[node]}/24", "dev", "eth0"],
+        ["ip", "link", "set", "eth0", "up"],
+    ]
+
+
+def shape_command(*, device: str, rate: str | None) -> list[str]:
+    """Limit what leaves by `device` to `rate`; None: take the limit away.
+
+    A shorter queue drops packets, and then TCP is measured instead of what runs above it.
+    """
+    change = ["tc", "qdisc", "replace" if rate else "delete", "dev", device, "root"]
+    return [*change, "tbf", "rate", rate, "burst", "512k", "latency", "200ms"] if rate else change
+
+
+def bytes_sent(net_dev: str, *, device: str = "eth0") -> int:
+    """Bytes that left by `device`, from the text of /proc/PID/net/dev."""
+    for line in net_dev.splitlines():
+        name, colon, counters = line.partition(":")
+        if colon and name.strip() == device:
+            return int(counters.split()[8])
+    raise ValueError(f"no device {device} in /proc/net/dev")
