@@ -171,8 +171,9 @@ use_tools() {
   mkdir bin
   printf '#!/bin/sh\nexec "%s" "$@"\n' "$mpicc" > bin/mpicc
   printf '#!/bin/sh\nexec "%s" "$@"\n' "${mpicxx:-$(dirname "$mpicc")/mpicxx}" | tee bin/mpicxx bin/mpic++ bin/mpiCC >/dev/null
+  # cmake takes the wrappers that lie beside the mpiexec it finds, and looks for that in MPI_HOME first.
+  printf '#!/bin/sh\nexit 1\n' > bin/mpiexec
   chmod +x bin/*
-  # cmake looks beside the first mpiexec before it looks on PATH, unless MPI_HOME names a place.
   export MPI_HOME=$PWD PATH=$PWD/bin:$(dirname "$py"):$PATH
 }
 
