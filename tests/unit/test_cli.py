@@ -1,0 +1,46 @@
+"""The root of the commands: version, help with examples, exit code of a usage error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.version import __version__
+from tests.ranks_launcher import run_command
+
+HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
+GROUPS = ("doctor", "train", "launch", "data", "checkpoint")
+
+
+def test_the_version_is_told() -> None:
+    assert run_command(None, [HPCTRAIN, "--version"], expect=0).stdout == f"hpctrain {__version__}\n"
+
+
+def test_help_shows_every_group_with_an_example() -> None:
+    told = run_command(None, [HPCTRAIN, "--help"], expect=0).stdout
+    for group in GROUPS:
+        assert f"\n    hpctrain {group} " in told
+        assert f"\n  {group} " in told
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_command_has_help_with_an_example(group: str) -> None:
+    told = run_command(None, [HPCTRAIN, group, "--help"], expect=0).stdout
+    assert f"hpctrain {group}" in told.split("Options:")[0].split("\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    "words", [["nosuch"], ["train"], ["train", "r.toml", "--nosuch"], ["launch", "-n", "x"]]
+)
+def test_a_usage_error_ends_with_2(words: list[str]) -> None:
+    assert run_command(None, [HPCTRAIN, *words], expect=2).stderr.startswith("Usage: hpctrain")
+
+
+def test_help_needs_no_torch() -> None:
+    script = (
+        "import sys\nsys.argv = ['hpctrain', '--help']\nfrom hpctrain.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    run_command(None, [sys.executable, "-c", script], expect=0)
