@@ -21,7 +21,7 @@ setup: ## everything hpctrain needs: packages, .venv, Horovod and parallel h5py 
 plan: ## what `make setup` would use and build here, and why; changes nothing
 	@bash scripts/setup.sh --print-plan
 
-demo: setup ## pack two datasets, train, stop, resume on other ranks, verify: about a minute
+demo: setup ## pack two datasets, train, stop, resume on other ranks, verify: about two minutes
 	@$(BIN)python scripts/demo.py
 
 lint: setup ## ruff, mypy, import-linter

@@ -168,7 +168,8 @@ class AllReduceUpdater:
     def _reset(self) -> None:
         self._waiting_for = [len(bucket.slots) for bucket in self._buckets]
         self._placed = [False] * len(self._parameters)
-        self._versions = [0] * len(self._parameters)
+        # The gradient tensor that was put on the wire, and its count of in-place changes then.
+        self._sent: list[tuple[torch.Tensor, int] | None] = [None] * len(self._parameters)
         self._next_bucket = 0
         self._loss_is_weighted = False
 
@@ -188,7 +189,7 @@ class AllReduceUpdater:
                 "the last backward of a step in `with updater.no_sync():`"
             )
         self._placed[index] = True
-        self._versions[index] = 0 if gradient is None else gradient._version
+        self._sent[index] = None if gradient is None else (gradient, gradient._version)
         number, slot = self._place[index]
         buffer = self._buffers[number]
         view = buffer[slot.offset : slot.offset + slot.numel]
@@ -244,8 +245,9 @@ class AllReduceUpdater:
 
     def _check_untouched(self, index: int) -> None:
         """What was changed in `.grad` after backward is not on the wire, and would be lost in silence."""
-        gradient = self._parameters[index].grad
-        if gradient is not None and gradient._version != self._versions[index]:
+        gradient, sent = self._parameters[index].grad, self._sent[index]
+        same = gradient is None if sent is None else gradient is sent[0] and gradient._version == sent[1]
+        if not same:
             raise UsageError(
                 "gradients were changed between backward and step(): they are on their way to the other ranks "
                 "by then, and the change would be lost. To clip, give clip_norm= when the updater is made"

@@ -36,7 +36,8 @@ class RunSection(Section):
         "fp32", description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: autocast around forward."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="`auto`: the local rank's CUDA device where there is one, else the CPU."
+        "auto",
+        description="`auto`: CUDA where every rank has a device of its own, else the CPU on all ranks.",
     )
     threads_per_rank: int | None = Field(
         None,

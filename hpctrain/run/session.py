@@ -86,8 +86,6 @@ class Session:
         """
         if asked not in ("auto", "flat", "hierarchical"):
             raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
-        if asked not in ("auto", "flat", "hierarchical"):
-            raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
         two_level = self.topology.num_nodes > 1 and self.num_ranks > self.topology.num_nodes
         if asked == "hierarchical" and not two_level:
             self.note(f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}")

@@ -212,7 +212,7 @@ class Training:
             )  # fmt: skip
         if self._checkpoints == 0:
             note = f" ({result.note})" if result.note else ""
-            self._progress.say(f"checkpoints: {result.engine}{note}, in {policy.directory}")
+            self._progress.say(f"checkpoints: {result.engine.value}{note}, in {policy.directory}")
         self._saved_step = self._position.step
         self._last_save = time.monotonic()
         self._checkpoints += 1
