@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tests.cluster.cluster import CLUSTERS, Cluster
 from tests.cluster.plan import HEAD, ClusterPlan
@@ -65,13 +65,14 @@ def _status(arguments: argparse.Namespace, directory: Path) -> int:
     return 0
 
 
-def _run(arguments: argparse.Namespace, directory: Path) -> int:
+def _run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise ClusterError("no command to run: `python -m tests.cluster run -- srun hostname`")
     cluster = Cluster.attach(directory)
     argv = cluster.argv(command, cwd=Path.cwd(), place=arguments.place)
-    return subprocess.run(argv, env=cluster.environment(), check=False).returncode
+    environ = cluster.environment()
+    os.execvpe(argv[0], argv, environ)
 
 
 def _parser() -> argparse.ArgumentParser:

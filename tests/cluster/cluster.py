@@ -125,7 +125,9 @@ class Cluster:
     ) -> list[str]:
         """The command line that runs `command` at a place; for Popen together with `environment`."""
         extra = [f"{name}={value}" for name, value in (env or {}).items()]
-        return [*enter(self._record.places[place]), "env", f"--chdir={cwd}", *extra, *command]
+        # nsenter passes no signals on: at least its end is passed on.
+        tied = ["setpriv", "--pdeathsig", "TERM", "env", f"--chdir={cwd}", *extra]
+        return [*enter(self._record.places[place]), *tied, *command]
 
     def environment(self) -> dict[str, str]:
         """Ours, without an outer launcher's variables, with this cluster's Slurm and this Python first."""

@@ -35,7 +35,9 @@ def cluster_folder() -> Path:
 @pytest.fixture(scope="session")
 def cluster(cluster_folder: Path) -> Iterator[Cluster]:
     """Four nodes with links of 1 Gbit/s, for the whole test session."""
-    plan = ClusterPlan(directory=cluster_folder / f"test-{os.getpid()}", num_nodes=4, rate="1gbit")
+    plan = ClusterPlan(
+        directory=cluster_folder / f"test-{os.getpid()}", num_nodes=4, rate="1gbit", cores_per_node=4
+    )
     with Cluster.up(plan) as up:
         yield up
 

@@ -9,7 +9,7 @@ import subprocess
 
 _SBIN = "/usr/sbin:/sbin:/usr/local/sbin"
 _PROGRAMS = (
-    "slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "tc", "unshare", "nsenter", "mount",
+    "slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "tc", "unshare", "nsenter", "setpriv", "mount",
 )  # fmt: skip
 
 
