@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan test test-fast lint demo docs clean distclean
+.PHONY: help setup plan cluster-setup test test-fast lint demo docs clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -13,13 +13,16 @@ BIN := $(VENV)/bin/
 endif
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 setup: ## everything hpctrain needs: packages, .venv, Horovod and parallel h5py (cached)
 	@bash scripts/setup.sh
 
 plan: ## what `make setup` would use and build here, and why; changes nothing
 	@bash scripts/setup.sh --print-plan
+
+cluster-setup: ## what a Slurm cluster on this machine needs (Debian packages)
+	@bash scripts/cluster_setup.sh
 
 demo: setup ## pack two datasets, train, stop, resume on other ranks, verify: about two minutes
 	@$(BIN)python scripts/demo.py

@@ -12,7 +12,7 @@ from tests.cluster import Cluster, ClusterPlan, why_not
 from tests.cluster.cluster import CLUSTERS
 from tests.cluster.record import Record, end
 
-# Continuous integration sets it to `required`: a machine that should hold a cluster and does not is an error.
+# .ci/run sets it to `required` where a cluster can be made: then a skipped test is an error.
 VARIABLE = "HPCTRAIN_CLUSTER"
 
 
