@@ -23,6 +23,7 @@ setup(
         "numpy>=1.24",
         "h5py>=3.8",
         "typer>=0.12",
+        "click<8.5",  # typer up to 0.24 warns with newer ones
         "rich>=13",
         "pydantic>=2.6",
         "psutil>=5.9",
