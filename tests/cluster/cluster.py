@@ -131,7 +131,9 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """Ours, without an outer launcher's variables, with this cluster's Slurm and this Python first."""
-        environ = rank_environment({"SLURM_CONF": str(self.plan.slurm_conf_path)})
+        # The ring: see slurm/train.sbatch.
+        slurm = {"SLURM_CONF": str(self.plan.slurm_conf_path), "SLURM_PMIX_FENCE": "ring"}
+        environ = rank_environment(slurm)
         environ["PATH"] = f"{Path(sys.executable).parent}:{search_path()}"
         return environ
 
