@@ -125,11 +125,11 @@ def end(directory: Path, *, timeout_s: float = 10.0) -> None:
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Hold the lock of `directory`'s cluster: two that go up or down under one name take turns."""
+    """Hold the lock beside `directory`: clusters go up and down in turns, so also two of one name."""
     import fcntl
 
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+    with (directory.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
