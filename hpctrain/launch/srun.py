@@ -37,6 +37,9 @@ def srun_argv(
     mpi_type = srun_mpi_type(machine)
     if mpi_type is not None:
         argv.append(f"--mpi={mpi_type}")
+        if mpi_type.startswith("pmix") and "SLURM_PMIX_FENCE" not in environ:
+            # The default, a tree, let ranks out of MPI_Init before all were in (Slurm 22.05, Open MPI 4.1.4).
+            updates["SLURM_PMIX_FENCE"] = "ring"
     else:
         notes.append("srun lists no MPI type that is known to work: the cluster's default is used")
     num_nodes = placement.num_nodes or 1

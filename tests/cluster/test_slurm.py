@@ -95,7 +95,8 @@ def test_train_sbatch_on_four_nodes_of_two_ranks(cluster: Cluster, folder: Path)
 
 
 def test_a_stopped_job_queues_itself_again_and_goes_on_from_there(cluster: Cluster, folder: Path) -> None:
-    job = cluster.submit([SCRIPT, RECIPE, *SLOW, "--set", "run.epochs=6"], cwd=folder)
+    # --resume never is meant for the first start: what is queued again must not begin again.
+    job = cluster.submit([SCRIPT, RECIPE, *SLOW, "--set", "run.epochs=6", "--resume", "never"], cwd=folder)
     wait_for(trains(folder), folder=folder)
     asked = cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], timeout_s=30)
     assert asked.returncode == 0, asked.stderr
@@ -139,14 +140,18 @@ def test_a_killed_rank_ends_the_job_within_ten_seconds(cluster: Cluster, folder:
     wait_for(lambda: not cluster.ranks(), folder=folder, timeout_s=10)
 
 
-def test_doctor_and_mpirun_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_doctor_mpirun_and_launch_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
     """mpirun needs no ssh: it starts its daemons on the job's nodes with srun."""
-    script = tmp_path / "job.sh"
+    script, launched = tmp_path / "job.sh", tmp_path / "launched"
+    launched.mkdir()
     script.write_text(
         "#!/bin/bash\n"
         "srun hpctrain doctor > doctor.out 2>&1; echo $? > doctor.code\n"
         f"mpirun -n 4 --map-by ppr:2:node python -m tests.cluster.rank_cases who {tmp_path} > mpirun.out 2>&1\n"
         "echo $? > mpirun.code\n"
+        f"hpctrain launch -n 4 --ranks-per-node 2 -- python -m tests.cluster.rank_cases who {launched}"
+        " > launch.out 2>&1\n"
+        "echo $? > launch.code\n"
     )
     job = cluster.submit(["--nodes=2", "--ntasks-per-node=2", str(script)], cwd=tmp_path)
     end = cluster.wait_for(job, timeout_s=120)
@@ -163,6 +168,11 @@ def test_doctor_and_mpirun_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
         assert facts["rank"] == facts["mpi_rank"] == rank
         assert facts["num_ranks"] == facts["mpi_num_ranks"] == 4
         assert facts["sum"] == 6
+    assert (tmp_path / "launch.code").read_text() == "0\n", (tmp_path / "launch.out").read_text()
+    assert "srun --mpi=pmix" in (tmp_path / "launch.out").read_text()
+    found = [json.loads((launched / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert [rank["host"] for rank in found] == ["hpct0", "hpct0", "hpct1", "hpct1"]
+    assert {rank["launcher"] for rank in found} == {"Slurm"}
 
 
 def test_a_two_level_sum_sends_the_bytes_that_theory_says(cluster: Cluster) -> None:

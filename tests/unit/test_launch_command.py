@@ -112,8 +112,13 @@ def test_srun_is_used_inside_an_allocation() -> None:
         "/usr/bin/srun --mpi=pmix --nodes=2 --ntasks=8 --ntasks-per-node=4 --distribution=block "
         "--kill-on-bad-exit=1 --cpus-per-task=2 python train.py"
     )
-    assert planned.env_updates == {"OMP_NUM_THREADS": "2"}
+    assert planned.env_updates == {"OMP_NUM_THREADS": "2", "SLURM_PMIX_FENCE": "ring"}
     assert planned.env_removed == ("HPCTRAIN_RANKS_PER_NODE",)
+
+
+def test_the_sites_own_pmix_fence_stays() -> None:
+    planned = plan(8, machine=CLUSTER, environ={**JOB, "SLURM_PMIX_FENCE": "tree"})
+    assert "SLURM_PMIX_FENCE" not in planned.env_updates
 
 
 def test_srun_fills_a_shorter_last_node_by_planes() -> None:
