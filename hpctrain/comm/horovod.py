@@ -28,6 +28,7 @@ from hpctrain.comm.buffers import (
     widened,
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
 from hpctrain.comm.horovod_settings import apply_settings
 from hpctrain.comm.serial import SerialGroup
@@ -196,7 +197,7 @@ class HorovodGroup:
 
 
 @final
-class HorovodWorld:
+class HorovodWorld(Forwarding):
     """All ranks of a Horovod run."""
 
     def __init__(self, hvd: Any) -> None:
@@ -240,40 +241,6 @@ class HorovodWorld:
                     "before hpctrain, leave that out, or set HOROVOD_DYNAMIC_PROCESS_SETS=1 before it"
                 ) from error
         return self._process_sets[ranks]
-
-    @property
-    def backend(self) -> str:
-        return "horovod"
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._group.num_ranks
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._group.members
-
-    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        self._group.all_reduce(buffer, op=op)
-
-    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.reduce_scatter(buffer, counts=counts)
-
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, counts=counts)
-
-    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        self._group.broadcast(buffer, root=root)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather_bytes(data)
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)

@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.comm.agreement import describe_ranks
 from hpctrain.comm.communicator import Collective, ReduceOp, World
+from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.watch import Track, Watcher
 
 
@@ -70,7 +71,7 @@ class MonitoredGroup:
 
 
 @final
-class Monitored:
+class Monitored(Forwarding):
     """A world with a deadline, and so are the communicators made from it.
 
     timeout_s: an operation that takes longer ends the run with exit code 6. It must be more than the longest
@@ -99,40 +100,6 @@ class Monitored:
     @step.setter
     def step(self, step: int | None) -> None:
         self._watcher.step = step
-
-    @property
-    def backend(self) -> str:
-        return self._world.backend
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._world.num_ranks
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._world.members
-
-    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        self._group.all_reduce(buffer, op=op)
-
-    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.reduce_scatter(buffer, counts=counts)
-
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, counts=counts)
-
-    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        self._group.broadcast(buffer, root=root)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather_bytes(data)
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         with self._track.during("split"):

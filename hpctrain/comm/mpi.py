@@ -34,6 +34,7 @@ from hpctrain.comm.buffers import (
     windows_of,
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
 from hpctrain.comm.staging import on_host, to_host
 from hpctrain.errors import CommunicationError, LaunchError
@@ -205,7 +206,7 @@ class MpiGroup:
 
 
 @final
-class MpiWorld:
+class MpiWorld(Forwarding):
     """All ranks that the MPI launcher started."""
 
     def __init__(self, comm: MPI.Intracomm, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> None:
@@ -229,40 +230,6 @@ class MpiWorld:
                 f"({mpi.THREAD_MULTIPLE}): build MPI with it, or import hpctrain before what initialises MPI"
             )
         return cls(mpi.COMM_WORLD.Dup(), chunk_elems=chunk_elems)
-
-    @property
-    def backend(self) -> str:
-        return "mpi"
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._group.num_ranks
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._group.members
-
-    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        self._group.all_reduce(buffer, op=op)
-
-    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.reduce_scatter(buffer, counts=counts)
-
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, counts=counts)
-
-    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        self._group.broadcast(buffer, root=root)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather_bytes(data)
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)

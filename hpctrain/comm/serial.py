@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.comm.buffers import check_buffer, check_counts, check_groups, check_part, check_root
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.forwarding import Forwarding
 
 
 @final
@@ -61,45 +62,11 @@ class SerialGroup:
 
 
 @final
-class SerialWorld:
+class SerialWorld(Forwarding):
     """The world of a run that has one rank."""
 
     def __init__(self) -> None:
         self._group = SerialGroup()
-
-    @property
-    def backend(self) -> str:
-        return "serial"
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return (0,)
-
-    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        self._group.all_reduce(buffer, op=op)
-
-    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.reduce_scatter(buffer, counts=counts)
-
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, counts=counts)
-
-    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        self._group.broadcast(buffer, root=root)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather_bytes(data)
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=1)

@@ -26,6 +26,7 @@ from hpctrain.comm.buffers import (
     sum_in_order,
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.meeting import LeftError, Meeting, ThreadsRun
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
 
@@ -122,46 +123,12 @@ class ThreadsGroup:
 
 
 @final
-class ThreadsWorld:
+class ThreadsWorld(Forwarding):
     """This thread's end of all the threads of a `run_threads`."""
 
     def __init__(self, meeting: Meeting, *, rank: int) -> None:
         self._meeting = meeting
         self._group = ThreadsGroup(meeting, place=rank)
-
-    @property
-    def backend(self) -> str:
-        return "threads"
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self._group.num_ranks
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self._group.members
-
-    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        self._group.all_reduce(buffer, op=op)
-
-    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.reduce_scatter(buffer, counts=counts)
-
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, counts=counts)
-
-    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        self._group.broadcast(buffer, root=root)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._group.all_gather_bytes(data)
-
-    def barrier(self) -> None:
-        self._group.barrier()
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)

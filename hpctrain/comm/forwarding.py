@@ -1,0 +1,49 @@
+"""The collective operations of a world are those of its group of all ranks: said once, for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpctrain.comm.communicator import Collective, ReduceOp
+
+
+class Forwarding:
+    """Gives a world the operations of `_group`, which its constructor sets. Holds nothing else."""
+
+    _group: Collective
+
+    @property
+    def backend(self) -> str:
+        return self._group.backend
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.num_ranks
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._group.members
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
+        self._group.all_reduce(buffer, op=op)
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.reduce_scatter(buffer, counts=counts)
+
+    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts)
+
+    def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
+        self._group.broadcast(buffer, root=root)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(data)
+
+    def barrier(self) -> None:
+        self._group.barrier()
