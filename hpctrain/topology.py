@@ -68,6 +68,13 @@ class Topology:
         smallest = min(len(ranks) for ranks in self.ranks_by_node)
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
 
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of world ranks along `axis`, `node` or `local`: what two-level reduction walks over."""
+        by_axis = {"node": self.node_groups, "local": self.local_groups}
+        if axis not in by_axis:
+            raise TopologyError(f"the mesh has no axis {axis!r}; it has {', '.join(sorted(by_axis))}")
+        return by_axis[axis]()
+
     def describe(self) -> str:
         """`2 nodes x 2 ranks`, or `2 nodes with 3 and 1 ranks`; says so when the nodes are emulated."""
         sizes = [len(ranks) for ranks in self.ranks_by_node]
@@ -101,10 +108,7 @@ class Mesh:
 
     def axis(self, name: str) -> Axis | None:
         """The axis `node` or `local`; None when this rank is in no group of it (unequal ranks per node)."""
-        groups = {"node": self.topology.node_groups, "local": self.topology.local_groups}
-        if name not in groups:
-            raise TopologyError(f"the mesh has no axis {name!r}; it has {', '.join(sorted(groups))}")
-        for group in groups[name]():
+        for group in self.topology.groups(name):
             if self.rank in group:
                 return Axis(name, group, group.index(self.rank))
         return None

@@ -45,8 +45,8 @@ def make_two_level(world: World, topology: Topology) -> TwoLevel:
             f"the world has {world.num_ranks}: make it from the node names of all ranks",
             agreed=True,
         )
-    node_groups = topology.node_groups()
-    local = world.split(topology.local_groups())
+    node_groups = topology.groups("node")
+    local = world.split(topology.groups("local"))
     cross = world.split(node_groups)
     if local is None:
         raise CommunicationError(f"rank {world.rank} is on no node of {topology.describe()}")

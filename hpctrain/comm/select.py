@@ -6,7 +6,6 @@ import importlib.util
 import os
 import socket
 from dataclasses import dataclass
-from typing import Protocol
 
 from hpctrain.comm.agreement import all_gather_json, describe_ranks
 from hpctrain.comm.communicator import World
@@ -24,10 +23,6 @@ class OpenedWorld:
 
     world: World
     notes: tuple[str, ...] = ()
-
-
-class _Opener(Protocol):
-    def __call__(self) -> World: ...
 
 
 def open_world(backend: str = "auto", *, identity: RankIdentity | None = None) -> OpenedWorld:

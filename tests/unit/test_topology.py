@@ -1,0 +1,78 @@
+"""Placement of ranks and the mesh of named axes: pure."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import TopologyError
+from hpctrain.topology import Mesh, Topology
+
+NAMES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
+
+
+def test_the_axes_of_two_nodes_of_two_ranks() -> None:
+    topology = Topology.from_node_names(["a", "a", "b", "b"])
+    assert topology.groups("local") == ((0, 1), (2, 3))
+    assert topology.groups("node") == ((0, 2), (1, 3))
+    local, node = Mesh(topology, 3).axis("local"), Mesh(topology, 3).axis("node")
+    assert local is not None
+    assert node is not None
+    assert (local.ranks, local.index, local.size) == ((2, 3), 1, 2)
+    assert (node.ranks, node.index, node.size) == ((1, 3), 1, 2)
+
+
+def test_beyond_the_smallest_node_a_rank_is_on_no_node_axis() -> None:
+    topology = Topology.from_node_names(["a", "a", "a", "b"])
+    assert topology.groups("node") == ((0, 3),)
+    assert [Mesh(topology, rank).axis("node") is None for rank in range(4)] == [False, True, True, False]
+
+
+@given(names=NAMES)
+def test_every_rank_is_once_on_the_local_axis_where_the_topology_says(names: list[str]) -> None:
+    topology = Topology.from_node_names(names)
+    for rank, name in enumerate(names):
+        axis = Mesh(topology, rank).axis("local")
+        assert axis is not None
+        assert axis.ranks[axis.index] == rank
+        assert axis.index == topology.local_rank_of(rank)
+        assert (
+            {names[other] for other in axis.ranks} == {name} == {topology.node_names[topology.node_of(rank)]}
+        )
+    assert sorted(rank for group in topology.groups("local") for rank in group) == list(range(len(names)))
+
+
+@given(names=NAMES)
+def test_a_node_axis_has_one_rank_of_every_node(names: list[str]) -> None:
+    topology = Topology.from_node_names(names)
+    smallest = min(names.count(name) for name in names)
+    groups = topology.groups("node")
+    assert len(groups) == smallest
+    for group in groups:
+        assert [names[rank] for rank in group] == list(topology.node_names)
+
+
+def test_what_is_no_topology_is_refused() -> None:
+    topology = Topology.from_node_names(["a"])
+    with pytest.raises(TopologyError, match="no axis 'tensor'; it has local, node"):
+        Mesh(topology, 0).axis("tensor")
+    with pytest.raises(TopologyError, match="rank 5 is not one of the 1 ranks"):
+        topology.node_of(5)
+    with pytest.raises(TopologyError, match="not 0 to"):
+        Topology(((0, 2),), ("a",))
+    with pytest.raises(TopologyError, match="2 node names for 1 nodes"):
+        Topology(((0, 1),), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], "1 node x 1 rank"),
+        (["a", "b"], "2 nodes x 1 rank"),
+        (["a", "a", "b"], "2 nodes with 2 and 1 ranks"),
+    ],
+)
+def test_a_topology_is_told_in_words(names: list[str], text: str) -> None:
+    assert Topology.from_node_names(names).describe() == text
+    assert Topology.from_node_names(names, emulated=True).describe() == f"{text} (emulated)"
