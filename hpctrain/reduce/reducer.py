@@ -1,0 +1,63 @@
+"""What sums a bucket over all ranks: the seam between the updater and the algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hpctrain.reduce.buckets import Bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A block of a global tensor that this rank holds, for a checkpoint."""
+
+    name: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+class BucketReducer(Protocol):
+    """Sums buckets of gradients over all ranks, several at a time.
+
+    Every rank plans the same buckets and reduces them in the same order.
+    """
+
+    @property
+    def algorithm(self) -> str:
+        """What runs, by its name in the recipe."""
+
+    @property
+    def wire(self) -> str:
+        """What travels, by its name in the recipe."""
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
+        """Memory for each bucket: shape (bucket.numel,), bucket.dtype, zeroed, on `device`. Collective.
+
+        A second call forgets the first one's buckets, and keeps what was fed back, by parameter. Raises
+        BufferMismatch on every rank, naming the rank, unless all plan the same.
+        """
+
+    def reduce(self, number: int) -> Iterator[bool]:
+        """Sum bucket `number` over all ranks, in place, in the memory that `plan` gave. Collective.
+
+        A generator: each `next` goes as far as it can without waiting. It yields True when it got on, False
+        when it waits for another rank; it ends when the bucket holds the sum, the same bits on every rank.
+        Several may be under way; every rank begins them in the same order.
+        """
+
+    def bytes_sent(self) -> int:
+        """Payload bytes this rank has sent to other nodes since the reducer was made. Not collective."""
+
+    def state(self) -> list[StateTensor]:
+        """What a checkpoint must hold: errors fed back, low-rank factors. Not collective; may be empty."""
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Whole tensors of a checkpoint by name, also one of another number of ranks. After `plan`."""
+
+    def close(self) -> None:
+        """Give back memory and messages. Collective."""
