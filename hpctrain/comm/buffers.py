@@ -63,6 +63,28 @@ def check_part(part: torch.Tensor, *, counts: Sequence[int], rank: int, num_rank
         )
 
 
+def check_exchange(
+    buffer: torch.Tensor,
+    *,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+    rank: int,
+    num_ranks: int,
+) -> None:
+    """BufferMismatch unless this rank may bring `buffer` to an all-to-all with these counts."""
+    operation = "all_to_all"
+    check_buffer(buffer, operation=operation, rank=rank)
+    check_counts(buffer.numel(), counts=send_counts, operation=operation, rank=rank, num_ranks=num_ranks)
+    check_counts(
+        sum(receive_counts), counts=receive_counts, operation=operation, rank=rank, num_ranks=num_ranks
+    )
+    if send_counts[rank] != receive_counts[rank]:
+        raise BufferMismatch(
+            f"all_to_all on rank {rank}: it sends itself {send_counts[rank]} elements and receives "
+            f"{receive_counts[rank]} from itself"
+        )
+
+
 def check_root(root: int, *, rank: int, num_ranks: int) -> None:
     """BufferMismatch unless `root` is a rank of the group."""
     if not 0 <= root < num_ranks:

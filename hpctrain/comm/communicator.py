@@ -62,6 +62,16 @@ class Collective(Protocol):
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         """Concatenate the ranks' `part`s, shape (counts[rank],), into shape (sum(counts),)."""
 
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Send each rank its slice of `buffer`; what the ranks sent to this one, in rank order.
+
+        buffer: shape (sum(send_counts),), unchanged; slice r goes to rank r. Returns shape
+        (sum(receive_counts),). `send_counts` are this rank's own: on every pair of ranks a's
+        `receive_counts[b]` must be b's `send_counts[a]`; entries may be 0.
+        """
+
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         """Copy `buffer` of the group's rank `root` to every rank, in place."""
 

@@ -39,6 +39,11 @@ class Forwarding:
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         return self._group.all_gather(part, counts=counts)
 
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        return self._group.all_to_all(buffer, send_counts=send_counts, receive_counts=receive_counts)
+
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         self._group.broadcast(buffer, root=root)
 

@@ -21,6 +21,7 @@ from hpctrain.comm.buffers import (
     balanced_counts,
     check_buffer,
     check_counts,
+    check_exchange,
     check_groups,
     check_part,
     check_root,
@@ -171,6 +172,42 @@ class HorovodGroup:
         if not self._in_order:
             whole = reordered(whole, counts=counts, order=self._by_world_rank)
         return whole.to(part.device)
+
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """As the contract says. Horovod counts in 32 bits: at most 2^31 - 1 elements each way."""
+        check_exchange(
+            buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
+            num_ranks=self.num_ranks,
+        )  # fmt: skip
+        self._check(buffer, operation="all_to_all")
+        if max(sum(send_counts), sum(receive_counts)) >= 2**31:
+            raise CommunicationError(
+                f"all_to_all on rank {self._members[self._rank]}: {sum(send_counts)} elements to send and "
+                f"{sum(receive_counts)} to receive, Horovod takes less than 2^31: send them in parts"
+            )
+        staged = self._to_horovod(buffer)
+        splits = list(send_counts)
+        if not self._in_order:
+            staged = torch.cat([staged.split(splits)[place] for place in self._by_world_rank])
+            splits = [send_counts[place] for place in self._by_world_rank]
+        with self._reported("all_to_all"):
+            handle = self._hvd.alltoall_async(
+                staged,
+                splits=torch.tensor(splits, dtype=torch.int32),
+                name=self._next_name("all_to_all"),
+                process_set=self._process_set,
+            )
+            received, found = self._hvd.synchronize(handle)
+        if found.tolist() != [receive_counts[place] for place in self._by_world_rank]:
+            raise BufferMismatch(
+                f"all_to_all on rank {self._members[self._rank]}: it expects {list(receive_counts)} elements "
+                f"of the ranks, they sent (by world rank) {found.tolist()}"
+            )
+        if not self._in_order:
+            received = reordered(received, counts=receive_counts, order=self._by_world_rank)
+        return received.to(buffer.device)
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         self._check(buffer, operation="broadcast")

@@ -57,6 +57,12 @@ class MonitoredGroup:
         with self._track.during("all_gather", _describe(part)):
             return self._inner.all_gather(part, counts=counts)
 
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        with self._track.during("all_to_all", _describe(buffer)):
+            return self._inner.all_to_all(buffer, send_counts=send_counts, receive_counts=receive_counts)
+
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         with self._track.during("broadcast", _describe(buffer)):
             self._inner.broadcast(buffer, root=root)

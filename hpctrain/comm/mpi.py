@@ -25,6 +25,7 @@ from hpctrain.comm.buffers import (
     balanced_counts,
     check_buffer,
     check_counts,
+    check_exchange,
     check_groups,
     check_part,
     check_root,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 # MPI counts and displacements are 32-bit: longer buffers go in pieces. One piece of float64 is 2 GiB.
 MAX_CHUNK_ELEMS = 2**28
+# The only messages between pairs in a group's space: one tag will do.
+ALL_TO_ALL_TAG = 1
 
 
 def _import_mpi(*, initialize: bool = True) -> Any:
@@ -175,6 +178,42 @@ class MpiGroup:
                     begin = offsets[place] + begins[place]
                     whole[begin : begin + widths[place]] = received
         return whole.to(part.device)
+
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """As the contract says, by messages between pairs of ranks.
+
+        The ranks' counts differ here, so they could not agree on pieces of an Alltoallv without one more
+        message. A pair knows its own count on both sides, and so the pieces of its own slice.
+        """
+        check_exchange(
+            buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
+            num_ranks=self.num_ranks,
+        )  # fmt: skip
+        host = to_host(buffer)
+        received = torch.empty(sum(receive_counts), dtype=buffer.dtype)
+        incoming, outgoing = received.split(list(receive_counts)), host.split(list(send_counts))
+        requests: list[Any] = []
+        with self._reported("all_to_all"):
+            # The nearest ranks first, each another one: not all ranks send to rank 0 at once.
+            for distance in range(1, self.num_ranks):
+                source = (self.rank - distance) % self.num_ranks
+                requests += [
+                    self._comm.Irecv(_view(piece), source=source, tag=ALL_TO_ALL_TAG)
+                    for piece in incoming[source].split(self._chunk_elems)
+                    if piece.numel()
+                ]
+            for distance in range(1, self.num_ranks):
+                to = (self.rank + distance) % self.num_ranks
+                requests += [
+                    self._comm.Isend(_view(piece), dest=to, tag=ALL_TO_ALL_TAG)
+                    for piece in outgoing[to].split(self._chunk_elems)
+                    if piece.numel()
+                ]
+            incoming[self.rank].copy_(outgoing[self.rank])
+            self._mpi.Request.Waitall(requests)
+        return received.to(buffer.device)
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         check_buffer(buffer, operation="broadcast", rank=self.rank)

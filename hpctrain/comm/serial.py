@@ -9,7 +9,14 @@ from typing import final
 
 import torch
 
-from hpctrain.comm.buffers import check_buffer, check_counts, check_groups, check_part, check_root
+from hpctrain.comm.buffers import (
+    check_buffer,
+    check_counts,
+    check_exchange,
+    check_groups,
+    check_part,
+    check_root,
+)
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 
@@ -49,6 +56,12 @@ class SerialGroup:
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_part(part, counts=counts, rank=0, num_ranks=1)
         return part.clone()
+
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        check_exchange(buffer, send_counts=send_counts, receive_counts=receive_counts, rank=0, num_ranks=1)
+        return buffer.clone()
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         check_buffer(buffer, operation="broadcast", rank=0)

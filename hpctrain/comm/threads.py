@@ -18,6 +18,7 @@ import torch
 from hpctrain.comm.buffers import (
     check_buffer,
     check_counts,
+    check_exchange,
     check_groups,
     check_part,
     check_root,
@@ -102,6 +103,28 @@ class ThreadsGroup:
         )
         result = torch.cat(parts)
         self._meeting.wait()
+        return result
+
+    def all_to_all(
+        self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        check_exchange(
+            buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
+            num_ranks=self.num_ranks,
+        )  # fmt: skip
+        laid = self._meeting.exchange(
+            place=self._place,
+            operation=f"all_to_all {buffer.dtype}",
+            value=buffer.split(list(send_counts)),
+        )
+        result = torch.cat([slices[self.rank] for slices in laid])
+        found = [slices[self.rank].numel() for slices in laid]
+        self._meeting.wait()
+        if found != list(receive_counts):
+            raise BufferMismatch(
+                f"all_to_all on rank {self.rank}: it expects {list(receive_counts)} elements of the ranks, "
+                f"they sent {found}"
+            )
         return result
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:

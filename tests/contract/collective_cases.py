@@ -200,6 +200,49 @@ def case_all_gather_puts_unequal_parts_in_rank_order(world: World) -> None:
             expect_equal(part, values_of(world.rank, length=counts[world.rank], dtype=dtype))
 
 
+def exchanges_to_try(num_ranks: int) -> Sequence[list[list[int]]]:
+    """Elements that rank a sends to rank b, as rows a."""
+    ranks = range(num_ranks)
+    return (
+        [[3] * num_ranks for _ in ranks],
+        [[(2 * a + 3 * b) % 5 for b in ranks] for a in ranks],
+        [[0] * num_ranks for _ in ranks],
+        [[7 * (b == 0) for b in ranks] for _ in ranks],  # all to rank 0
+        [[5 * (a == num_ranks - 1) for _ in ranks] for a in ranks],  # all from the last
+        [[400 + 37 * (a + b) for b in ranks] for a in ranks],
+    )
+
+
+def case_all_to_all_brings_each_rank_its_slices_in_rank_order(world: World) -> None:
+    for dtype in DTYPES:
+        for table in exchanges_to_try(world.num_ranks):
+            sent = [values_of(a, length=sum(row), dtype=dtype) for a, row in enumerate(table)]
+            mine = sent[world.rank].clone()
+            found = world.all_to_all(
+                mine, send_counts=table[world.rank], receive_counts=[row[world.rank] for row in table]
+            )
+            slices = [whole.split(row)[world.rank] for whole, row in zip(sent, table, strict=True)]
+            expect_equal(found, torch.cat(slices))
+            expect_equal(mine, sent[world.rank])
+
+
+def case_counts_of_an_all_to_all_that_do_not_fit_are_refused(world: World) -> None:
+    n = world.num_ranks
+    for length, send, receive in (
+        (n + 1, [1] * n, [1] * n),
+        (n, [1] * n, [1] * (n + 1)),
+        (n, [1] * n, [2] * n),
+    ):
+        error = raised_by(
+            lambda length=length, send=send, receive=receive: world.all_to_all(
+                torch.zeros(length), send_counts=send, receive_counts=receive
+            )
+        )
+        assert isinstance(error, BufferMismatch)
+        assert f"all_to_all on rank {world.rank}" in str(error)
+    world.barrier()
+
+
 def case_broadcast_from_every_root(world: World) -> None:
     for root in range(world.num_ranks):
         for dtype in DTYPES:
@@ -279,6 +322,9 @@ def case_split_makes_groups_in_the_order_asked(world: World) -> None:
         expect_equal(part, len(mine) * torch.arange(float(sum(counts)))[begin : begin + len(part)])
         whole = group.all_gather(torch.full((group.rank + 1,), world.rank), counts=counts)
         expect_equal(whole, torch.cat([torch.full((n,), r) for n, r in zip(counts, mine, strict=True)]))
+        sent = torch.tensor([100 * world.rank + r for r in mine for _ in range(2)])
+        found = group.all_to_all(sent, send_counts=[2] * len(mine), receive_counts=[2] * len(mine))
+        assert found.tolist() == [100 * r + world.rank for r in mine for _ in range(2)]
         buffer = torch.tensor([world.rank])
         group.broadcast(buffer, root=len(mine) - 1)
         assert int(buffer) == mine[-1]
