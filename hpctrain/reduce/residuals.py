@@ -32,7 +32,7 @@ def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 
 
 @final
-class Feedback:
+class Residuals:
     """This rank's row of the residuals, which make up a global tensor of shape (num_ranks, elements).
 
     The residuals are in the unit of the buckets: gradients times loss scale. float32, or float64 where any
