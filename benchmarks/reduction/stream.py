@@ -1,0 +1,45 @@
+"""A plain MPI stream: what the links give when nothing but large messages goes over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpctrain.topology import Topology
+
+NUM_MESSAGES = 2
+
+
+def ring_shift(comm: Any, *, topology: Topology, num_bytes: int) -> Callable[[], None]:
+    """One rank of each node sends `num_bytes` to the next node and takes as many from the one before.
+
+    All messages are under way at once; the other ranks sleep. Collective, each time it is called.
+    """
+    from mpi4py import MPI
+
+    firsts = [ranks[0] for ranks in topology.groups("local")]
+    rank = comm.Get_rank()
+    if rank not in firsts:
+        return lambda: wait_asleep(comm)
+    place = firsts.index(rank)
+    to, source = firsts[(place + 1) % len(firsts)], firsts[place - 1]
+    out = [np.ones(num_bytes // NUM_MESSAGES, dtype=np.uint8) for _ in range(NUM_MESSAGES)]
+    into = [np.ones(num_bytes // NUM_MESSAGES, dtype=np.uint8) for _ in range(NUM_MESSAGES)]
+
+    def shift() -> None:
+        requests = [comm.Irecv(part, source=source, tag=7) for part in into]
+        requests += [comm.Isend(part, dest=to, tag=7) for part in out]
+        MPI.Request.Waitall(requests)
+        wait_asleep(comm)
+
+    return shift
+
+
+def wait_asleep(comm: Any) -> None:
+    """A barrier that leaves the cores to the ranks that have work."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.0005)
