@@ -1,26 +1,33 @@
 """int8: one byte a value and one float32 scale for each block of 256 values.
 
-Layout of n encoded values in b = ceil(n / 256) blocks: b float32 scales, then n int8 levels, then nothing.
-The scales come first because they need the alignment. A value decodes to scale * level; the last block may be
-short.
+Layout of n encoded values in b = ceil(n / 256) blocks: b float32 scales, then n int8 levels. The scales come
+first because they need the alignment. A value decodes to scale * level. Only the last block may be short.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
 
+from hpctrain.reduce.scratch import PIECE, scratch
+
 BLOCK = 256
-LEVELS = 127
+LEVELS = 127  # symmetric: -128 is not used
+SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; its reciprocal is finite
+
+# A piece: values (blocks, values of a block), their scales (blocks, 1), their levels (as the values).
+_Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @final
 class BlockCodec:
-    """`int8`: symmetric, rounded to nearest even, scale = largest magnitude of the block / 127.
+    """`int8`: symmetric, rounded to nearest even; a block's scale is its largest magnitude / 127.
 
-    The error of a value is at most half a scale, so at most largest / 254 of its block (and one rounding of
-    float32). A block that holds inf or NaN decodes to NaN throughout: the step is skipped.
+    Error of a value: at most 1/253 of the largest magnitude in its block, or 2^-126 if that is more (half a
+    level and float32's own roundings: scales are never denormal). A block that holds inf, NaN or what float32
+    cannot hold decodes to inf and NaN throughout, so that a step with it is skipped.
     """
 
     name = "int8"
@@ -30,41 +37,45 @@ class BlockCodec:
         return 4 * _num_blocks(numel) + numel
 
     def encode(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
-        num_blocks = _num_blocks(values.numel())
-        scales, levels = out[: 4 * num_blocks].view(torch.float32), out[4 * num_blocks :].view(torch.int8)
-        full = values.numel() // BLOCK
-        if full:
-            _encode(
-                values[: full * BLOCK].view(full, BLOCK),
-                scales[:full],
-                levels[: full * BLOCK].view(full, BLOCK),
-            )
-        if full < num_blocks:
-            _encode(values[full * BLOCK :].view(1, -1), scales[full:], levels[full * BLOCK :].view(1, -1))
+        work = scratch("levels", torch.float32)
+        for piece, scales, levels in _pieces(values, out):
+            if piece.dtype != torch.float32:
+                piece = scratch("values", torch.float32)[: piece.numel()].view(piece.shape).copy_(piece)
+            exact = work[: piece.numel()].view(piece.shape)
+            torch.abs(piece, out=exact)
+            # amax hands on NaN, and so does clamp: a block with one gets a scale that is not finite.
+            torch.amax(exact, dim=1, keepdim=True, out=scales)
+            scales.mul_(1 / LEVELS).clamp_(min=SMALLEST_SCALE)
+            torch.mul(piece, scales.reciprocal(), out=exact)
+            levels.copy_(exact.round_())
 
     def decode(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
-        num_blocks = _num_blocks(out.numel())
-        scales, levels = data[: 4 * num_blocks].view(torch.float32), data[4 * num_blocks :].view(torch.int8)
-        full = out.numel() // BLOCK
-        out.copy_(levels)
-        if full:
-            out[: full * BLOCK].view(full, BLOCK).mul_(scales[:full, None].to(out.dtype))
-        if full < num_blocks:
-            out[full * BLOCK :].mul_(scales[full:].to(out.dtype))
+        for piece, scales, levels in _pieces(out, data):
+            piece.copy_(levels).mul_(scales.to(out.dtype))
 
     def add(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
-        decoded = torch.empty_like(out)
-        self.decode(data, out=decoded)
-        out.add_(decoded)
+        decoded = scratch("values", out.dtype)
+        for piece, scales, levels in _pieces(out, data):
+            summand = decoded[: piece.numel()].view(piece.shape)
+            piece.add_(summand.copy_(levels).mul_(scales.to(out.dtype)))
 
 
 def _num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def _encode(values: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> None:
-    low, high = torch.aminmax(values, dim=1)
-    largest = torch.maximum(high, low.neg_())
-    scales.copy_(largest.div_(LEVELS))
-    inverse = torch.where(scales > 0, scales.to(values.dtype).reciprocal(), 0)
-    levels.copy_(torch.nan_to_num((values * inverse[:, None]).round_(), nan=0.0).clamp_(-LEVELS, LEVELS))
+def _pieces(values: torch.Tensor, data: torch.Tensor) -> Iterator[_Piece]:
+    """Views: whole blocks, up to PIECE values at a time, then what is left as one short block."""
+    num_blocks, full = _num_blocks(values.numel()), values.numel() // BLOCK
+    scales = data[: 4 * num_blocks].view(torch.float32).view(-1, 1)
+    levels = data[4 * num_blocks :].view(torch.int8)
+    rows, whole = PIECE // BLOCK, full * BLOCK
+    if full:
+        yield from zip(
+            values[:whole].view(-1, BLOCK).split(rows),
+            scales[:full].split(rows),
+            levels[:whole].view(-1, BLOCK).split(rows),
+            strict=True,
+        )
+    if full < num_blocks:
+        yield values[whole:].view(1, -1), scales[full:], levels[whole:].view(1, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import final
 
 import torch
@@ -10,9 +9,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.reduce.block_codec import BlockCodec
 from hpctrain.reduce.codec import Codec
-
-# Values decoded at a time before they are added: what is decoded must still be in cache when it is read.
-PIECE = 1 << 16
+from hpctrain.reduce.scratch import PIECE, scratch
 
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8")
 
@@ -55,8 +52,9 @@ class OwnPrecisionCodec:
 class CastCodec:
     """`fp16` and `bf16`: rounded to nearest even, 2 bytes a value.
 
-    Relative error at most 2^-11 (fp16, for magnitudes from 2^-14 to 65504; below, absolute error at most
-    2^-25; above, inf) and 2^-8 (bf16, the range of float32; below 2^-126, absolute error at most 2^-134).
+    fp16: relative error at most 2^-11 for magnitudes from 2^-14 to 65504, absolute error at most 2^-25 below,
+    inf from 65520 on. bf16: relative error at most 2^-8 up to 3.38e38, where inf begins; absolute error at most
+    2^-134 below 2^-126. A float64 is rounded to float32 on the way, which adds a relative error of 2^-24.
     """
 
     exact = False
@@ -64,7 +62,6 @@ class CastCodec:
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self._dtype = dtype
-        self._scratch = threading.local()
 
     def num_bytes(self, numel: int, *, dtype: torch.dtype = torch.float32) -> int:
         return numel * self._dtype.itemsize
@@ -77,16 +74,6 @@ class CastCodec:
 
     def add(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
         # An addition of two dtypes is a hundred times slower than a conversion and an addition of one.
-        scratch = self._scratch_for(out.dtype)
+        summand = scratch("values", out.dtype)
         for piece, total in zip(data.view(self._dtype).split(PIECE), out.split(PIECE), strict=True):
-            decoded = scratch[: total.numel()]
-            decoded.copy_(piece)
-            total.add_(decoded)
-
-    def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """This thread's memory for a decoded piece."""
-        found: torch.Tensor | None = getattr(self._scratch, str(dtype), None)
-        if found is None:
-            found = torch.empty(PIECE, dtype=dtype)
-            setattr(self._scratch, str(dtype), found)
-        return found
+            total.add_(summand[: total.numel()].copy_(piece))
