@@ -37,8 +37,11 @@ from hpctrain.comm.buffers import (
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
+from hpctrain.comm.mpi_transport import MpiTransport
 from hpctrain.comm.staging import on_host, to_host
+from hpctrain.comm.transport import Transport
 from hpctrain.errors import CommunicationError, LaunchError
+from hpctrain.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,6 +74,17 @@ def abort_all(exit_code: int) -> None:
     mpi = _import_mpi(initialize=False)
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(exit_code)
+
+
+def open_transport(topology: Topology) -> Transport:
+    """Messages of their own over all ranks, whoever has initialised MPI (Horovod may have). Collective.
+
+    LaunchError when mpi4py is not there or MPI is not running.
+    """
+    mpi = _import_mpi(initialize=False)
+    if not mpi.Is_initialized():
+        raise LaunchError("MPI is not running: messages of our own need a backend that runs over MPI")
+    return MpiTransport(mpi, mpi.COMM_WORLD.Dup(), topology=topology)
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

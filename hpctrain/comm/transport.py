@@ -6,18 +6,18 @@ memory and the conversions busy at the same time needs operations that it can st
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from hpctrain.topology import Topology
 
+# An operation under way, as the backend knows it.
+Pending = Any
 
-class Pending(Protocol):
-    """An operation under way."""
-
-    def done(self) -> bool:
-        """Whether it is finished; looks, does not wait, and lets the library make progress."""
+# The least that MPI guarantees: 0 <= tag < NUM_TAGS.
+NUM_TAGS = 32768
 
 
 @runtime_checkable
@@ -38,10 +38,10 @@ class Transport(Protocol):
         """Begin to send `buffer` to rank `to`. It must not change before the operation is done."""
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
-        """Begin to receive into `buffer`. Messages with one source and tag arrive in the order of sending.
+        """Begin to receive into `buffer`. Messages with one source and tag arrive in the order of sending."""
 
-        0 <= tag < 32768, the least that MPI guarantees.
-        """
+    def all_done(self, pending: Sequence[Pending]) -> bool:
+        """Whether all are finished; looks, does not wait, and lets the library make progress."""
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
         """Memory that all ranks of this node see: `num_bytes` zeroed bytes of each, by local rank.
@@ -51,7 +51,16 @@ class Transport(Protocol):
         """
 
     def fence(self) -> None:
-        """Make what this rank wrote to shared memory visible before what it writes after, and so for reads."""
+        """Order this rank's reads and writes of shared memory: those before come before those after."""
+
+    def begun(self, what: str) -> None:
+        """Tell who watches that the next reduction has begun: counted, the same on every rank."""
+
+    def waits(self, what: str) -> None:
+        """Tell who watches that nothing under way got on; the deadline runs until `got_on`."""
+
+    def got_on(self) -> None:
+        """Tell who watches that something got on, or that nothing is under way."""
 
     def close(self) -> None:
         """Give back the messages and the memory. Collective. Tensors of `share` must not be used afterwards."""

@@ -47,7 +47,14 @@ class BucketReducer(Protocol):
 
         A generator: each `next` goes as far as it can without waiting. It yields True when it got on, False
         when it waits for another rank; it ends when the bucket holds the sum, the same bits on every rank.
-        Several may be under way; every rank begins them in the same order.
+        Several may be under way; every rank begins them in the same order, but the turns they take after
+        that differ between ranks. So a reducer of blocking collectives does all of them in the first `next`.
+        """
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        """The step is over, on all ranks alike: what was fed back counts only if it was applied.
+
+        rescale: factor of the loss scale from this step to the next. Not collective.
         """
 
     def bytes_sent(self) -> int:
@@ -57,7 +64,11 @@ class BucketReducer(Protocol):
         """What a checkpoint must hold: errors fed back, low-rank factors. Not collective; may be empty."""
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Whole tensors of a checkpoint by name, also one of another number of ranks. After `plan`."""
+        """Whole tensors of a checkpoint by name, also one of another number of ranks. After `plan`.
+
+        What the checkpoint does not hold (another wire wrote it) begins as in a new run; names that are not
+        this reducer's are passed over.
+        """
 
     def close(self) -> None:
         """Give back memory and messages. Collective."""

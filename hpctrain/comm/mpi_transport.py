@@ -1,0 +1,122 @@
+"""Messages over MPI, and MPI's shared windows within a node.
+
+It gets its communicators from `hpctrain.comm.mpi`, which alone imports mpi4py.
+Source of the shared window: MPI 3.1 standard, section 11.2.3 (MPI_Win_allocate_shared).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm.transport import Pending
+from hpctrain.errors import CommunicationError
+from hpctrain.topology import Topology
+
+# Where Open MPI and MPICH keep shared windows on Linux.
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@final
+class MpiTransport:
+    """`Transport` over a communicator of its own."""
+
+    def __init__(self, mpi: Any, comm: Any, *, topology: Topology) -> None:
+        """mpi: the module mpi4py.MPI. comm: all ranks' communicator, for this object alone. Collective."""
+        self._mpi = mpi
+        self._comm = comm
+        self._topology = topology
+        self._rank = comm.Get_rank()
+        # By the topology and not by MPI's own idea of a node: nodes may be emulated.
+        self._node = comm.Split(topology.node_of(self._rank), key=self._rank)
+        self._windows: list[Any] = []
+        self._byte = mpi.BYTE
+
+    @property
+    def rank(self) -> int:
+        return int(self._rank)
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise CommunicationError(f"{operation} on rank {self._rank}: MPI says {error}") from error
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
+        with self._reported(f"send to rank {to}"):
+            return self._comm.Isend([buffer.numpy(), self._byte], to, tag)
+
+    def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
+        with self._reported(f"receive from rank {source}"):
+            return self._comm.Irecv([buffer.numpy(), self._byte], source, tag)
+
+    def all_done(self, pending: Sequence[Pending]) -> bool:
+        with self._reported("messages"):
+            return bool(self._mpi.Request.Testall(pending))
+
+    def share(self, num_bytes: int) -> list[torch.Tensor]:
+        with self._reported("shared memory"):
+            self._check_room(num_bytes)
+            window = self._mpi.Win.Allocate_shared(num_bytes, 1, self._mpi.INFO_NULL, self._node)
+            self._windows.append(window)
+            window.Lock_all(self._mpi.MODE_NOCHECK)  # Sync, our fence, is for epochs like this one
+            segments = []
+            for local_rank in range(self._node.Get_size()):
+                memory, _ = window.Shared_query(local_rank)
+                segments.append(_tensor_of(memory))
+            segments[self._node.Get_rank()].zero_()
+            window.Sync()
+            self._node.Barrier()
+        return segments
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Refuse on every rank of the node before MPI would, or the kernel at the first touch of a page."""
+        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+        asked = self._node.allgather((num_bytes, free))
+        total = sum(wanted for wanted, _ in asked)
+        frees = [room for _, room in asked if room is not None]
+        if frees and total > min(frees):
+            raise CommunicationError(
+                f"the ranks of node {self._topology.node_names[self._topology.node_of(self._rank)]} need "
+                f"{total / 1e6:.0f} MB of shared memory, {SHARED_MEMORY} has {min(frees) / 1e6:.0f} MB left: make it "
+                "larger (containers: --shm-size), or choose the algorithm direct or flat",
+                agreed=False,
+            )
+
+    def fence(self) -> None:
+        if self._windows:
+            self._windows[-1].Sync()
+
+    def begun(self, what: str) -> None:
+        """Nobody watches."""
+
+    def waits(self, what: str) -> None:
+        """Nobody watches."""
+
+    def got_on(self) -> None:
+        """Nobody watches."""
+
+    def close(self) -> None:
+        for window in self._windows:
+            window.Unlock_all()
+            window.Free()
+        self._windows.clear()
+        self._node.Free()
+        self._comm.Free()
+
+
+def _tensor_of(memory: Any) -> torch.Tensor:
+    """The bytes of a window's segment as a tensor."""
+    if len(memory) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,178 @@
+"""The sum between nodes of one carrier's part, as generators over a transport. Two ways, the same bytes.
+
+direct: every carrier sends each owner its slice, encoded once; the owner sums in float32 in node order, encodes
+the sum once and sends it to all. Two roundings, whatever the number of nodes; two phases. Thakur et al. 2005,
+section 4.5, with the pairwise schedule: in round k rank i sends to i + k and receives from i - k, so that no
+node's link is asked for twice in a round.
+
+ring: each slice goes round, and every carrier adds its own (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+Neighbours only, but C - 1 roundings on the way and 2 (C - 1) phases.
+
+Both send 2 (C - 1) / C of the part's encoded bytes from every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hpctrain.comm.transport import Pending, Transport
+from hpctrain.reduce.codec import Codec
+
+
+class Feedback(Protocol):
+    """Encodes one part; may keep what is lost, for the next time. See `codec_feedback.py`."""
+
+    def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
+        """Encode `values` on their way to an owner. first: their place in the part. May change `values`."""
+
+    def encode_sum(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
+        """The same for the sum that this rank owns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One carrier's part of one chunk.
+
+    values: shape (n,): this node's sum on entry; the sum over nodes in the own slice on leaving.
+    ends: n + 1 places where the slices of the owners begin and end. peers: world rank of each owner.
+    """
+
+    values: torch.Tensor
+    offsets: Sequence[int]
+    peers: Sequence[int]
+    mine: int
+
+    def slice(self, owner: int) -> torch.Tensor:
+        return self.values[self.offsets[owner] : self.offsets[owner + 1]]
+
+    @property
+    def num_peers(self) -> int:
+        return len(self.peers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """How a part travels. tag: first of two tags of its own. scratch: memory for so many bytes. send: counts."""
+
+    transport: Transport
+    codec: Codec
+    feedback: Feedback
+    tag: int
+    scratch: Callable[[int], torch.Tensor]
+    send: Callable[..., Pending]
+
+    def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
+        """Wait for messages: True at the first look that finds them missing, then False."""
+        got_on = True
+        while not self.transport.all_done(pending):
+            yield got_on
+            got_on = False
+
+
+Deliver = Callable[[int, torch.Tensor], None]
+
+
+def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
+    """Sum `part` over its peers. deliver(owner, data): called once for each slice with its encoded sum."""
+    size = wire.codec.num_bytes
+    count, mine, dtype = part.num_peers, part.mine, part.values.dtype
+    own = part.slice(mine)
+    own_bytes = size(own.numel(), dtype=dtype)
+    arriving = {}
+    pending = []
+    for shift in range(1, count):
+        source = (mine - shift) % count
+        arriving[source] = wire.scratch(own_bytes)
+        if own_bytes:
+            pending.append(wire.transport.receive(arriving[source], source=part.peers[source], tag=wire.tag))
+    for shift in range(1, count):
+        owner = (mine + shift) % count
+        values = part.slice(owner)
+        if values.numel():
+            data = wire.scratch(size(values.numel(), dtype=dtype))
+            wire.feedback.encode(values, first=part.offsets[owner], out=data)
+            pending.append(wire.send(data, to=part.peers[owner], tag=wire.tag))
+    # What the owners send back may come while this rank still waits for others' slices.
+    returning = {}
+    back = []
+    for shift in range(1, count):
+        source = (mine - shift) % count
+        num_bytes = size(part.slice(source).numel(), dtype=dtype)
+        if num_bytes:
+            returning[source] = wire.scratch(num_bytes)
+            back.append(
+                wire.transport.receive(returning[source], source=part.peers[source], tag=wire.tag + 1)
+            )
+    yield from wire.until(pending)
+    if own_bytes:
+        _sum_in_order(own, arriving, mine=mine, codec=wire.codec)
+        data = wire.scratch(own_bytes)
+        wire.feedback.encode_sum(own, out=data)
+        leaving = []
+        for shift in range(1, count):
+            leaving.append(wire.send(data, to=part.peers[(mine + shift) % count], tag=wire.tag + 1))
+        deliver(mine, data)
+        back += leaving
+    yield from wire.until(back)
+    for source, data in returning.items():
+        deliver(source, data)
+
+
+def _sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
+    """own = the sum in the order of the nodes, so that an element's bits do not depend on who owns it."""
+    before = [arriving[source] for source in sorted(arriving) if source < mine]
+    after = [arriving[source] for source in sorted(arriving) if source > mine]
+    if before:
+        total = torch.empty_like(own)
+        codec.decode(before[0], out=total)
+        for data in before[1:]:
+            codec.add(data, out=total)
+        own.add_(total)  # float addition commutes: (earlier nodes) + own
+    for data in after:
+        codec.add(data, out=own)
+
+
+def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
+    """As `direct`, by way of the neighbours."""
+    size = wire.codec.num_bytes
+    count, mine, dtype = part.num_peers, part.mine, part.values.dtype
+    to, source = part.peers[(mine + 1) % count], part.peers[(mine - 1) % count]
+    pending: list[Pending] = []
+    for step in range(count - 1):
+        leaving, coming = part.slice((mine - step - 1) % count), part.slice((mine - step - 2) % count)
+        arrived = None
+        if coming.numel():
+            arrived = wire.scratch(size(coming.numel(), dtype=dtype))
+            pending.append(wire.transport.receive(arrived, source=source, tag=wire.tag))
+        if leaving.numel():
+            data = wire.scratch(size(leaving.numel(), dtype=dtype))
+            wire.feedback.encode(leaving, first=part.offsets[(mine - step - 1) % count], out=data)
+            pending.append(wire.send(data, to=to, tag=wire.tag))
+        yield from wire.until(pending)
+        pending = []
+        if arrived is not None:
+            wire.codec.add(arrived, out=coming)
+    # Sums go round as they are encoded by their owner: every node decodes the same bytes.
+    own = part.slice(mine)
+    data = wire.scratch(size(own.numel(), dtype=dtype))
+    if own.numel():
+        wire.feedback.encode_sum(own, out=data)
+    for step in range(count - 1):
+        owner = (mine - step - 1) % count
+        num_bytes = size(part.slice(owner).numel(), dtype=dtype)
+        arrived = wire.scratch(num_bytes)
+        pending = []
+        if num_bytes:
+            pending.append(wire.transport.receive(arrived, source=source, tag=wire.tag + 1))
+        if data.numel():
+            pending.append(wire.send(data, to=to, tag=wire.tag + 1))
+        if own.numel() and step == 0:
+            deliver(mine, data)
+        yield from wire.until(pending)
+        if num_bytes:
+            deliver(owner, arrived)
+        data = arrived

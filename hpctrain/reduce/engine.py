@@ -1,0 +1,266 @@
+"""Two-level sums in shared memory and messages, chunk by chunk, everything under way at once.
+
+Buckets lie in memory that the ranks of a node share. For each chunk a carrier sums its part over the buckets of
+its node's ranks, exchanges it with its counterparts on the other nodes (`between.py`), and decodes the result
+straight into every bucket of its node. One copy of each element leaves a node, spread over its carriers; no
+element is copied on its way within the node. With every rank as a node of its own this is the flat sum.
+
+Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from hpctrain.comm import Collective
+from hpctrain.comm.transport import NUM_TAGS, Pending, Transport
+from hpctrain.reduce.between import Part, Wire, direct, ring
+from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.chunk_memory import ChunkMemory
+from hpctrain.reduce.codec import Codec
+from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
+from hpctrain.reduce.node_memory import NodeMemory
+from hpctrain.reduce.same_plan import check_same_plan
+from hpctrain.reduce.spans import Place, Span, chunks_of, cut
+from hpctrain.topology import Topology
+
+EXCHANGES = {"direct": direct, "ring": ring}
+# Values that a core keeps in its cache while it sums them: 256 KB of float32.
+PIECE_ELEMS = 65536
+
+
+@dataclass(slots=True, kw_only=True)
+class _Planned:
+    """One bucket. buckets: the memory of each of the node's ranks; on_device: where the gradients are, if not there."""
+
+    mine: torch.Tensor
+    buckets: list[torch.Tensor]
+    on_device: torch.Tensor | None
+    parts: list[Span]  # this carrier's part of each chunk
+    feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
+
+
+@final
+class EngineReducer:
+    """`BucketReducer` over a transport.
+
+    levels: the nodes to sum within: the run's topology, or one rank to a node for the flat algorithms.
+    exchange: `direct` or `ring`, between those nodes. feedback: keep what the codec loses (error feedback).
+    chunk_elems: elements of a chunk; in_flight: chunks of one bucket under way at once.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        comm: Collective,
+        levels: Topology,
+        algorithm: str,
+        exchange: str,
+        codec: Codec,
+        feedback: bool = False,
+        chunk_elems: int = 1 << 19,
+        in_flight: int = 4,
+    ) -> None:
+        self._transport = transport
+        self._comm = comm
+        self._place = Place.of(levels, rank=transport.rank)
+        self._algorithm = algorithm
+        self._exchange = EXCHANGES[exchange]
+        self._codec = codec
+        self._keeps_losses = feedback and not codec.exact and levels.num_nodes > 1
+        self._no_feedback = NoFeedback(codec)
+        self._chunk_elems = chunk_elems
+        self._in_flight = in_flight
+        self._scratch = ChunkMemory()
+        self._next_tag = 0
+        self._bytes_sent = 0
+        self._buckets: list[_Planned] = []
+        self._memory: NodeMemory | None = None
+
+    @property
+    def algorithm(self) -> str:
+        return self._algorithm
+
+    @property
+    def wire(self) -> str:
+        return self._codec.name
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
+        check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
+        self._memory = NodeMemory(
+            self._transport, place=self._place, sizes=[b.numel * b.dtype.itemsize for b in buckets]
+        )
+        self._buckets = []
+        for number, bucket in enumerate(buckets):
+            shared = [memory.view(bucket.dtype) for memory in self._memory.segments(number)]
+            mine = shared[self._place.local]
+            on_device = None if device.type == "cpu" else torch.zeros_like(mine, device=device)
+            planned = _Planned(mine=mine, buckets=shared, on_device=on_device, parts=self._parts(bucket))
+            if self._keeps_losses:
+                planned.feedback = [self._feedback(part, dtype=bucket.dtype) for part in planned.parts]
+            self._buckets.append(planned)
+        return [b.mine if b.on_device is None else b.on_device for b in self._buckets]
+
+    def _parts(self, bucket: Bucket) -> list[Span]:
+        """This carrier's part of each chunk; one list as long as the number of chunks on every rank."""
+        chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
+        if not self._place.column:
+            return [Span(chunk.begin, chunk.begin) for chunk in chunks]
+        return [cut(chunk, num_parts=self._place.num_carriers)[self._place.local] for chunk in chunks]
+
+    def _feedback(self, part: Span, *, dtype: torch.dtype) -> CodecFeedback:
+        own = cut(Span(0, part.numel), num_parts=self._place.num_nodes)[self._place.node]
+        return CodecFeedback(self._codec, numel=part.numel, own=slice(own.begin, own.end), dtype=dtype)
+
+    def reduce(self, number: int) -> Iterator[bool]:
+        bucket, memory = self._buckets[number], self._memory
+        assert memory is not None  # there are buckets, so there was a plan
+        first_tag = self._take_tags(len(bucket.parts))
+        self._transport.begun(f"bucket {number} ({bucket.mine.numel()} x {bucket.mine.dtype})")
+        if bucket.on_device is not None:
+            bucket.mine.copy_(bucket.on_device)
+        arrived, summed = memory.begin_round(number)
+        memory.raise_flag(arrived)
+        if self._place.column:
+            yield from _until(lambda: memory.raised(arrived, by=range(len(bucket.buckets))))
+            yield from self._all_chunks(bucket, first_tag=first_tag)
+        memory.raise_flag(summed)
+        yield from _until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
+        if bucket.on_device is not None:
+            bucket.on_device.copy_(bucket.mine)
+
+    def _take_tags(self, num_chunks: int) -> int:
+        """Two tags for each chunk, the same on every rank because the order of the buckets is."""
+        first = self._next_tag
+        self._next_tag = (first + 2 * num_chunks) % NUM_TAGS
+        return first
+
+    def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
+        """The parts of a bucket in order, `in_flight` at a time."""
+        active: deque[Iterator[bool]] = deque()
+        for number in range(len(bucket.parts)):
+            active.append(self._chunk(bucket, number, tag=(first_tag + 2 * number) % NUM_TAGS))
+            while len(active) >= self._in_flight:
+                yield from _one_round(active)
+        while active:
+            yield from _one_round(active)
+
+    def _chunk(self, bucket: _Planned, number: int, *, tag: int) -> Iterator[bool]:
+        part = bucket.parts[number]
+        if part.numel == 0:
+            return
+        buckets = [memory[part.begin : part.end] for memory in bucket.buckets]
+        if self._place.num_nodes == 1:
+            _sum_within(buckets, mine=self._place.local)
+            return
+        loan = self._scratch.loan()
+        values = buckets[0]
+        if len(buckets) > 1:
+            values = loan.values(part.numel, dtype=values.dtype)
+            _sum_into(values, buckets)
+        spans = cut(Span(0, part.numel), num_parts=self._place.num_nodes)
+        wire = Wire(
+            transport=self._transport,
+            codec=self._codec,
+            feedback=bucket.feedback[number] if bucket.feedback else self._no_feedback,
+            tag=tag,
+            scratch=loan.bytes,
+            send=self._send,
+        )
+        cut_part = Part(
+            values=values,
+            offsets=[0, *(span.end for span in spans)],
+            peers=self._place.column,
+            mine=self._place.node,
+        )
+        yield from self._exchange(cut_part, wire, deliver=self._deliver_into(buckets, spans))
+        loan.end()
+
+    def _deliver_into(
+        self, buckets: Sequence[torch.Tensor], spans: Sequence[Span]
+    ) -> Callable[[int, torch.Tensor], None]:
+        """Decode a slice once, and lay it into the bucket of every rank of the node."""
+
+        def deliver(owner: int, data: torch.Tensor) -> None:
+            span = spans[owner]
+            first = buckets[0][span.begin : span.end]
+            self._codec.decode(data, out=first)
+            for other in buckets[1:]:
+                other[span.begin : span.end].copy_(first)
+
+        return deliver
+
+    def _send(self, data: torch.Tensor, *, to: int, tag: int) -> Pending:
+        topology = self._transport.topology
+        if topology.node_of(to) != topology.node_of(self._transport.rank):
+            self._bytes_sent += data.numel()
+        return self._transport.send(data, to=to, tag=tag)
+
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        for bucket in self._buckets:
+            for feedback in bucket.feedback:
+                feedback.settle(applied=applied, rescale=rescale)
+
+    def close(self) -> None:
+        self._buckets = []
+        self._memory = None
+        self._transport.close()
+
+
+def _until(ready: Callable[[], bool]) -> Iterator[bool]:
+    """Wait: True at the first look that finds it not ready, then False."""
+    got_on = True
+    while not ready():
+        yield got_on
+        got_on = False
+
+
+def _one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
+    """Let each go on once; those that have ended leave."""
+    got_on = False
+    for _ in range(len(active)):
+        chunk = active.popleft()
+        try:
+            got_on |= next(chunk)
+        except StopIteration:
+            got_on = True
+        else:
+            active.append(chunk)
+    yield got_on
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    for begin in range(0, numel, PIECE_ELEMS):
+        yield slice(begin, min(numel, begin + PIECE_ELEMS))
+
+
+def _sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
+    """values = the sum of the buckets' parts, in the order of the ranks."""
+    for piece in _pieces(values.numel()):
+        total = values[piece]
+        torch.add(buckets[0][piece], buckets[1][piece], out=total)
+        for other in buckets[2:]:
+            total.add_(other[piece])
+
+
+def _sum_within(buckets: Sequence[torch.Tensor], *, mine: int) -> None:
+    """Each bucket's part = the sum of all, in the order of the ranks: nothing leaves the node."""
+    if len(buckets) == 1:
+        return
+    total = torch.empty(min(PIECE_ELEMS, buckets[0].numel()), dtype=buckets[0].dtype)
+    for piece in _pieces(buckets[0].numel()):
+        part = total[: piece.stop - piece.start]
+        torch.add(buckets[0][piece], buckets[1][piece], out=part)
+        for other in buckets[2:]:
+            part.add_(other[piece])
+        for bucket in buckets:
+            bucket[piece].copy_(part)
