@@ -35,8 +35,8 @@ def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 class Residuals:
     """This rank's row of the residuals, which make up a global tensor of shape (num_ranks, elements).
 
-    The residuals are in the unit of the buckets: gradients times loss scale. float32, or float64 where any
-    bucket is.
+    There are two of it: what a step begins with, and what it leaves, which counts only once the step is known
+    to be applied. In the unit of the buckets: gradients times loss scale. float32, or float64 where any bucket is.
     """
 
     def __init__(self, *, rank: int, num_ranks: int) -> None:
@@ -44,6 +44,7 @@ class Residuals:
         self._num_ranks = num_ranks
         self._positions: dict[int, int] = {}
         self._row = torch.zeros(0)
+        self._left = torch.zeros(0)
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None:
         """Make room for the buckets' parameters; residuals of a plan of the same parameters are kept."""
@@ -53,11 +54,24 @@ class Residuals:
         self._row = torch.zeros(total, dtype=torch.float64 if wide else torch.float32, device=device)
         if before[0] == self._positions and before[1].numel() == total:
             self._row.copy_(before[1])
+        self._left = self._row.clone()
 
     def of(self, slot: Slot) -> torch.Tensor:
-        """The residual of one parameter, shape (slot.numel,): memory to read and write."""
+        """What this step begins with for one parameter, shape (slot.numel,): to read."""
         begin = self._positions[slot.parameter]
         return self._row[begin : begin + slot.numel]
+
+    def left(self, slot: Slot) -> torch.Tensor:
+        """What this step leaves of one parameter, shape (slot.numel,): to write in every step."""
+        begin = self._positions[slot.parameter]
+        return self._left[begin : begin + slot.numel]
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        """The step is over: what it left counts if it was applied. rescale: of the unit, from this step to the next."""
+        if applied:
+            self._row, self._left = self._left, self._row
+        if rescale != 1.0:
+            self._row.mul_(rescale)
 
     def add_to(self, memory: torch.Tensor, bucket: Bucket) -> None:
         """memory (bucket.numel,) += residual of every parameter of the bucket."""

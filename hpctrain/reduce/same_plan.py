@@ -1,0 +1,27 @@
+"""Whether every rank reduces the same buckets in the same way, found before the first byte is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from hpctrain.comm import Collective, check_same
+from hpctrain.errors import BufferMismatch
+from hpctrain.reduce.buckets import Bucket
+
+
+def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) -> None:
+    """BufferMismatch on every rank, naming the ranks that differ, unless all bring the same. Collective.
+
+    how: the reducer's name and settings, as one line.
+    """
+    layout = repr([
+        (str(b.dtype), b.numel, [(s.parameter, s.offset, s.numel, s.used_flag) for s in b.slots]) for b in buckets
+    ])  # fmt: skip
+    sizes = " + ".join(f"{b.numel} x {str(b.dtype).removeprefix('torch.')}" for b in buckets[:4])
+    more = f" + {len(buckets) - 4} more" if len(buckets) > 4 else ""
+    mark = hashlib.blake2b(layout.encode(), digest_size=4).hexdigest()
+    check_same(
+        comm, name="the plan of gradient buckets", value=f"{how}: {sizes}{more} (layout {mark})",
+        error=BufferMismatch,
+    )  # fmt: skip
