@@ -23,6 +23,7 @@ _HOME = {
     "Position": "hpctrain.train",
     "TrainingState": "hpctrain.train",
     "resume": "hpctrain.train",
+    "Compression": "hpctrain.reduce.hvd_compression",
     "HpctrainError": "hpctrain.errors",
 }
 

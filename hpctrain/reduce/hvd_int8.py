@@ -1,0 +1,167 @@
+"""int8 that Horovod can sum: every rank uses the same scale, and levels so few that the sum fits.
+
+Each parameter has a range, the same on all ranks: values beyond it are clipped, and what is clipped or rounded
+is fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so that no sum of
+N leaves int8. The range follows what all ranks have seen of each other: in front of its levels each rank sends
+whether its values were too large or small for it. A parameter whose range is not known yet, or far too small,
+is sent in full precision once, with its largest magnitude in front; the ranks' mean of that is the range.
+
+A message is HEADER int8 values and the levels. The header's first 32 are the bits of the float32 scale: their
+sums show to every rank that all used the same, and that Horovod summed rather than averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from hpctrain.errors import UsageError
+from hpctrain.reduce.hvd_parameters import GradientOwners
+from hpctrain.reduce.hvd_residuals import HvdResiduals
+
+LARGEST = 127
+SCALE_BITS = 32
+# Votes: not finite; more than FAR times the range; more than the range; more than half of it.
+VOTES = 4
+HEADER = SCALE_BITS + VOTES
+FULL_HEADER = 2  # one, and the largest magnitude
+FAR = 4.0
+STEP = 1.25  # how much a range grows or shrinks at a time
+SMALLEST_RANGE, LARGEST_RANGE = 2.0**-100, 2.0**120  # beyond these, full precision
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What `decompress` must know. scale: of a level, or None where full precision was sent."""
+
+    name: str
+    gradient: torch.Tensor
+    scale: float | None
+
+
+@final
+class Int8Compression:
+    """One byte a value and 36 a parameter. Needs op=hvd.Sum; returns the mean over `num_ranks`.
+
+    The mean is the same to the bit on every rank, in any order of summing. Where a rank's gradient is not
+    finite, every rank's comes out NaN. The more ranks, the fewer levels: with over 16 (7 levels on each side)
+    Compression.fp16 is the better choice; over 127 none are left.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, num_ranks: int) -> None:
+        if not 1 <= num_ranks <= LARGEST:
+            raise UsageError(
+                f"num_ranks is {num_ranks}: int8 sums of Horovod have room for 1 to {LARGEST} ranks. Give "
+                "hvd.size(); with more ranks take Compression.fp16"
+            )
+        self._num_ranks = num_ranks
+        self._levels = LARGEST // num_ranks
+        self._owners = GradientOwners(named_parameters)
+        self._residuals = HvdResiduals(self._owners, num_ranks=num_ranks)
+        self._ranges: dict[str, float] = {}
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Sent]:
+        name = self._owners.owner_of(tensor)
+        value = self._residuals.added_to(tensor, name=name)
+        largest = _largest(value)
+        if name not in self._ranges:
+            if math.isfinite(largest):
+                self._residuals.keep(torch.zeros_like(value), name=name)
+            header = torch.tensor([1.0, largest], dtype=value.dtype, device=value.device)
+            return torch.cat([header, value]), _Sent(name, tensor, None)
+        span = self._ranges[name]
+        scale = _float32(span / self._levels)
+        finite = math.isfinite(largest)
+        votes = [not finite, largest > FAR * span, largest > span, largest > span / 2]
+        sent = torch.empty(HEADER + value.numel(), dtype=torch.int8, device=value.device)
+        sent[:HEADER] = torch.tensor([*_bits(scale), *map(int, votes)], dtype=torch.int8)
+        if not finite:
+            sent[HEADER:] = 0
+            return sent, _Sent(name, tensor, scale)
+        levels = (value / scale).round_().clamp_(-self._levels, self._levels)
+        sent[HEADER:] = levels
+        self._residuals.keep(value.sub_(levels.mul_(scale)), name=name)
+        return sent, _Sent(name, tensor, scale)
+
+    def decompress(self, tensor: torch.Tensor, ctx: _Sent | None) -> torch.Tensor:
+        if ctx is None:
+            return tensor  # a sparse gradient, which Horovod gathers without asking us
+        if ctx.scale is None:
+            mean = self._from_full_precision(tensor, name=ctx.name)
+        else:
+            dtype = torch.promote_types(ctx.gradient.dtype, torch.float32)
+            mean = self._from_levels(tensor, name=ctx.name, scale=ctx.scale, dtype=dtype)
+        return mean.to(ctx.gradient.dtype).view(ctx.gradient.shape)
+
+    def _from_full_precision(self, total: torch.Tensor, *, name: str) -> torch.Tensor:
+        ones, largest = total[:FULL_HEADER].tolist()
+        if ones != self._num_ranks:
+            raise _wrong_sum(name, found=ones, num_ranks=self._num_ranks)
+        self._set_range(name, largest / self._num_ranks)
+        return total[FULL_HEADER:] / self._num_ranks
+
+    def _from_levels(
+        self, total: torch.Tensor, *, name: str, scale: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        header = total[:HEADER].tolist()
+        for found, bit in zip(header, _bits(scale), strict=False):
+            if found != bit * self._num_ranks:
+                raise _wrong_sum(name, found=found, num_ranks=self._num_ranks)
+        not_finite, far, above, above_half = header[SCALE_BITS:]
+        levels = total[HEADER:].to(dtype)
+        if not_finite:
+            return levels.fill_(math.nan)
+        span = self._ranges[name]
+        if far:
+            del self._ranges[name]  # measured anew by the next step, which also brings what was clipped
+        elif above:
+            self._set_range(name, span * STEP)
+        elif not above_half:
+            self._set_range(name, span / STEP)
+        return levels.mul_(scale / self._num_ranks)
+
+    def _set_range(self, name: str, span: float) -> None:
+        if SMALLEST_RANGE < span < LARGEST_RANGE:
+            self._ranges[name] = _float32(span)
+        else:
+            self._ranges.pop(name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As HvdCompression's; `ranges` are the same on all ranks."""
+        return {"kind": "int8", "ranges": dict(self._ranges), **self._residuals.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("kind") != "int8":
+            raise UsageError(f"this is the state of {state.get('kind')!r} compression, not of int8")
+        self._residuals.load_state_dict(state)
+        self._ranges = dict(state["ranges"])
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude; inf or NaN when a value is not finite."""
+    if values.numel() == 0:
+        return 0.0
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    return max(-low, high) if math.isfinite(low + high) else math.nan
+
+
+def _float32(number: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])
+
+
+def _bits(number: float) -> list[int]:
+    (word,) = struct.unpack("<I", struct.pack("<f", number))
+    return [(word >> place) & 1 for place in range(SCALE_BITS)]
+
+
+def _wrong_sum(name: str, *, found: float, num_ranks: int) -> UsageError:
+    return UsageError(
+        f"int8 compression of {name!r}: a number that {num_ranks} ranks send came out as {found:g}, which is not "
+        f"their sum. Give hvd.DistributedOptimizer op=hvd.Sum (the gradients come out as the mean) and the "
+        "compression num_ranks=hvd.size(); if both are right, the ranks loaded different compression states"
+    )
