@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
+
 from hpctrain.comm import Collective, check_same
-from hpctrain.errors import BufferMismatch
+from hpctrain.errors import BufferMismatch, UsageError
 from hpctrain.reduce.buckets import Bucket
 
 
@@ -25,3 +27,12 @@ def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) ->
         comm, name="the plan of gradient buckets", value=f"{how}: {sizes}{more} (layout {mark})",
         error=BufferMismatch,
     )  # fmt: skip
+
+
+def check_dtypes(buckets: Sequence[Bucket], *, what: str) -> None:
+    """UsageError unless all buckets are of float32 or float64. After `check_same_plan`: then all ranks raise."""
+    for bucket in buckets:
+        if bucket.dtype not in (torch.float32, torch.float64):
+            raise UsageError(
+                f"{what} reduction takes buckets of float32 or float64, not {bucket.dtype}", agreed=True
+            )

@@ -1,0 +1,249 @@
+"""The largest gradients travel, the others wait (Aji and Heafield 2017, arXiv:1704.05021).
+
+Of each bucket a rank sends the share of elements that is largest by absolute value, each with its place; the
+ranks' choices differ, so they are gathered, and every rank adds them up in rank order. What was not sent, and
+what rounding lost of what was, is added to the next gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from hpctrain.comm import Collective
+from hpctrain.errors import UsageError
+from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.residuals import Residuals
+from hpctrain.reduce.ring_bytes import all_gather_bytes, all_reduce_bytes, successor_is_elsewhere
+from hpctrain.reduce.same_plan import check_dtypes, check_same_plan
+from hpctrain.topology import Topology
+
+STEPS = "top_k/steps"
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKMessage:
+    """What one rank sends of one bucket: a range, places, values, flags, each at a multiple of 8 bytes.
+
+    range: one float64, the largest absolute value, which is also what says that a rank is not finite. Places
+    are int32 while they fit. Flags are one byte each.
+    """
+
+    count: int
+    num_flags: int
+    place_dtype: torch.dtype
+    value_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, bucket: Bucket, *, fraction: float, value_dtype: torch.dtype | None) -> TopKMessage:
+        """value_dtype: None sends the values in the bucket's own precision."""
+        gradients = bucket.num_gradients
+        return cls(
+            count=math.ceil(fraction * gradients),
+            num_flags=len(bucket.slots),
+            place_dtype=torch.int32 if gradients <= 2**31 else torch.int64,
+            value_dtype=value_dtype or bucket.dtype,
+        )
+
+    def _ends(self) -> tuple[int, int, int, int]:
+        places = _ALIGNMENT + _aligned(self.count * self.place_dtype.itemsize)
+        values = places + _aligned(self.count * self.value_dtype.itemsize)
+        return _ALIGNMENT, places, values, values + _aligned(self.num_flags)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ends()[-1]
+
+    def parts(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the range, places, values and flags in `data`, (num_bytes,) uint8."""
+        first, second, third, _ = self._ends()
+        return (
+            data[:first].view(torch.float64),
+            data[first : first + self.count * self.place_dtype.itemsize].view(self.place_dtype),
+            data[second : second + self.count * self.value_dtype.itemsize].view(self.value_dtype),
+            data[third : third + self.num_flags],
+        )
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(slots=True)
+class _Planned:
+    bucket: Bucket
+    memory: torch.Tensor
+    message: TopKMessage
+    data: torch.Tensor
+
+
+@final
+class TopKReducer:
+    """`BucketReducer` that sends the largest elements of each bucket, with error feedback.
+
+    comm: a message space of its own; its all_gather carries one message of each rank a bucket. It blocks, so a
+        bucket is reduced in one go: nothing else goes on meanwhile.
+    fraction: of a bucket's elements that each rank sends, at least one. N ranks bring 8 N fraction bytes an
+        element (float32 values) to every rank, a ring of float32 8 (N-1)/N: it pays where N fraction < 1.
+    value_dtype: torch.float16 sends values as a share of the rank's largest in two bytes, which cannot overflow;
+        None sends them in the bucket's own precision.
+    start_step: steps in which everything is sent as it is.
+    topology: for `bytes_sent`, by the ring's bound (see `ring_bytes`).
+    Deterministic, the same bits on every rank. A bucket that is not finite on any rank comes out not finite on
+    all, and residuals are then as before (`settle`); a parameter that no rank used keeps its residual.
+    """
+
+    def __init__(
+        self,
+        comm: Collective,
+        *,
+        fraction: float = 0.01,
+        value_dtype: torch.dtype | None = None,
+        start_step: int = 10,
+        topology: Topology | None = None,
+    ) -> None:
+        if not 0 < fraction <= 1:
+            raise UsageError(f"top-k reduction of a fraction of {fraction}: give more than 0 and at most 1")
+        if value_dtype not in (None, torch.float16):
+            raise UsageError(f"top-k reduction with values in {value_dtype}: give torch.float16 or None")
+        if start_step < 0:
+            raise UsageError(f"top-k reduction from step {start_step}: give 0 or more")
+        self._comm = comm
+        self._fraction = fraction
+        self._value_dtype = value_dtype
+        self._start_step = start_step
+        self._elsewhere = successor_is_elsewhere(comm.rank, num_ranks=comm.num_ranks, topology=topology)
+        self._residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)
+        self._planned: list[_Planned] = []
+        self._steps = 0
+        self._began = False  # whether anything of this step was reduced
+        self._bytes_sent = 0
+
+    @property
+    def algorithm(self) -> str:
+        return "flat"
+
+    @property
+    def wire(self) -> str:
+        return "top-k"
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
+        how = f"top-k, {self._fraction:g} of all in {self._value_dtype}, from step {self._start_step}"
+        check_same_plan(self._comm, buckets, how=how)
+        check_dtypes(buckets, what="top-k")
+        self._planned = []
+        for bucket in buckets:
+            memory = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+            message = TopKMessage.of(bucket, fraction=self._fraction, value_dtype=self._value_dtype)
+            data = torch.zeros(message.num_bytes, dtype=torch.uint8, device=device)
+            self._planned.append(_Planned(bucket, memory, message, data))
+        self._residuals.plan(buckets, device=device)
+        return [planned.memory for planned in self._planned]
+
+    def reduce(self, number: int) -> Iterator[bool]:
+        planned = self._planned[number]
+        self._began = True
+        self._residuals.add_to(planned.memory, planned.bucket)
+        if self._steps < self._start_step:
+            self._sum_as_it_is(planned)
+        else:
+            self._sum_largest(planned)
+        # The collective operations block, and must follow each other alike on every rank: never give way.
+        yield from ()
+
+    def _sum_as_it_is(self, planned: _Planned) -> None:
+        memory = planned.memory
+        self._comm.all_reduce(memory)
+        num_bytes = memory.numel() * memory.element_size()
+        self._count(all_reduce_bytes(num_bytes, num_ranks=self._comm.num_ranks))
+        for slot in planned.bucket.slots:
+            self._residuals.left(slot).zero_()
+        self._keep_unused(planned)
+
+    def _sum_largest(self, planned: _Planned) -> None:
+        memory, bucket = planned.memory, planned.bucket
+        self._choose(planned)
+        for slot in bucket.slots:
+            self._residuals.left(slot).copy_(memory[slot.offset : slot.offset + slot.numel])
+        counts = [planned.data.numel()] * self._comm.num_ranks
+        gathered = self._comm.all_gather(planned.data, counts=counts)
+        self._count(all_gather_bytes(counts, rank=self._comm.rank))
+        memory.zero_()
+        gradients, flags = memory[: bucket.num_gradients], memory[bucket.first_flag :]
+        for data in gathered.split(counts):
+            extent, places, values, had = planned.message.parts(data)
+            largest = float(extent)
+            if not math.isfinite(largest):
+                memory.fill_(torch.nan)
+                return
+            # One rank's places are all different: the order of these additions is the order of the ranks.
+            gradients.index_add_(0, places.long(), self._decode(values, largest=largest, like=memory))
+            flags += had
+        self._keep_unused(planned)
+
+    def _choose(self, planned: _Planned) -> None:
+        """Write this rank's message, and take what it delivers out of the bucket's memory."""
+        memory, bucket = planned.memory, planned.bucket
+        gradients, flags = memory[: bucket.num_gradients], memory[bucket.first_flag :]
+        extent, places, values, had = planned.message.parts(planned.data)
+        sizes = gradients.abs()
+        largest = float(sizes.max()) if sizes.numel() else 0.0  # NaN where there is one
+        chosen = sizes.topk(planned.message.count, sorted=False).indices
+        picked = gradients[chosen]
+        extent.fill_(largest)
+        places.copy_(chosen)
+        values.copy_(picked / _unit(largest) if self._value_dtype is not None else picked)
+        had.copy_(flags != 0)
+        gradients[chosen] = picked - self._decode(values, largest=largest, like=memory)
+
+    def _decode(self, values: torch.Tensor, *, largest: float, like: torch.Tensor) -> torch.Tensor:
+        unit = _unit(largest) if self._value_dtype is not None else 1.0
+        return values.to(like.dtype) * unit
+
+    def _keep_unused(self, planned: _Planned) -> None:
+        """A parameter that no rank used is left alone by the optimizer: what there is of it waits."""
+        flags = planned.memory[planned.bucket.first_flag :].tolist()
+        for slot, flag in zip(planned.bucket.slots, flags, strict=True):
+            if flag == 0:
+                planned.memory[slot.offset : slot.offset + slot.numel].zero_()
+                self._residuals.left(slot).copy_(self._residuals.of(slot))
+
+    def _count(self, num_bytes: int) -> None:
+        self._bytes_sent += num_bytes if self._elsewhere else 0
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        self._residuals.settle(applied=applied and self._began, rescale=rescale)
+        self._steps += 1
+        self._began = False
+
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    def state(self) -> list[StateTensor]:
+        """Residuals by rank, and the number of steps, which is the same on every rank."""
+        steps = torch.tensor([self._steps], dtype=torch.int64)
+        return [
+            *self._residuals.state(),
+            StateTensor(name=STEPS, tensor=steps, global_shape=(1,), offset=(0,)),
+        ]
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._residuals.load_state(tensors)
+        self._steps = int(tensors[STEPS]) if STEPS in tensors else 0
+
+    def close(self) -> None:
+        self._planned = []
+
+
+def _unit(largest: float) -> float:
+    """A power of two within a factor of 2 of `largest`, so that scaling loses nothing; 1 if not finite."""
+    if not math.isfinite(largest):
+        return 1.0
+    # Not below the normal numbers of float32, where it could not be divided by.
+    return math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -100))
