@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import psutil
 import torch
 
 from hpctrain.comm import all_gather_json
@@ -38,13 +39,8 @@ def environment_record(session: Session, *, algorithm: str, wire: str, commit: s
         "pid": os.getpid(),
     }
     return {
-        "hpctrain": __version__,
+        **versions_record(),
         "commit": commit,
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "hdf5": h5py.version.hdf5_version,
-        "hdf5_parallel": bool(h5py.get_config().mpi),
-        "cuda": torch.version.cuda,
         "launcher": session.identity.launcher,
         "backend": session.world.backend,
         "algorithm": algorithm,
@@ -56,6 +52,41 @@ def environment_record(session: Session, *, algorithm: str, wire: str, commit: s
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "ranks": all_gather_json(session.world, mine),
     }
+
+
+def versions_record() -> dict[str, Any]:
+    """Versions of what this process runs on. Not collective."""
+    return {
+        "hpctrain": __version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hdf5": h5py.version.hdf5_version,
+        "hdf5_parallel": bool(h5py.get_config().mpi),
+        "cuda": torch.version.cuda,
+    }
+
+
+def machine_record() -> dict[str, Any]:
+    """The machine that this process runs on: what a measurement depends on. Not collective."""
+    return {
+        "host": platform.node(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release()}",
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def _cpu_model() -> str:
+    """As the kernel names it; the architecture where it gives no name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
 
 
 def _version(package: str) -> str | None:

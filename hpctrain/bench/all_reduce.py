@@ -1,0 +1,228 @@
+"""Measuring all-reduces: which cells can run here, in which groups they fit into memory, what they came to."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from hpctrain.bench.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
+from hpctrain.bench.cells import ELEMENT_BYTES, CellTimer, Measured
+from hpctrain.bench.spread import Spread, spread_of
+from hpctrain.comm import Collective, all_gather_json
+from hpctrain.errors import UsageError
+from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.topology import Topology
+
+# (algorithm, wire) -> a reducer in message spaces of its own. Collective. Raises UsageError, the same on
+# every rank, where the two cannot be had here.
+MakeReducer = Callable[[str, str], BucketReducer]
+
+# A bucket, and at most as much again for what is on the wire.
+COPIES = 2.5
+SHARE_OF_MEMORY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduceAsked:
+    """What is measured. sizes_bytes: of float32 gradients, ascending."""
+
+    sizes_bytes: tuple[int, ...]
+    algorithms: tuple[str, ...]
+    wires: tuple[str, ...]
+    repeats: int = 10
+    warmup: int = 2
+    in_flight: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for num_bytes in self.sizes_bytes:
+            if num_bytes % ELEMENT_BYTES:
+                raise UsageError(
+                    f"--sizes: {num_bytes} bytes are no whole number of float32 ({ELEMENT_BYTES} bytes each)"
+                )
+        if self.repeats < 1 or self.warmup < 0 or self.in_flight < 1:
+            raise UsageError(
+                f"{self.repeats} repeats, {self.warmup} warm-up rounds, {self.in_flight} in flight: give at least 1 "
+                "repeat, 0 warm-up rounds and 1 in flight"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A line of the table. runs: the algorithm that ran. Bandwidths in bytes/s; bounds None where there is none."""
+
+    algorithm: str
+    runs: str
+    wire: str
+    wire_runs: str
+    num_bytes: int
+    seconds: Spread
+    algbw: float
+    busbw: float
+    sent_bytes_per_node: float
+    bound_bytes_per_node: float | None
+    bound_s: float | None
+    relative_error: float
+    samples_s: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "algorithm": self.algorithm,
+            "algorithm_run": self.runs,
+            "wire": self.wire,
+            "wire_run": self.wire_runs,
+            "bytes": self.num_bytes,
+            "elements": self.num_bytes // ELEMENT_BYTES,
+            "seconds": self.seconds.as_json(),
+            "algbw_bytes_per_s": self.algbw,
+            "busbw_bytes_per_s": self.busbw,
+            "sent_bytes_per_node": self.sent_bytes_per_node,
+            "bound_bytes_per_node": self.bound_bytes_per_node,
+            "bound_seconds": self.bound_s,
+            "relative_error": self.relative_error,
+            "samples_s": list(self.samples_s),
+        }
+
+
+@dataclass(slots=True)
+class AllReduceMeasured:
+    rows: list[Row]
+    notes: list[str]
+
+
+def measure_all_reduce(
+    asked: AllReduceAsked,
+    make: MakeReducer,
+    *,
+    comm: Collective,
+    topology: Topology,
+    device: torch.device,
+    link_bytes_per_s: float | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+    memory_bytes: float | None = None,
+) -> AllReduceMeasured:
+    """Measure every cell that can run here. Collective; the same value on every rank.
+
+    What cannot run, or would run as something that is measured anyway, is a note. memory_bytes: what the
+    buckets of this rank may take; half of what is free, shared by the host's ranks, unless given. Where
+    not all reducers fit they are measured in groups, one after another, which is a note too.
+    Raises UsageError when nothing that was asked for can run.
+    """
+    notes: list[str] = []
+    pairs = [(algorithm, wire) for wire in asked.wires for algorithm in asked.algorithms]
+    each = int(COPIES * asked.in_flight * sum(asked.sizes_bytes))
+    free = memory_bytes if memory_bytes is not None else _memory_for_buckets(comm)
+    groups = list(groups_that_fit(pairs, bytes_each=each, budget_bytes=free))
+    if len(groups) > 1:
+        notes.append(
+            f"memory holds the buffers of {len(groups[0])} of {len(pairs)} reducers at once: they are measured in "
+            f"{len(groups)} groups, one after another, shuffled only within a group"
+        )
+    rows: list[Row] = []
+    for number, group in enumerate(groups):
+        reducers = _make(group, make, notes=notes)
+        if not reducers:
+            continue
+        timer = CellTimer(
+            reducers, sizes_bytes=asked.sizes_bytes, comm=comm, topology=topology, device=device,
+            in_flight=asked.in_flight, seed=asked.seed + number,
+            progress=lambda share, done=number: progress((done + share) / len(groups)),  # type: ignore[misc]
+        )  # fmt: skip
+        timer.plan()
+        measured = timer.measure(repeats=asked.repeats, warmup=asked.warmup)
+        rows += [
+            row_of(
+                found, reducers[found.cell.algorithm, found.cell.wire], topology=topology, asked=asked,
+                link_bytes_per_s=link_bytes_per_s,
+            )
+            for found in measured
+        ]  # fmt: skip
+        for reducer in reducers.values():
+            reducer.close()
+    if not rows:
+        raise UsageError("nothing that was asked for can run here: " + "; ".join(notes), agreed=True)
+    order = {pair: place for place, pair in enumerate(pairs)}
+    rows.sort(key=lambda row: (row.num_bytes, order[row.algorithm, row.wire]))
+    return AllReduceMeasured(rows, notes)
+
+
+def groups_that_fit(
+    pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
+) -> Iterator[list[tuple[str, str]]]:
+    """The pairs in as few groups as the memory allows, about equally large; at least one pair to a group."""
+    at_once = max(1, int(budget_bytes // max(1, bytes_each)))
+    num_groups = -(-len(pairs) // at_once)
+    for number in range(num_groups):
+        begin, end = (len(pairs) * n // num_groups for n in (number, number + 1))
+        yield list(pairs[begin:end])
+
+
+def _memory_for_buckets(comm: Collective) -> float:
+    """What is free for one rank on the host that has least. Collective."""
+    found = all_gather_json(comm, [socket.gethostname(), psutil.virtual_memory().available])
+    ranks_on = Counter(host for host, _ in found)
+    return SHARE_OF_MEMORY * min(available / ranks_on[host] for host, available in found)
+
+
+def _make(
+    pairs: Sequence[tuple[str, str]], make: MakeReducer, *, notes: list[str]
+) -> dict[tuple[str, str], BucketReducer]:
+    """The reducers that run what they were asked for."""
+    reducers: dict[tuple[str, str], BucketReducer] = {}
+    for algorithm, wire in pairs:
+        try:
+            reducer = make(algorithm, wire)
+        except UsageError as error:
+            notes.append(f"not measured: {algorithm} with {wire}: {error}")
+            continue
+        if algorithm != "auto" and (reducer.algorithm != algorithm or wire not in ("auto", reducer.wire)):
+            notes.append(
+                f"not measured: {algorithm} with {wire} does not run here; {reducer.algorithm} with {reducer.wire} "
+                "would run instead"
+            )
+            reducer.close()
+            continue
+        reducers[algorithm, wire] = reducer
+    return reducers
+
+
+def row_of(
+    measured: Measured,
+    reducer: BucketReducer,
+    *,
+    topology: Topology,
+    asked: AllReduceAsked,
+    link_bytes_per_s: float | None,
+) -> Row:
+    """The line of a cell. With several in flight all of them count: their bytes, and the time of all."""
+    cell, count = measured.cell, asked.in_flight
+    seconds = spread_of(measured.samples_s)
+    num_bytes = cell.num_bytes * count
+    bound = bound_bytes(cell.num_elements * count, wire=reducer.wire, num_nodes=topology.num_nodes)
+    bound_s = None
+    if link_bytes_per_s is not None:
+        bound_s = bound_seconds(
+            cell.num_elements * count, wire=reducer.wire, num_nodes=topology.num_nodes,
+            link_bytes_per_s=link_bytes_per_s,
+        )  # fmt: skip
+    return Row(
+        algorithm=cell.algorithm,
+        runs=reducer.algorithm,
+        wire=cell.wire,
+        wire_runs=reducer.wire,
+        num_bytes=cell.num_bytes,
+        seconds=seconds,
+        algbw=algorithm_bandwidth(num_bytes, seconds=seconds.median),
+        busbw=bus_bandwidth(num_bytes, seconds=seconds.median, num_ranks=topology.num_ranks),
+        sent_bytes_per_node=measured.sent_bytes_per_node,
+        bound_bytes_per_node=bound,
+        bound_s=bound_s,
+        relative_error=measured.relative_error,
+        samples_s=measured.samples_s,
+    )

@@ -1,0 +1,40 @@
+"""How far long work has got, on stderr: a line now and then, renewed in place on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+FIRST_AFTER_S = 3.0
+
+
+class Progress:
+    """Tells the share of the work that is done, and about how long the rest takes. Silent where `shown` is not."""
+
+    def __init__(self, *, what: str, shown: bool) -> None:
+        self._what = what
+        self._shown = shown
+        self._started_s = time.monotonic()
+        self._in_place = sys.stderr.isatty()
+        self._every_s = 0.5 if self._in_place else 10.0
+        self._told_s = self._started_s + FIRST_AFTER_S - self._every_s
+        self._width = 0
+
+    def __call__(self, share: float) -> None:
+        now_s = time.monotonic()
+        if not self._shown or now_s - self._told_s < self._every_s or share <= 0:
+            return
+        self._told_s = now_s
+        left_s = (now_s - self._started_s) * (1 - share) / share
+        line = f"{self._what}: {share:.0%}, about {left_s:.0f} s left"
+        if self._in_place:
+            print(f"\r{line.ljust(self._width)}", end="", file=sys.stderr, flush=True)
+            self._width = len(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line that was renewed in place."""
+        if self._width:
+            print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
+            self._width = 0

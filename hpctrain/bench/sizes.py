@@ -1,0 +1,82 @@
+"""Sizes of buffers as people write them. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from hpctrain.errors import UsageError
+
+# As everywhere in hpctrain, KB is 10^3 bytes; K is 2^10, as in the options of nccl-tests and of OSU.
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9,
+    "K": 2**10, "M": 2**20, "G": 2**30,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+RANGE_FACTOR = 4
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of each size, ascending, each once: `4KB,1MB`, or a range `4KB:64MB`, `4KB:64MB:2`.
+
+    A range is a geometric one: each size is the factor (4 unless given) times the one before, and the end is
+    in it. Raises UsageError.
+    """
+    sizes: set[int] = set()
+    for part in text.split(","):
+        if ":" in part:
+            sizes.update(_range(part))
+        else:
+            sizes.add(parse_size(part))
+    return tuple(sorted(sizes))
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(
+            f"{text.strip()!r} is no size: write 4096, 4KB or 1.5MB (10^3, 10^6 bytes), 4KiB or 4K (2^10 bytes), "
+            "several with commas, or a range 4KB:64MB"
+        )
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size != int(size) or size < 1:
+        raise UsageError(f"{text.strip()!r} is {size:g} bytes: a size is a whole number of bytes, at least 1")
+    return int(size)
+
+
+def _range(text: str) -> list[int]:
+    parts = text.split(":")
+    if len(parts) > 3:
+        raise UsageError(f"{text!r} is no range of sizes: write FIRST:LAST, or FIRST:LAST:FACTOR")
+    first, last = parse_size(parts[0]), parse_size(parts[1])
+    factor: float = RANGE_FACTOR
+    if len(parts) == 3:
+        try:
+            factor = float(parts[2])
+        except ValueError:
+            factor = 0.0
+    if last < first or not 1.1 <= factor < 1e6:
+        raise UsageError(
+            f"{text!r} is no range of sizes: the last must be at least the first, and the factor (default "
+            f"{RANGE_FACTOR}) a number from 1.1"
+        )
+    sizes = []
+    size = float(first)
+    while size < last:
+        sizes.append(round(size))
+        size *= factor
+    return [*sizes, last]
+
+
+def describe_bytes(num_bytes: float) -> str:
+    """`4 KB`, `1.02 MB`, `64 MiB` where it is a round number of those."""
+    if num_bytes >= 1024 and num_bytes == int(num_bytes):
+        for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+            if num_bytes % unit == 0 and num_bytes // unit < 1024 and num_bytes % 1000 != 0:
+                return f"{num_bytes // unit:.0f} {name}"
+    for scale, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {name}"
+    return f"{num_bytes:.4g} B"
