@@ -5,20 +5,42 @@ Wraps; changes no result. See `hpctrain.comm.watch` for what happens when an ope
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
 import torch
 
-from hpctrain.comm.agreement import describe_ranks
+from hpctrain.comm.agreement import check_same, describe_ranks
 from hpctrain.comm.communicator import Collective, ReduceOp, World
 from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.watch import Track, Watcher
+from hpctrain.comm.monitored_transport import MonitoredTransport
+from hpctrain.comm.track import Track
+from hpctrain.comm.transport import Transport
+from hpctrain.comm.watch import Watcher, exit_now
+from hpctrain.errors import BufferMismatch
+from hpctrain.topology import Topology
+
+# Longer lists of counts are compared by a number that stands for them.
+_COUNTS_SHOWN = 16
+
+
+def _dtype(buffer: torch.Tensor) -> str:
+    return str(buffer.dtype).removeprefix("torch.")
 
 
 def _describe(buffer: torch.Tensor) -> str:
-    return f"({buffer.numel()} x {str(buffer.dtype).removeprefix('torch.')})"
+    return f"({buffer.numel()} x {_dtype(buffer)})"
+
+
+def _describe_counts(counts: Sequence[int]) -> str:
+    listed = ", ".join(map(str, counts))
+    if len(counts) > _COUNTS_SHOWN:
+        listed = f"{len(counts)}, checksum {zlib.crc32(listed.encode()):08x}"
+    return f"counts {listed}"
 
 
 @final
@@ -46,34 +68,71 @@ class MonitoredGroup:
         return self._inner.members
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        with self._track.during("all_reduce", _describe(buffer)):
+        with self._during("all_reduce", _describe(buffer), same=op.value):
             self._inner.all_reduce(buffer, op=op)
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        with self._track.during("reduce_scatter", _describe(buffer)):
+        with self._during("reduce_scatter", _describe(buffer), same=_describe_counts(counts)):
             return self._inner.reduce_scatter(buffer, counts=counts)
 
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        with self._track.during("all_gather", _describe(part)):
+        whole = f"({sum(counts)} x {_dtype(part)} in all)"
+        with self._during("all_gather", whole, same=_describe_counts(counts)):
             return self._inner.all_gather(part, counts=counts)
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        with self._track.during("all_to_all", _describe(buffer)):
+        with self._during("all_to_all", f"({_dtype(buffer)})"):
             return self._inner.all_to_all(buffer, send_counts=send_counts, receive_counts=receive_counts)
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        with self._track.during("broadcast", _describe(buffer)):
+        with self._during("broadcast", _describe(buffer), same=f"from rank {root} of the group"):
             self._inner.broadcast(buffer, root=root)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        with self._track.during("all_gather_bytes", f"({len(data)} bytes here)"):
+        with self._during("all_gather_bytes"):
             return self._inner.all_gather_bytes(data)
 
     def barrier(self) -> None:
-        with self._track.during("barrier"):
+        with self._during("barrier"):
             self._inner.barrier()
+
+    @contextlib.contextmanager
+    def _during(self, operation: str, detail: str = "", *, same: str = "") -> Iterator[None]:
+        """One operation under the deadline, to which all ranks must have brought the same."""
+        signature = " ".join(filter(None, [operation, detail, same]))
+        with self._track.during(operation, detail, signature=signature):
+            self.agree(signature)
+            try:
+                yield
+            except BufferMismatch as error:
+                # Horovod tells every rank that they differ, but not who.
+                if self.backend == "horovod" and not error.agreed and "Mismatched" in str(error):
+                    self._name_different(signature)
+                raise
+
+    def agree(self, signature: str) -> None:
+        """Every rank raises BufferMismatch, naming who differs, unless `signature` is equal on all. Collective.
+
+        Only over MPI, which compares nothing itself: with other buffers on one rank it gives wrong sums,
+        hangs, or fails on some ranks. Costs one all-reduce of 16 bytes. See docs/adr/0015.
+        """
+        if self.backend != "mpi" or self.num_ranks == 1:
+            return
+        number = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
+        header = torch.tensor([number, -number])
+        self._inner.all_reduce(header, op=ReduceOp.MAX)
+        if int(header[0]) != -int(header[1]):
+            self._name_different(signature)
+
+    def _name_different(self, signature: str) -> None:
+        check_same(
+            self._inner,
+            name=f"what the ranks bring to operation {self._track.sequence} of {self._track.group}",
+            value=signature,
+            error=BufferMismatch,
+        )
 
 
 @final
@@ -88,11 +147,17 @@ class Monitored(Forwarding):
 
     def __init__(self, world: World, *, timeout_s: float, directory: Path | None = None) -> None:
         self._world = world
+        processes = world.backend in ("mpi", "horovod")
         self._watcher = Watcher(
-            rank=world.rank, timeout_s=timeout_s, directory=directory, abort=lambda code: world.abort(code)
+            rank=world.rank,
+            timeout_s=timeout_s,
+            directory=directory,
+            abort=lambda code: world.abort(code),
+            leave=exit_now if processes else None,
         )
         self._track = self._watcher.track(group="world", members=world.members)
-        self._group = MonitoredGroup(world, track=self._track)
+        self._all = MonitoredGroup(world, track=self._track)
+        self._group = self._all
         self._num_made = 0
 
     def publish_in(self, directory: Path) -> None:
@@ -108,7 +173,9 @@ class Monitored(Forwarding):
         self._watcher.step = step
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
-        with self._track.during("split"):
+        signature = f"split {[list(group) for group in groups]}"
+        with self._track.during("split", signature=signature):
+            self._all.agree(signature)
             inner = self._world.split(groups)
         self._num_made += 1  # counted on every rank, so that all members give the group one name
         if inner is None:
@@ -117,11 +184,22 @@ class Monitored(Forwarding):
         return MonitoredGroup(inner, track=self._watcher.track(group=name, members=inner.members))
 
     def duplicate(self) -> Collective:
-        with self._track.during("duplicate"):
+        with self._track.during("duplicate", signature="duplicate"):
+            self._all.agree("duplicate")
             inner = self._world.duplicate()
         self._num_made += 1
         name = f"duplicate {self._num_made}"
         return MonitoredGroup(inner, track=self._watcher.track(group=name, members=inner.members))
+
+    def transport(self, topology: Topology) -> Transport | None:
+        with self._track.during("transport", signature="transport"):
+            self._all.agree("transport")
+            inner = self._world.transport(topology)
+        self._num_made += 1
+        if inner is None:
+            return None
+        name = f"messages {self._num_made}"
+        return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
 
     def abort(self, exit_code: int) -> None:
         self._watcher.end()
@@ -129,6 +207,6 @@ class Monitored(Forwarding):
 
     def close(self) -> None:
         """Finish communication, still under the deadline, then stop watching. Collective."""
-        with self._track.during("close"):
+        with self._track.during("close", signature="close"):
             self._world.close()
         self._watcher.end()

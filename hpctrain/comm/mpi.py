@@ -13,7 +13,10 @@ in MPICH, section 4.5 (reduce-scatter followed by all-gather).
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 # MPI counts and displacements are 32-bit: longer buffers go in pieces. One piece of float64 is 2 GiB.
 MAX_CHUNK_ELEMS = 2**28
+_ABORT_MAY_TAKE_S = 3.0
 # The only messages between pairs in a group's space: one tag will do.
 ALL_TO_ALL_TAG = 1
 
@@ -70,10 +74,22 @@ def _import_mpi(*, initialize: bool = True) -> Any:
 
 
 def abort_all(exit_code: int) -> None:
-    """End all ranks of COMM_WORLD with `exit_code` if MPI is initialised, by whomever; else do nothing."""
+    """End all ranks of COMM_WORLD with `exit_code` if MPI is initialised, by whomever; else do nothing.
+
+    On a node whose link is cut MPI_Abort waits for an answer that does not come: then this process ends.
+    """
     mpi = _import_mpi(initialize=False)
-    if mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(exit_code)
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    last_resort = threading.Timer(_ABORT_MAY_TAKE_S, os._exit, args=(exit_code,))
+    last_resort.daemon = True
+    last_resort.start()
+    # Not mpi4py's Abort: it holds Python's lock while it waits, and the timer would never come to run.
+    library = ctypes.CDLL(mpi.__file__)
+    handle = (ctypes.c_void_p if mpi._sizeof(mpi.Comm) == 8 else ctypes.c_int).from_address(
+        mpi._addressof(mpi.COMM_WORLD)
+    )
+    library.MPI_Abort(handle, ctypes.c_int(exit_code))
 
 
 def open_transport(topology: Topology) -> Transport:
@@ -299,6 +315,9 @@ class MpiWorld(Forwarding):
 
     def duplicate(self) -> Collective:
         return MpiGroup(self._comm.Dup(), members=self.members, chunk_elems=self._chunk_elems)
+
+    def transport(self, topology: Topology) -> Transport:
+        return open_transport(topology)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks through MPI_Abort, from whichever thread; the launcher returns `exit_code`."""

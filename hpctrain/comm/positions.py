@@ -20,11 +20,16 @@ class GroupPosition:
     sequence: int
     operation: str
     waiting_s: float | None  # None: the operation is done, the rank does something else
+    signature: str | None = None  # what all ranks must have the same in it; None: nothing is compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """What one rank's file says."""
+    """What one rank's file says.
+
+    addresses, port, token: where its watcher listens (`hpctrain.comm.reach`); port None: nowhere.
+    reached: other host -> whether it answered when this rank last asked. leaving: it has told what it knows.
+    """
 
     rank: int
     host: str
@@ -32,6 +37,21 @@ class RankPosition:
     written: float  # seconds since the epoch, by the writer's clock
     step: int | None = None
     groups: dict[str, GroupPosition] = field(default_factory=dict)
+    addresses: list[str] = field(default_factory=list)
+    port: int | None = None
+    token: str = ""
+    reached: dict[str, bool] = field(default_factory=dict)
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """One rank's word that the run ends: all speak, and leave together at `leave_at` (epoch)."""
+
+    rank: int
+    host: str
+    leave_at: float
+    reason: str
 
 
 def position_path(directory: Path, *, rank: int) -> Path:
@@ -41,6 +61,36 @@ def position_path(directory: Path, *, rank: int) -> Path:
 def call_path(directory: Path, *, rank: int) -> Path:
     """Present when other ranks have waited long for `rank`, which then shows its stacks."""
     return directory / f"late-{rank}"
+
+
+def alarm_path(directory: Path) -> Path:
+    """Touched when an operation is late: every rank then looks which hosts it reaches."""
+    return directory / "late"
+
+
+def ending_path(directory: Path) -> Path:
+    """Present when the run ends: see `Ending`."""
+    return directory / "ending.json"
+
+
+def announce_ending(ending: Ending, *, directory: Path) -> Ending:
+    """Make `ending` known, unless another rank was first; the one that holds."""
+    partial = directory / f"ending-{ending.rank}.partial"
+    partial.write_text(json.dumps(asdict(ending)))
+    try:
+        os.link(partial, ending_path(directory))  # unlike a rename, it replaces nothing
+    except FileExistsError:
+        return read_ending(directory) or ending
+    finally:
+        partial.unlink(missing_ok=True)
+    return ending
+
+
+def read_ending(directory: Path) -> Ending | None:
+    try:
+        return Ending(**json.loads(ending_path(directory).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def write_position(position: RankPosition, *, directory: Path) -> None:
@@ -100,6 +150,36 @@ def find_absent(
         text += f", last heard of {silent_s:.0f} s ago" if silent_s > usual_silence_s else ""
         absent.append(Absence(rank=rank, text=text))
     return absent
+
+
+def find_different(
+    positions: Mapping[int, RankPosition], *, rank: int, group: str, sequence: int, signature: str
+) -> str | None:
+    """What is wrong if ranks are in operation `sequence` of `group` with another signature than `rank`'s own.
+
+    The signature of most is taken for the right one; of two as frequent, the lowest rank's.
+    """
+    held = {rank: signature}
+    for other, position in positions.items():
+        place = position.groups.get(group)
+        if place is not None and place.sequence == sequence and place.waiting_s is not None:
+            held[other] = place.signature or signature
+    values = [held[other] for other in sorted(held)]
+    if len(set(values)) == 1:
+        return None
+    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    different = [
+        f"rank {other}{_on_host(positions.get(other))} has {held[other]}"
+        for other in sorted(held)
+        if held[other] != usual
+    ]
+    return f"ranks came to number {sequence} of {group} with different things: " + (
+        f"{', '.join(different[:8])}, where {values.count(usual)} of {len(values)} have {usual}"
+    )
+
+
+def _on_host(position: RankPosition | None) -> str:
+    return "" if position is None else f" on {position.host}"
 
 
 def find_silent(

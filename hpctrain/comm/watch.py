@@ -1,7 +1,7 @@
 """The watcher: one thread that ends the run when a collective operation takes too long.
 
-It looks at what this rank's communicators say they are doing, writes that to a file for the other ranks, and
-reads theirs. It never communicates: the network may be what hangs.
+It looks at what this rank's communicators say they are doing. What the ranks tell each other goes through the
+files of a `Board`. It never communicates over the library that it watches: that may be what hangs.
 """
 
 from __future__ import annotations
@@ -13,82 +13,82 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 from hpctrain.comm.agreement import describe_ranks
-from hpctrain.comm.positions import (
-    Absence,
-    GroupPosition,
-    RankPosition,
-    call_path,
-    find_absent,
-    find_silent,
-    read_positions,
-    write_position,
-)
+from hpctrain.comm.board import Board
+from hpctrain.comm.links import find_cut
+from hpctrain.comm.positions import Absence, Ending
+from hpctrain.comm.reach import Reach
+from hpctrain.comm.track import Track
 from hpctrain.errors import ExitCode
+
+__all__ = ["Track", "Watcher"]
+
+T = TypeVar("T")
 
 # A watcher that comes so much later than it wanted was stopped together with its process.
 _SUSPENDED_AFTER_S = 5.0
-
-
-@dataclass(slots=True)
-class Track:
-    """What one communicator does now. Written by the thread that uses it, read by the watcher."""
-
-    group: str
-    members: tuple[int, ...]
-    sequence: int = 0
-    operation: str = "nothing"
-    detail: str = ""
-    since: float | None = None  # monotonic; None: in no operation
-
-    @contextlib.contextmanager
-    def during(self, operation: str, detail: str = "") -> Iterator[None]:
-        """Mark the time of one operation."""
-        self.operation, self.detail = operation, detail
-        self.sequence += 1
-        self.since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.since = None
+_LATE_AFTER = 0.75  # of the limit
+_FILES_MAY_TAKE_S = 3.0
 
 
 @final
 class Watcher:
-    """Watches every `Track` of one rank. `abort` is called at most once, from the watcher's thread."""
+    """Watches every `Track` of one rank.
+
+    abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank at once,
+    where ranks are processes; then all that have told what they know leave together.
+    """
 
     def __init__(
-        self, *, rank: int, timeout_s: float, abort: Callable[[int], None], directory: Path | None = None
+        self,
+        *,
+        rank: int,
+        timeout_s: float,
+        abort: Callable[[int], None],
+        leave: Callable[[int], None] | None = None,
+        directory: Path | None = None,
     ) -> None:
         self.rank = rank
         self.step: int | None = None
         self._timeout_s = timeout_s
         self._interval_s = min(1.0, timeout_s / 8)
-        # Often enough to be fresh at the deadline, seldom enough that 1000 ranks do not load the file system.
-        self._publish_s = max(self._interval_s, min(10.0, timeout_s / 20))
-        self._published: float | None = None
-        self._directory: Path | None = None
+        self._grace_s = min(5.0, timeout_s / 12)
         self._abort = abort
+        self._leave = leave
         self._host = socket.gethostname()
         self._tracks: list[Track] = []
         self._ended = threading.Event()
-        self._shown: float | None = None  # when this rank last showed its stacks because others asked
+        self._noticed = threading.Event()
+        self._reach: Reach | None = None
+        self._board: Board | None = None
+        self._looking = threading.Lock()
+        self._late: set[tuple[str, int]] = set()
         if directory is not None:
             self.publish_in(directory)
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def publish_in(self, directory: Path) -> None:
         """From now on leave this rank's position in `directory`, made if need be. Raises OSError."""
-        directory.mkdir(parents=True, exist_ok=True)
-        # What an earlier attempt of this run left there would speak for ranks that have not started yet.
-        call_path(directory, rank=self.rank).unlink(missing_ok=True)
-        self._directory = directory
-        self._publish()
+        if self._reach is None:
+            self._reach = Reach()
+        before = self._board
+        self._board = Board(
+            directory,
+            rank=self.rank,
+            timeout_s=self._timeout_s,
+            tracks=lambda: self._tracks,
+            step=lambda: self.step,
+            reach=self._reach,
+            show=self._show,
+            look_around=self._look_around,
+            notice=self._noticed.set,
+        )
+        if before is not None:
+            before.end()
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
         """Begin to watch a communicator. `group`: a name that all its members give it."""
@@ -99,27 +99,40 @@ class Watcher:
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
+        self._noticed.set()
+        if self._board is not None:
+            self._board.end()
+        if self._reach is not None:
+            self._reach.close()
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._ended.wait(self._interval_s):
-            away_s = time.monotonic() - looked - self._interval_s
-            looked += away_s + self._interval_s
+        while not self._ended.is_set():
+            pause_s = self._pause_s()
+            self._noticed.wait(pause_s)
+            if self._ended.is_set():
+                return
+            away_s = time.monotonic() - looked - pause_s
+            looked = time.monotonic()
             if away_s > _SUSPENDED_AFTER_S:
                 self._forgive(away_s)
-            # A full or vanished disk must not end the watch: the deadline still holds.
-            with contextlib.suppress(OSError):
-                self._publish()
-                self._answer_call()
+            if self._board is not None and self._board.ending is not None:
+                self._end_run(self._longest(), ending=self._board.ending)
+                return
             for track in self._tracks:
-                since = track.since
-                waited_s = 0.0 if since is None else time.monotonic() - since
-                if waited_s > 0.75 * self._timeout_s:
-                    with contextlib.suppress(OSError):
-                        self._call_absent(track)
+                waited_s = track.waited_s()
+                if waited_s > _LATE_AFTER * self._timeout_s:
+                    self._be_late(track)
                 if waited_s > self._timeout_s:
-                    self._end_run(track, waited_s=waited_s)
+                    self._end_run(track, ending=None)
                     return
+
+    def _pause_s(self) -> float:
+        """Until the next look, which comes at the deadline if that is nearer."""
+        nearest_s = min(
+            (self._timeout_s - track.waited_s() for track in self._tracks), default=self._timeout_s
+        )
+        return max(0.01, min(self._interval_s, nearest_s + 0.005))
 
     def _forgive(self, seconds: float) -> None:
         """This whole process stood still (`scontrol suspend`): that is no wait for another rank."""
@@ -127,89 +140,117 @@ class Watcher:
             if track.since is not None:
                 track.since += seconds
 
-    def _publish(self) -> None:
-        now = time.monotonic()
-        if self._directory is None or (
-            self._published is not None and now < self._published + self._publish_s
-        ):
+    def _longest(self) -> Track | None:
+        waiting = [track for track in self._tracks if track.since is not None]
+        return max(waiting, key=Track.waited_s, default=None)
+
+    # ---- late
+
+    def _be_late(self, track: Track) -> None:
+        """Once for each operation that is late: ask who is missing, and which hosts answer."""
+        key = (track.group, track.sequence)
+        board = self._board
+        if key in self._late or board is None:
             return
-        self._published = now
-        groups = {}
-        for track in self._tracks:
-            since = track.since
-            waiting_s = None if since is None else time.monotonic() - since
-            groups[track.group] = GroupPosition(
-                sequence=track.sequence, operation=track.operation, waiting_s=waiting_s
-            )
-        position = RankPosition(
-            rank=self.rank,
-            host=self._host,
-            pid=os.getpid(),
-            written=time.time(),
-            step=self.step,
-            groups=groups,
-        )
-        write_position(position, directory=self._directory)
+        self._late = {*list(self._late)[-8:], key}
+        self._look_around()
 
-    def _absent(self, track: Track) -> list[Absence] | None:
-        """None: not known, for want of a directory."""
-        if self._directory is None:
-            return None
-        others = [rank for rank in track.members if rank != self.rank]
-        positions = read_positions(self._directory, ranks=others)
-        now, usual_silence_s = time.time(), 3 * self._publish_s
-        absent = find_absent(
-            positions,
-            members=others,
-            group=track.group,
-            sequence=track.sequence,
-            now=now,
-            usual_silence_s=usual_silence_s,
-        )
-        if absent:
-            return absent
-        outside = [rank for rank in self._tracks[0].members if rank not in track.members]
-        positions = read_positions(self._directory, ranks=outside)
-        return find_silent(positions, now=now, usual_silence_s=usual_silence_s)
+        def tell() -> None:
+            board.raise_alarm()
+            board.call_absent(track)
 
-    def _call_absent(self, track: Track) -> None:
-        """Ask the absent ranks to show their stacks, while there is still time to."""
-        for absence in self._absent(track) or []:
-            if self._directory is not None:
-                call_path(self._directory, rank=absence.rank).touch()
+        threading.Thread(target=_quietly, args=(tell,), name="hpctrain-late", daemon=True).start()
 
-    def _answer_call(self) -> None:
-        now = time.monotonic()
-        if self._directory is None or (self._shown is not None and now < self._shown + self._timeout_s):
+    def _look_around(self) -> None:
+        """Find out which hosts answer, in a thread of its own, and publish it."""
+        reach = self._reach
+        if reach is None or not reach.doors or not self._looking.acquire(blocking=False):
             return
-        path = call_path(self._directory, rank=self.rank)
-        if path.exists():
-            path.unlink(missing_ok=True)
-            self._shown = now
-            self._show(f"other ranks wait for rank {self.rank} on {self._host}; its threads are at")
 
-    def _end_run(self, track: Track, *, waited_s: float) -> None:
-        absent = self._absent(track)
-        step = "" if self.step is None else f" in step {self.step}"
-        message = (
-            f"rank {self.rank} on {self._host} has waited {waited_s:.1f} s{step} for {track.operation} "
-            f"number {track.sequence} of {track.group} {track.detail}".rstrip()
-            + f" (limit {self._timeout_s:g} s)"
-        )
-        if absent:
-            message += f"\ndid not come: {describe_ranks([absence.rank for absence in absent])}"
-            message += "".join(f"\n  {absence.text}" for absence in absent)
-        elif absent is None:
-            message += "\nwhich rank did not come is not known: no directory for positions was given"
-        else:
-            message += (
-                "\nevery rank came: the operation itself hangs (network, or different buffers on the ranks)"
-            )
-        self._show(f"{message}\nthis rank's threads are at")
+        def look() -> None:
+            try:
+                reach.look(timeout_s=min(2.0, self._timeout_s / 10))
+            finally:
+                self._looking.release()
+            if self._board is not None:
+                self._board.publish()
+
+        threading.Thread(target=_quietly, args=(look,), name="hpctrain-reach", daemon=True).start()
+
+    # ---- the end
+
+    def _end_run(self, track: Track | None, *, ending: Ending | None) -> None:
+        board, code = self._board, int(ExitCode.COMMUNICATION)
+        limit_s = min(_FILES_MAY_TAKE_S, self._timeout_s / 4)
+        if board is not None and ending is None and track is not None:
+            reason = f"it waits for {track.describe()} for more than the limit of {self._timeout_s:g} s"
+            ending = _within(limit_s, lambda: board.announce(reason, grace_s=self._grace_s))
+        told = _within(limit_s, lambda: self._report(board, track)) if board is not None else None
+        if told is None:
+            told = self._report_alone(track)
+        self._show(f"{self._headline(track, ending=ending)}\n{told}\nthis rank's threads are at")
+        if board is not None and ending is not None:
+            self._leave_together(board, ending=ending, code=code)
+            if self._leave is None and ending.rank != self.rank:
+                return  # ranks that are threads: the one that announced it ends them all
         with contextlib.suppress(
             Exception
         ):  # the abort of threads raises in this thread, which ends here anyway
-            self._abort(int(ExitCode.COMMUNICATION))
+            self._abort(code)
+
+    def _leave_together(self, board: Board, *, ending: Ending, code: int) -> None:
+        """Wait until all have spoken, then leave with them. Returns where this rank must end the others."""
+        _within(1.0, board.leave)
+        until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._grace_s + 1.0))
+        all_leave = ending.rank != self.rank  # the one who announced it sees to those who do not come
+        while time.monotonic() < until:
+            if not all_leave:
+                all_leave = bool(_within(1.0, board.all_leave))
+            time.sleep(max(0.0, min(0.05, until - time.monotonic())))
+        if all_leave and self._leave is not None:
+            self._leave(code)
+
+    def _headline(self, track: Track | None, *, ending: Ending | None) -> str:
+        here = f"rank {self.rank} on {self._host}"
+        step = "" if self.step is None else f" in step {self.step}"
+        waited = "is in no operation" + step
+        if track is not None:
+            waited = f"has waited {track.waited_s():.1f} s{step} for {track.describe()}"
+        if track is not None and track.waited_s() > self._timeout_s:
+            return f"{here} {waited} (limit {self._timeout_s:g} s)"
+        if ending is not None and ending.rank == self.rank:
+            return f"{here} ends the run: {ending.reason}\nit {waited}"
+        if ending is not None:
+            return f"{here} ends with rank {ending.rank} on {ending.host}: {ending.reason}\nhere: {here} {waited}"
+        return f"{here} {waited} (limit {self._timeout_s:g} s)"
+
+    def _report(self, board: Board, track: Track | None) -> str:
+        lines = board.cut()
+        absent = [] if track is None else board.absent(track)
+        return self._told(lines, absent, track=track)
+
+    def _told(self, cut: list[str], absent: list[Absence], *, track: Track | None) -> str:
+        lines = list(cut)
+        if absent:
+            lines.append(f"did not come: {describe_ranks([absence.rank for absence in absent])}")
+            lines += [f"  {absence.text}" for absence in absent]
+        elif track is not None and not cut:
+            asked = len(self._reach.found) if self._reach is not None else 0
+            why = "network, or different buffers on the ranks"
+            if asked:
+                why = f"the {asked} other hosts that were asked answer"
+            lines.append(f"every rank came: the operation itself hangs ({why})")
+        elif track is not None:
+            lines.append("every rank came: the operation itself hangs")
+        return "\n".join(lines) or "this rank keeps nobody waiting, as far as it knows"
+
+    def _report_alone(self, track: Track | None) -> str:
+        """What is known without the board."""
+        lines = [] if self._reach is None else find_cut({self._host: self._reach.found}, here=self._host)
+        why = "no directory for positions was given"
+        if self._board is not None:
+            why = f"the files in {self._board.directory} do not answer"
+        return "\n".join([*lines, f"which rank did not come is not known: {why}"])
 
     def _show(self, message: str) -> None:
         stream = sys.__stderr__
@@ -220,3 +261,27 @@ class Watcher:
         stream.flush()
         with contextlib.suppress(OSError, ValueError):  # a stream that is no file
             faulthandler.dump_traceback(file=stream, all_threads=True)
+
+
+def _quietly(function: Callable[[], object]) -> None:
+    with contextlib.suppress(OSError):
+        function()
+
+
+def _within(seconds: float, function: Callable[[], T]) -> T | None:
+    """What `function` returns, in another thread; None if it fails on a file or takes longer."""
+    found: list[T] = []
+    thread = threading.Thread(
+        target=_quietly, args=(lambda: found.append(function()),), name="hpctrain-files", daemon=True
+    )
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def exit_now(code: int) -> None:
+    """End this process at once. The messages of other threads that are not written yet are lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

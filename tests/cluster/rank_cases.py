@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -46,5 +47,23 @@ def reduce(num_elems: str) -> None:
     world.close()
 
 
+def reduce_for_ever(backend: str, algorithm: str, timeout_s: str, directory: str) -> None:
+    """Sums without end, until the deadline ends it. Rank 0 makes the file `sums` once all are under way."""
+    import torch
+
+    from hpctrain.run import start
+
+    session = start(backend=backend, timeout_s=float(timeout_s))
+    session.world.publish_in(Path(directory, "watch"))
+    session.world.barrier()
+    reduce = session.reducer(algorithm=algorithm)
+    buffer = torch.zeros(500_000)
+    for number in itertools.count():
+        session.world.step = number
+        reduce(buffer)
+        if number == 20 and session.rank == 0:
+            Path(directory, "sums").touch()
+
+
 if __name__ == "__main__":
-    {"who": who, "reduce": reduce}[sys.argv[1]](*sys.argv[2:])
+    {"who": who, "reduce": reduce, "reduce_for_ever": reduce_for_ever}[sys.argv[1]](*sys.argv[2:])

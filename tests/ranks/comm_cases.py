@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,61 @@ def buffers_that_differ(world: World) -> str:
         text = f"{type(error).__name__}: {error}"
     world.barrier()
     return text
+
+
+def different_buffers_in_turn(world: World, directory: str | None) -> list[str]:
+    """Rank 1 brings something else to one operation after the other; what this rank is told each time."""
+    positions = None if directory is None else Path(directory)
+    monitored = Monitored(world, timeout_s=600, directory=positions)
+    num_ranks, odd = world.num_ranks, world.rank == 1
+
+    def vector(num_elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(num_elems, dtype=dtype)
+
+    def of_each(num_elems: int) -> list[int]:
+        return [num_elems] * num_ranks
+
+    same_bytes = torch.int32 if odd else torch.float32
+    calls: dict[str, Callable[[], object]] = {
+        "size": lambda: monitored.all_reduce(vector(7 if odd else 4)),
+        "dtype": lambda: monitored.all_reduce(vector(4, torch.float64 if odd else torch.float32)),
+        "same bytes": lambda: monitored.all_reduce(vector(4, same_bytes)),
+        "long": lambda: monitored.all_reduce(vector(150_000 if odd else 100_000)),
+        "broadcast": lambda: monitored.broadcast(vector(7 if odd else 4), root=0),
+        "broadcast dtype": lambda: monitored.broadcast(vector(4, same_bytes), root=0),
+    }
+    if world.backend == "mpi":  # Horovod lets an all-gather's parts differ, and has no place for nothing
+        calls |= {
+            "reduce_scatter": lambda: monitored.reduce_scatter(
+                vector(num_ranks * (3 if odd else 2)), counts=of_each(3 if odd else 2)
+            ),
+            "all_gather": lambda: monitored.all_gather(vector(2, same_bytes), counts=of_each(2)),
+            "empty": lambda: monitored.all_reduce(vector(0 if odd else 4)),
+            "operation": lambda: monitored.barrier() if odd else monitored.all_reduce(vector(4)),
+            "group": lambda: monitored.duplicate() if odd else monitored.split([[0, 1]]),
+        }
+    told = []
+    for name, call in calls.items():
+        start_s = time.monotonic()
+        try:
+            call()
+            told.append(f"{name}: nothing raised")
+        except HpctrainError as error:
+            took = "in time" if time.monotonic() - start_s < 5 else "late"
+            told.append(f"{name}: {type(error).__name__} {error.agreed} {took} {error}")
+    right = torch.ones(5)
+    monitored.all_reduce(right)  # and the ranks go on
+    told.append(f"{float(right.sum()) / 5:g}")
+    monitored.close()
+    return told
+
+
+def one_rank_brings_nothing(world: World, directory: str) -> None:
+    """Horovod's operations on nothing return at once: the others would wait for the limit."""
+    monitored = Monitored(world, timeout_s=600, directory=Path(directory))
+    monitored.barrier()
+    monitored.all_reduce(torch.ones(0 if world.rank == 1 else 4))
+    monitored.barrier()
 
 
 def open_and_describe(world: World, missing: dict[str, list[int]]) -> dict[str, Any]:

@@ -1,0 +1,276 @@
+"""The ranks' notice board: a folder in which each leaves its position and reads the others'.
+
+Its thread is the only one that touches files in normal running: on a file system that hangs, it hangs, and the
+watcher's deadline does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
+
+from hpctrain.comm.links import find_cut
+from hpctrain.comm.positions import (
+    Absence,
+    Ending,
+    GroupPosition,
+    RankPosition,
+    alarm_path,
+    announce_ending,
+    call_path,
+    ending_path,
+    find_absent,
+    find_different,
+    find_silent,
+    read_ending,
+    read_positions,
+    write_position,
+)
+from hpctrain.comm.reach import Reach, ranks_to_read
+from hpctrain.comm.track import Track
+
+# Other hosts' doors are learned when all files are there; so often is looked for them.
+_LEARN_TRIES = 60
+# An operation that takes this long is looked at more closely: have all ranks the same buffer?
+_COMPARE_AFTER_S = 2.0
+_COMPARE_AT_MOST_AFTER_S = 4.0
+_RANKS_COMPARED = 32
+# How long the ranks have to speak after a mismatch was found.
+_MISMATCH_GRACE_S = 1.0
+
+
+@final
+class Board:
+    """One rank's end of the notice board. Raises OSError if the directory cannot be used."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        timeout_s: float,
+        tracks: Callable[[], Sequence[Track]],
+        step: Callable[[], int | None],
+        reach: Reach,
+        show: Callable[[str], None],
+        look_around: Callable[[], None],
+        notice: Callable[[], None],
+    ) -> None:
+        """tracks: first the world's. show: tell the user, with the stacks. look_around: knock on the doors.
+        notice: called when `ending` has come."""
+        self.directory = directory
+        self.rank = rank
+        self.ending: Ending | None = None
+        self._timeout_s = timeout_s
+        self._tracks = tracks
+        self._step = step
+        self._reach = reach
+        self._show = show
+        self._look_around = look_around
+        self._notice = notice
+        self._interval_s = min(1.0, timeout_s / 8)
+        # Often enough to be fresh at the deadline, seldom enough that 1000 ranks do not load the file system.
+        self._publish_s = max(self._interval_s, min(10.0, timeout_s / 20))
+        self._published: float | None = None
+        self._shown: float | None = None  # when this rank last showed its stacks because others asked
+        self._leaving = False
+        self._tries_left = _LEARN_TRIES
+        self._compare_after_s = min(_COMPARE_AFTER_S, timeout_s / 4)
+        self._compared: dict[str, tuple[int, int]] = {}  # group -> sequence, times
+        self._over = threading.Event()
+        self._writing = threading.Lock()
+        directory.mkdir(parents=True, exist_ok=True)
+        # What an earlier attempt of this run left there would speak for ranks that have not started yet.
+        for path in (call_path(directory, rank=rank), ending_path(directory)):
+            path.unlink(missing_ok=True)
+        self._alarm = self._alarm_time()
+        self.alarmed: float | None = None
+        self.publish()
+        threading.Thread(target=self._run, name="hpctrain-board", daemon=True).start()
+
+    def end(self) -> None:
+        self._over.set()
+
+    # ---- this rank's file
+
+    def publish(self) -> None:
+        """Write this rank's position now. Called by several threads."""
+        with self._writing:
+            self._publish()
+
+    def _publish(self) -> None:
+        self._published = time.monotonic()
+        groups = {}
+        for track in self._tracks():
+            waiting_s = None if track.since is None else track.waited_s()
+            groups[track.group] = GroupPosition(
+                sequence=track.sequence,
+                operation=track.operation,
+                waiting_s=waiting_s,
+                signature=track.signature,
+            )
+        door = self._reach.door
+        position = RankPosition(
+            rank=self.rank,
+            host=self._reach.here,
+            pid=os.getpid(),
+            written=time.time(),
+            step=self._step(),
+            groups=groups,
+            addresses=[] if door is None else list(door.addresses),
+            port=None if door is None else door.port,
+            token="" if door is None else door.token,
+            reached=dict(self._reach.found),
+            leaving=self._leaving,
+        )
+        write_position(position, directory=self.directory)
+
+    def leave(self) -> None:
+        """Say that this rank has told what it knows."""
+        self._leaving = True
+        self.publish()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._over.wait(self._pause_s()):
+            # A full or vanished disk must not end the watch: the deadline still holds.
+            with contextlib.suppress(OSError):
+                self._look()
+
+    def _pause_s(self) -> float:
+        alarmed = self.alarmed is not None and time.monotonic() < self.alarmed + self._timeout_s
+        return self._interval_s / (4 if alarmed else 1)
+
+    def _look(self) -> None:
+        if self._published is None or time.monotonic() >= self._published + self._publish_s:
+            self.publish()
+        self._answer_call()
+        if self._tries_left:
+            self._learn()
+        seen = self._alarm_time()
+        if seen != self._alarm:
+            self._alarm = seen
+            self._begin_alarm()
+        for track in self._tracks():
+            self._compare(track)
+        if self.ending is None:
+            self.ending = read_ending(self.directory)
+            if self.ending is not None:
+                self._notice()
+
+    def _answer_call(self) -> None:
+        now = time.monotonic()
+        if self._shown is not None and now < self._shown + self._timeout_s:
+            return
+        path = call_path(self.directory, rank=self.rank)
+        if path.exists():
+            path.unlink(missing_ok=True)
+            self._shown = now
+            self._show(f"other ranks wait for rank {self.rank} on {self._reach.here}; its threads are at")
+
+    def _learn(self) -> None:
+        """Once all ranks have written their files: where the other hosts listen."""
+        self._tries_left -= 1
+        ranks = ranks_to_read(self._tracks()[0].members)
+        positions = read_positions(self.directory, ranks=ranks)
+        if len(positions) == len(ranks) or self._tries_left == 0:
+            self._tries_left = 0
+            self._reach.learn(positions.values(), timeout_s=min(2.0, self._timeout_s / 8))
+
+    # ---- late operations
+
+    def raise_alarm(self) -> None:
+        """Have every rank look around."""
+        alarm_path(self.directory).touch()
+
+    def _begin_alarm(self) -> None:
+        self.alarmed = time.monotonic()
+        self._look_around()
+
+    def _alarm_time(self) -> int | None:
+        try:
+            return alarm_path(self.directory).stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def call_absent(self, track: Track) -> None:
+        """Ask the absent ranks to show their stacks, while there is still time to."""
+        for absence in self.absent(track):
+            call_path(self.directory, rank=absence.rank).touch()
+
+    def absent(self, track: Track) -> list[Absence]:
+        others = [rank for rank in track.members if rank != self.rank]
+        positions = read_positions(self.directory, ranks=others)
+        now, usual_silence_s = time.time(), 3 * self._publish_s
+        absent = find_absent(
+            positions,
+            members=others,
+            group=track.group,
+            sequence=track.sequence,
+            now=now,
+            usual_silence_s=usual_silence_s,
+        )
+        if absent:
+            return absent
+        outside = [rank for rank in self._tracks()[0].members if rank not in track.members]
+        positions = read_positions(self.directory, ranks=outside)
+        return find_silent(positions, now=now, usual_silence_s=usual_silence_s)
+
+    def cut(self) -> list[str]:
+        """Which hosts are cut off, by what this host and the others found. Empty: none, or not known."""
+        here = self._reach.here
+        findings: dict[str, dict[str, bool]] = {here: dict(self._reach.found)}
+        positions = read_positions(self.directory, ranks=ranks_to_read(self._tracks()[0].members))
+        for position in positions.values():
+            if time.time() - position.written > self._timeout_s:
+                continue  # silent since before the operation began
+            known = findings.setdefault(position.host, {})
+            for host, answered in position.reached.items():
+                known[host] = known.get(host, False) or answered
+        return find_cut(findings, here=here)
+
+    def _compare(self, track: Track) -> None:
+        """Whether the ranks in this operation, should it take long, all brought the same."""
+        sequence, signature = track.sequence, track.signature
+        before, times = self._compared.get(track.group, (0, 0))
+        if before != sequence and times:
+            # It only took its time, and so may the next ones: looked at later, at a cost to nobody.
+            del self._compared[track.group]
+            self._compare_after_s = min(
+                _COMPARE_AT_MOST_AFTER_S, self._timeout_s / 4, 2 * self._compare_after_s
+            )
+            times = 0
+        if signature is None or times == 3 or track.waited_s() < (1 + times / 2) * self._compare_after_s:
+            return
+        self._compared[track.group] = (sequence, times + 1)
+        self.publish()
+        others = [rank for rank in track.members if rank != self.rank]
+        drawn = others if len(others) <= _RANKS_COMPARED else random.sample(others, _RANKS_COMPARED)
+        wrong = find_different(
+            read_positions(self.directory, ranks=drawn),
+            rank=self.rank, group=track.group, sequence=sequence, signature=signature,
+        )  # fmt: skip
+        if wrong is not None and track.sequence == sequence and track.since is not None:
+            self.announce(wrong, grace_s=min(_MISMATCH_GRACE_S, self._timeout_s / 4))
+
+    # ---- the end
+
+    def announce(self, reason: str, *, grace_s: float) -> Ending:
+        """Tell all ranks that the run ends in `grace_s`, unless another has said so before; what holds."""
+        asked = Ending(rank=self.rank, host=self._reach.here, leave_at=time.time() + grace_s, reason=reason)
+        self.ending = announce_ending(asked, directory=self.directory)
+        self._notice()
+        return self.ending
+
+    def all_leave(self) -> bool:
+        """Whether every rank of the world has told what it knows."""
+        members = self._tracks()[0].members
+        positions = read_positions(self.directory, ranks=members)
+        return len(positions) == len(members) and all(p.leaving for p in positions.values())

@@ -1,0 +1,191 @@
+"""Which host is cut off, judged from who reached whom; and the doors on which they knock."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hpctrain.comm.links import find_cut, name_hosts
+from hpctrain.comm.positions import RankPosition
+from hpctrain.comm.reach import Door, Listener, Reach, doors_of_others, host_addresses, knock, ranks_to_read
+
+
+def all_to_all(hosts: str, *, cut: str = "") -> dict[str, dict[str, bool]]:
+    """What each host finds when the hosts `cut` are cut off."""
+    return {
+        host: {other: host not in cut and other not in cut for other in hosts if other != host}
+        for host in hosts
+    }
+
+
+def test_all_reached_says_nothing() -> None:
+    assert find_cut(all_to_all("abcd"), here="a") == []
+    assert find_cut({}, here="a") == []
+    assert find_cut({"a": {}}, here="a") == []
+
+
+@pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefgh"])
+def test_one_cut_host_is_named_by_the_others(hosts: str) -> None:
+    (line,) = find_cut(all_to_all(hosts, cut="c"), here="a")
+    assert line.startswith("c cannot be reached from a (this host), b")
+    assert line.endswith("its link is cut, or the node is down")
+
+
+def test_the_cut_host_names_itself() -> None:
+    expected = "c (this host) reaches none of the 3 others asked (a, b, d): its own link is cut"
+    findings = all_to_all("abcd", cut="c")
+    assert find_cut(findings, here="c") == [expected]
+    # Its files may be on the other side of the link too.
+    assert find_cut({"c": findings["c"]}, here="c") == [expected]
+
+
+def test_a_host_without_the_others_findings_names_the_cut_one() -> None:
+    (line,) = find_cut({"a": {"b": True, "c": False, "d": True}}, here="a")
+    assert line.startswith("c cannot be reached from a (this host), which reaches others")
+
+
+def test_the_cut_host_is_named_though_it_left_no_findings() -> None:
+    findings = all_to_all("abcd", cut="c")
+    del findings["c"]
+    (line,) = find_cut(findings, here="b")
+    assert line.startswith("c cannot be reached from a, b (this host), d")
+
+
+def test_of_two_hosts_neither_is_blamed() -> None:
+    assert find_cut({"a": {"b": False}}, here="a") == [
+        "b cannot be reached from a (this host): the link of one of the two is cut"
+    ]
+    both = find_cut({"a": {"b": False}, "b": {"a": False}}, here="a")
+    assert both == ["the hosts fall into parts that do not reach each other: a | b"]
+
+
+def test_a_network_in_two_halves_is_told_as_such() -> None:
+    findings = {h: {o: (h in "ab") == (o in "ab") for o in "abcd" if o != h} for h in "abcd"}
+    assert find_cut(findings, here="d") == [
+        "the hosts fall into parts that do not reach each other: a, b | c, d"
+    ]
+
+
+def test_two_cut_hosts_are_both_named() -> None:
+    lines = find_cut(all_to_all("abcde", cut="bd"), here="a")
+    assert [line[0] for line in lines] == ["b", "d"]
+
+
+def test_a_host_reached_by_some_is_not_called_cut() -> None:
+    findings = all_to_all("abc")
+    findings["a"]["c"] = False
+    assert find_cut(findings, here="b") == ["some hosts do not reach each other directly: a does not reach c"]
+
+
+def test_many_hosts_are_counted() -> None:
+    assert name_hosts(list("abcdefghij")) == "a, b, c, d, e, f, g, h and 2 more"
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def door(made: Listener, **changes: object) -> Door:
+    facts = {"host": "b", "addresses": ("127.0.0.1",), "port": made.door.port, "token": made.door.token}
+    return Door(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_a_listener_is_reached_by_ipv4_and_at_this_hosts_addresses() -> None:
+    with listener() as made:
+        doors = [door(made), door(made, host="c", addresses=(*host_addresses(), "127.0.0.1"))]
+        assert knock(doors, timeout_s=5) == {"b": True, "c": True}
+        assert knock(doors, timeout_s=5) == {"b": True, "c": True}
+
+
+def test_another_service_at_the_port_is_not_taken_for_the_rank() -> None:
+    with listener() as made:
+        assert knock([door(made, token="0" * 16)], timeout_s=5) == {"b": False}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start_s = time.monotonic()
+        mute = Door(host="b", addresses=("127.0.0.1",), port=silent.getsockname()[1], token="t")
+        assert knock([mute], timeout_s=0.3) == {"b": False}
+        assert time.monotonic() - start_s < 3
+
+
+def test_a_host_that_refuses_is_reached() -> None:
+    with listener() as made:
+        gone = door(made)
+    assert knock([gone], timeout_s=5) == {"b": True}
+
+
+def test_many_hosts_that_do_not_answer_cost_no_more_than_one() -> None:
+    with listener() as made, socket.create_server(("127.0.0.1", 0), backlog=100) as mute:
+        doors = [door(made, host=f"h{n}", port=mute.getsockname()[1]) for n in range(40)]
+        start_s = time.monotonic()
+        found = knock([*doors, door(made)], timeout_s=0.5)
+        assert time.monotonic() - start_s < 5
+        assert [host for host, answered in found.items() if answered] == ["b"]
+
+
+def test_addresses_that_this_host_has_too_are_left_out() -> None:
+    with listener() as made:
+        assert knock([door(made)], timeout_s=5, own=("127.0.0.1",)) == {}
+
+
+def test_a_listener_goes_on_after_a_caller_that_says_much_or_nothing() -> None:
+    with listener() as made:
+        with socket.create_connection(("127.0.0.1", made.door.port)) as caller:
+            caller.sendall(b"x" * 10_000)
+            with socket.create_connection(("127.0.0.1", made.door.port)):
+                assert knock([door(made)], timeout_s=5) == {"b": True}
+
+
+def test_a_closed_listener_leaves_no_thread_behind() -> None:
+    with listener():
+        pass
+    deadline_s = time.monotonic() + 5
+    while any(thread.name == "hpctrain-listener" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def position(rank: int, host: str, *, port: int | None = 1) -> RankPosition:
+    return RankPosition(
+        rank=rank, host=host, pid=1, written=0.0, addresses=["10.0.0.1"], port=port, token="t"
+    )
+
+
+def test_one_door_a_host_and_none_of_this_host() -> None:
+    positions = [position(rank, f"h{rank // 2}") for rank in range(6)]
+    assert [found.host for found in doors_of_others(positions, here="h1")] == ["h0", "h2"]
+    assert doors_of_others([position(0, "b", port=None)], here="a") == ()
+
+
+def test_of_many_hosts_so_many_are_drawn() -> None:
+    positions = [position(rank, f"h{rank}") for rank in range(300)]
+    assert len(doors_of_others(positions, here="h0", max_hosts=64)) == 64
+    assert ranks_to_read(range(5)) == [0, 1, 2, 3, 4]
+    assert len(set(ranks_to_read(range(1000), max_ranks=256))) == 256
+
+
+def test_a_host_that_never_answered_is_not_asked_again() -> None:
+    reach = Reach()
+    with listener() as made, socket.create_server(("127.0.0.1", 0)) as mute:
+        there = RankPosition(
+            rank=1, host="b", pid=1, written=0.0,
+            addresses=["127.0.0.1"], port=made.door.port, token=made.door.token,
+        )  # fmt: skip
+        behind_a_firewall = RankPosition(
+            rank=2, host="c", pid=1, written=0.0,
+            addresses=["127.0.0.1"], port=mute.getsockname()[1], token="t",
+        )  # fmt: skip
+        reach.learn([there, behind_a_firewall], timeout_s=0.3)
+        assert [known.host for known in reach.doors] == ["b"]
+        reach.look(timeout_s=1)
+        assert reach.found == {"b": True}
+    reach.close()
