@@ -33,6 +33,18 @@ class TwoLevel:
         """Sum `buffer` over all ranks, in place. Collective over the world; see `all_reduce_hierarchical`."""
         all_reduce_hierarchical(buffer, local=self.local, cross=self.cross, num_slices=self.num_slices)
 
+    def elements_between_nodes(self, num_elems: int) -> int:
+        """Elements that this rank sends to other nodes for a buffer of `num_elems`: its slice, in a ring over them.
+
+        Not collective.
+        """
+        if self.cross is None or self.cross.num_ranks == 1:
+            return 0
+        # A rank alone on its node carries the whole of it.
+        num_parts = 1 if self.local.num_ranks == 1 else self.num_slices
+        counts = balanced_counts(num_elems, num_parts=num_parts)
+        return 2 * counts[self.local.rank] * (self.cross.num_ranks - 1) // self.cross.num_ranks
+
 
 def make_two_level(world: World, topology: Topology) -> TwoLevel:
     """The communicators for two-level reduction over `topology`. Collective over `world`.

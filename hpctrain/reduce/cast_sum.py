@@ -1,0 +1,75 @@
+"""The backend's own sum of a bucket, after a cast to what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from hpctrain.errors import UsageError
+from hpctrain.reduce.buckets import Bucket
+
+WIRE_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+# Backends count elements in 32 bits: a longer bucket is summed in pieces.
+PIECE_ELEMS = 2**28
+
+
+def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
+    """What a bucket of dtype `bucket` travels as. `fp32` sends every bucket in its own precision."""
+    return WIRE_DTYPES[wire] or bucket
+
+
+@final
+class CastSum:
+    """Casts a bucket to the wire's dtype and lets `all_reduce` sum it in place, on the bucket's device.
+
+    all_reduce: sums a buffer over all ranks; collective. bytes_of: bytes that this rank sends to other nodes
+    for a buffer of so many bytes. wire: `fp32`, `fp16` or `bf16`. UsageError where the backend cannot sum it.
+    """
+
+    def __init__(
+        self,
+        all_reduce: Callable[[torch.Tensor], None],
+        *,
+        wire: str,
+        backend: str,
+        bytes_of: Callable[[int, int], int],
+        piece_elems: int = PIECE_ELEMS,
+    ) -> None:
+        if wire not in WIRE_DTYPES:
+            raise UsageError(
+                f"a backend's own sum cannot carry the wire format {wire!r}: choose {', '.join(WIRE_DTYPES)}, "
+                "or the algorithm direct"
+            )
+        if wire == "bf16" and backend == "horovod":
+            raise UsageError("Horovod sums no bfloat16: choose the algorithm direct, which sends it as bytes")
+        self._all_reduce = all_reduce
+        self._wire = wire
+        self._bytes_of = bytes_of
+        self._piece_elems = piece_elems
+        self._cast: list[torch.Tensor | None] = []
+        self.bytes_sent = 0
+
+    @property
+    def wire(self) -> str:
+        return self._wire
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None:
+        self._cast = []
+        for bucket in buckets:
+            dtype = wire_dtype(self._wire, bucket=bucket.dtype)
+            own = dtype == bucket.dtype
+            self._cast.append(None if own else torch.zeros(bucket.numel, dtype=dtype, device=device))
+
+    def sum(self, number: int, memory: torch.Tensor) -> None:
+        """Sum `memory` over all ranks, in place. Collective: one blocking operation a piece."""
+        cast = self._cast[number]
+        travelling = memory if cast is None else cast.copy_(memory)
+        for piece in travelling.split(self._piece_elems):
+            if piece.numel():
+                self._all_reduce(piece)
+                self.bytes_sent += self._bytes_of(piece.numel(), piece.element_size())
+        if cast is not None:
+            memory.copy_(cast)

@@ -1,0 +1,166 @@
+"""Buckets summed by a backend's collective operations: flat, by slices, or in two levels.
+
+These work wherever a backend works, and on the device where it does. They block: one bucket is under way at
+a time. `engine` has a schedule of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, final
+
+import torch
+
+from hpctrain.comm import Collective, TwoLevel
+from hpctrain.errors import UsageError
+from hpctrain.reduce import slice_sum
+from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.cast_sum import PIECE_ELEMS, CastSum
+from hpctrain.reduce.codec import Codec
+from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.residuals import Residuals
+from hpctrain.reduce.ring_bytes import all_reduce_bytes, successor_is_elsewhere
+from hpctrain.reduce.same_plan import check_same_plan
+from hpctrain.reduce.slice_sum import SliceSum
+from hpctrain.topology import Topology
+
+
+class BucketSum(Protocol):
+    """One way to sum a bucket over all ranks."""
+
+    bytes_sent: int
+
+    @property
+    def wire(self) -> str: ...
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None: ...
+
+    def sum(self, number: int, memory: torch.Tensor) -> None: ...
+
+
+@final
+class CollectiveReducer:
+    """`BucketReducer` over the collective operations of `comm`, a message space of its own.
+
+    Make it with `flat`, `direct` or `hierarchical`.
+    """
+
+    def __init__(
+        self, comm: Collective, *, algorithm: str, sums: BucketSum, residuals: Residuals | None = None
+    ) -> None:
+        self._comm = comm
+        self._algorithm = algorithm
+        self._sums = sums
+        self._residuals = residuals
+        self._memory: list[torch.Tensor] = []
+
+    @classmethod
+    def flat(
+        cls,
+        comm: Collective,
+        *,
+        topology: Topology,
+        wire: str = "fp32",
+        name: str = "flat",
+        piece_elems: int = PIECE_ELEMS,
+    ) -> CollectiveReducer:
+        """The backend's all-reduce of the whole bucket.
+
+        name: what it is called, where the backend was set to another algorithm (`nccl-torus`). `bytes_sent` is
+        the ring's bound. fp16 is summed in float16 by Horovod, in float32 by the other backends.
+        """
+        num_ranks = comm.num_ranks
+        elsewhere = successor_is_elsewhere(comm.rank, num_ranks=num_ranks, topology=topology)
+
+        def bytes_of(numel: int, itemsize: int) -> int:
+            return all_reduce_bytes(numel * itemsize, num_ranks=num_ranks) if elsewhere else 0
+
+        sums = CastSum(
+            comm.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of, piece_elems=piece_elems
+        )
+        return cls(comm, algorithm=name, sums=sums)
+
+    @classmethod
+    def hierarchical(
+        cls,
+        comm: Collective,
+        *,
+        levels: TwoLevel,
+        topology: Topology,
+        wire: str = "fp32",
+        piece_elems: int = PIECE_ELEMS,
+    ) -> CollectiveReducer:
+        """Within the node, between nodes, within the node, by the backend's operations.
+
+        levels: of `topology`, made for this reducer alone. `bytes_sent`: this rank's slice by the ring's bound
+        over the nodes.
+        """
+
+        def bytes_of(numel: int, itemsize: int) -> int:
+            return itemsize * levels.elements_between_nodes(numel)
+
+        sums = CastSum(
+            levels.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of, piece_elems=piece_elems
+        )
+        return cls(comm, algorithm="hierarchical", sums=sums)
+
+    @classmethod
+    def direct(
+        cls,
+        comm: Collective,
+        *,
+        topology: Topology,
+        codec: Codec,
+        feedback: bool = False,
+        piece_elems: int = slice_sum.PIECE_ELEMS,
+    ) -> CollectiveReducer:
+        """By slices, encoded by any codec: see `slice_sum`. feedback: keep what a lossy codec loses."""
+        residuals = None
+        if feedback and not codec.exact and comm.num_ranks > 1:
+            residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)
+        sums = SliceSum(comm, codec=codec, topology=topology, residuals=residuals, piece_elems=piece_elems)
+        return cls(comm, algorithm="direct", sums=sums, residuals=residuals)
+
+    @property
+    def algorithm(self) -> str:
+        return self._algorithm
+
+    @property
+    def wire(self) -> str:
+        return self._sums.wire
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
+        how = f"{self._algorithm}, {self.wire}{', fed back' if self._residuals is not None else ''}"
+        check_same_plan(self._comm, buckets, how=how)
+        self._sums.plan(buckets, device=device)
+        self._memory = [torch.zeros(b.numel, dtype=b.dtype, device=device) for b in buckets]
+        return list(self._memory)
+
+    def reduce(self, number: int) -> Iterator[bool]:
+        if not 0 <= number < len(self._memory):
+            raise UsageError(f"no bucket {number} to reduce: {len(self._memory)} are planned")
+        return self._reduce(number)
+
+    def _reduce(self, number: int) -> Iterator[bool]:
+        """All in the first `next`: the backend matches operations by their order, which only the beginnings keep."""
+        if self._comm.num_ranks > 1 and self._memory[number].numel():
+            self._sums.sum(number, self._memory[number])
+        yield True
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        if self._residuals is not None:
+            self._residuals.settle(applied=applied, rescale=rescale)
+
+    def bytes_sent(self) -> int:
+        return self._sums.bytes_sent
+
+    def state(self) -> list[StateTensor]:
+        return self._residuals.state() if self._residuals is not None else []
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._residuals is not None:
+            self._residuals.load_state(tensors)
+
+    def close(self) -> None:
+        """Communicators are given back with their world."""
+        self._memory = []
