@@ -1,59 +1,75 @@
-"""A thread that reduces buckets, in the order they are given, while backward goes on."""
+"""A thread that reduces buckets while backward goes on, several at a time."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
+Reduce = Callable[[int], Iterator[bool]]
+
+# Short enough to see a message soon, long enough to leave a shared core to backward.
+SHORTEST_WAIT_S = 20e-6
+LONGEST_WAIT_S = 200e-6
+
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    buffer: torch.Tensor
+class _Submitted:
+    number: int
     filled: torch.cuda.Event | None
 
 
-def _mark(buffer: torch.Tensor) -> torch.cuda.Event | None:
-    """The present end of the calling thread's stream; None for a buffer in host memory."""
-    if not buffer.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(buffer.device))
-    return event
-
-
+@final
 class ReductionPipeline:
-    """Runs `reduce` on one buffer after another, on its own thread.
+    """Runs the reductions `reduce(number)` on its own thread: up to `max_in_flight` at once, in turns.
 
-    Every rank gives its buffers in the same order, so the collective operations match. An exception in
-    `reduce` is raised by the next `wait`; buffers given after it are dropped. On CUDA the thread has a
-    current stream of its own: events order it behind the stream that filled a buffer, and the stream that
-    calls `wait` behind the reductions.
+    Every rank submits the same numbers in the same order; reductions begin in that order. Each is taken as
+    far as it goes without waiting, then the next one has its turn. When none got on, the thread sleeps: 20 us
+    at first, longer each time, up to 200 us.
+    An exception in a reduction is raised by the next `wait`, and by all after it; what else was under way or
+    is submitted later is dropped. On CUDA the thread has a stream of its own: events order a reduction behind
+    the stream that filled its bucket, and the stream that calls `wait` behind the reductions.
     """
 
-    def __init__(self, reduce: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        reduce: Reduce,
+        *,
+        device: torch.device,
+        max_in_flight: int = 4,
+        shortest_wait_s: float = SHORTEST_WAIT_S,
+        longest_wait_s: float = LONGEST_WAIT_S,
+    ) -> None:
         self._reduce = reduce
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._condition = threading.Condition()
+        self._device = device
+        self._max_in_flight = max_in_flight
+        self._shortest_wait_s = shortest_wait_s
+        self._longest_wait_s = longest_wait_s
+        self._condition = threading.Condition()  # guards all that follows
+        self._submitted: deque[_Submitted] = deque()
         self._pending = 0
+        self._closed = False
         self._busy_s = 0.0
         self._error: BaseException | None = None
         self._reduced: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="hpctrain-reduce", daemon=True)
         self._thread.start()
 
-    def submit(self, buffer: torch.Tensor) -> None:
-        """Reduce `buffer` in place, some time before `wait` returns."""
+    def submit(self, number: int) -> None:
+        """Reduce bucket `number`, some time before `wait` returns."""
+        item = _Submitted(number, filled=self._mark())
         with self._condition:
+            self._submitted.append(item)
             self._pending += 1
-        self._queue.put(_Item(buffer, filled=_mark(buffer)))
+            self._condition.notify_all()
 
     def wait(self) -> float:
-        """Wait until all submitted buffers are reduced; seconds the reductions took since the last wait."""
+        """Wait until all submitted is reduced; seconds in which at least one reduction was under way."""
         with self._condition:
             self._condition.wait_for(lambda: self._pending == 0)
             busy_s, self._busy_s = self._busy_s, 0.0
@@ -62,28 +78,100 @@ class ReductionPipeline:
         if error is not None:
             raise error
         if reduced is not None:
-            torch.cuda.current_stream().wait_event(reduced)
+            torch.cuda.current_stream(self._device).wait_event(reduced)
         return busy_s
 
     def close(self) -> None:
         """End the thread. A reduction that hangs is not waited for."""
-        self._queue.put(None)
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
         self._thread.join(timeout=1.0)
 
+    def _mark(self) -> torch.cuda.Event | None:
+        """The present end of the calling thread's stream; None for buckets in host memory."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    # ------------------------------------------------------------------ the thread
+
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+        while self._await_work():
             started = time.perf_counter()
+            error: BaseException | None = None
             try:
+                self._work_off()
+            except BaseException as found:
+                error = found
+            with self._condition:
+                self._busy_s += time.perf_counter() - started
+                self._error = self._error or error
+                if self._error is not None:
+                    self._submitted.clear()
+                    self._pending = 0
+                else:
+                    self._pending -= self._done
+                self._condition.notify_all()
+
+    def _await_work(self) -> bool:
+        with self._condition:
+            while True:
+                self._condition.wait_for(lambda: self._submitted or self._closed)
+                if self._closed:
+                    return False
                 if self._error is None:
-                    if item.filled is not None:
-                        torch.cuda.set_device(item.buffer.device)
-                        torch.cuda.current_stream().wait_event(item.filled)
-                    self._reduce(item.buffer)
-                    self._reduced = _mark(item.buffer)
-            except BaseException as error:
-                self._error = error
-            finally:
-                with self._condition:
-                    self._busy_s += time.perf_counter() - started
-                    self._pending -= 1
-                    self._condition.notify_all()
+                    return True
+                self._submitted.clear()
+                self._pending = 0
+                self._condition.notify_all()
+
+    def _work_off(self) -> None:
+        """Until nothing is under way and nothing submitted. `_done` counts what was finished."""
+        self._done = 0
+        under_way: list[Iterator[bool]] = []
+        wait_s = self._shortest_wait_s
+        try:
+            while self._take_up(under_way) or under_way:
+                if self._one_turn(under_way):
+                    wait_s = self._shortest_wait_s
+                elif under_way:
+                    with self._condition:
+                        if not (self._submitted and len(under_way) < self._max_in_flight):
+                            self._condition.wait(timeout=wait_s)
+                    wait_s = min(2 * wait_s, self._longest_wait_s)
+                if self._closed:
+                    return
+        finally:
+            for reduction in under_way:
+                getattr(reduction, "close", lambda: None)()
+        with self._condition:
+            self._reduced = self._mark()
+
+    def _take_up(self, under_way: list[Iterator[bool]]) -> bool:
+        """Begin what was submitted, as much as may be in flight; whether anything was."""
+        with self._condition:
+            room = self._max_in_flight - len(under_way)
+            items = [self._submitted.popleft() for _ in range(min(room, len(self._submitted)))]
+        for item in items:
+            if item.filled is not None:
+                torch.cuda.current_stream(self._device).wait_event(item.filled)
+            under_way.append(self._reduce(item.number))
+        return bool(items)
+
+    def _one_turn(self, under_way: list[Iterator[bool]]) -> bool:
+        """Take each reduction as far as it goes, the oldest first; whether any got on."""
+        got_on = False
+        for reduction in list(under_way):
+            try:
+                got_on |= next(reduction)
+            except StopIteration:
+                under_way.remove(reduction)
+                self._done += 1
+                got_on = True
+        return got_on

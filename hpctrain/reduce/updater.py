@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hpctrain.reduce.reducer import StateTensor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
@@ -45,7 +47,7 @@ class Updater(Protocol):
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward only accumulates into `.grad`."""
+        """Inside, backward only accumulates into `.grad`, and sends nothing."""
 
     def zero_grad(self) -> None:
         """Forget the gradients, as the optimizer's own `zero_grad`; `step` has done it already."""
@@ -53,7 +55,14 @@ class Updater(Protocol):
     def state(self) -> dict[str, Any]:
         """JSON state that a checkpoint must hold beside the optimizer's own (which is not in it)."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def state_tensors(self) -> list[StateTensor]:
+        """Tensors that it must hold too: this rank's part of them. Not collective; may be empty."""
+
+    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Go on from `state` and the whole tensors, by name, of any number of ranks. Collective; between steps.
+
+        What `tensors` lacks begins as in a new run; names that are not known are passed over.
+        """
 
     def close(self) -> None:
-        """Take the hooks off the parameters and end the thread."""
+        """Take the hooks off the parameters and end the thread. Not collective."""

@@ -25,12 +25,17 @@ from hpctrain.data import Dataset, Loader
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.reduce import AllReduceUpdater, LossScale, WireFormat
-from hpctrain.reduce.all_reduce_updater import Reducer
+from hpctrain.reduce.collective_reducer import CollectiveReducer
+from hpctrain.reduce.local_reducer import LocalReducer
+from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.run.device import choose_device
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 
 T = TypeVar("T")
+
+# Sums a buffer over all ranks, in place; collective.
+Reducer = Callable[[torch.Tensor], None]
 
 
 @final
@@ -56,6 +61,9 @@ class Session:
         self.device = device
         self._hook_before: Callable[..., object] | None = None
         self.notes: list[str] = []  # what was fallen back from, and why
+        self._reducers: list[
+            BucketReducer
+        ] = []  # in the order in which they were made, the same on all ranks
 
     @property
     def topology(self) -> Topology:
@@ -99,6 +107,21 @@ class Session:
             return self.world.duplicate().all_reduce
         return make_two_level(self.world, self.topology).all_reduce
 
+    def bucket_reducer(self, *, algorithm: str = "auto", wire: str = "fp32") -> BucketReducer:
+        """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
+        reducer = self._make_bucket_reducer(algorithm=algorithm, wire=wire)
+        self._reducers.append(reducer)
+        return reducer
+
+    def _make_bucket_reducer(self, *, algorithm: str, wire: str) -> BucketReducer:
+        if self.num_ranks == 1:
+            return LocalReducer(wire=wire)
+        comm = self.world.duplicate()
+        if self.choose_algorithm(algorithm) == "flat":
+            return CollectiveReducer.flat(comm, topology=self.topology, wire=wire)
+        levels = make_two_level(self.world, self.topology)
+        return CollectiveReducer.hierarchical(comm, levels=levels, topology=self.topology, wire=wire)
+
     def updater(
         self,
         model: torch.nn.Module,
@@ -117,8 +140,8 @@ class Session:
         """
         broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0)
         return AllReduceUpdater(
-            optimizer, comm=self.world, reduce=self.reducer(algorithm=algorithm), wire=WireFormat(wire),
-            bucket_bytes=bucket_bytes, loss_scale=loss_scale, clip_norm=clip_norm,
+            optimizer, comm=self.world, bucket_bytes=bucket_bytes, loss_scale=loss_scale, clip_norm=clip_norm,
+            reducer=self.bucket_reducer(algorithm=algorithm, wire=WireFormat(wire).value),
         )  # fmt: skip
 
     def open_dataset(self, directory: str | Path) -> Dataset:
@@ -151,6 +174,8 @@ class Session:
         """Finish communication. Collective."""
         if self._hook_before is not None:
             sys.excepthook = self._hook_before
+        while self._reducers:
+            self._reducers.pop(0).close()
         self.world.close()
 
     def __enter__(self) -> Session:

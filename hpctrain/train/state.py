@@ -61,6 +61,10 @@ class TrainingState:
             items.append(
                 Shard(name=f"generators/{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0))
             )
+        items.extend(
+            Shard(name=f"updater/{t.name}", tensor=t.tensor, global_shape=t.global_shape, offset=t.offset)
+            for t in self.updater.state_tensors()
+        )
         document = {
             "position": asdict(position),
             "optimizer": {
@@ -101,18 +105,13 @@ class TrainingState:
                 f"{checkpoint.path} lacks training state: {type(found).__name__}: {found}"
             )
         raise_together(comm, error)
-        prefix = "model/"
-        self.model.load_state_dict({n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)})
+        self.model.load_state_dict(_under("model/", tensors))
         self.optimizer.load_state_dict(optimizer_state)
-        self.updater.load_state(document["updater"])
+        self.updater.load_state(document["updater"], _under("updater/", tensors))
         position = Position(**document["position"])
         if document["num_ranks"] == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, which a row of a larger tensor is not aligned for.
-            rows = {
-                n.split("/", 1)[1]: t[comm.rank].clone()
-                for n, t in tensors.items()
-                if n.startswith("generators/")
-            }
+            rows = {name: t[comm.rank].clone() for name, t in _under("generators/", tensors).items()}
             restore_generators(rows, otherwise=derive_seed(self.seed, "resume", position.step, comm.rank))
         else:
             seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
@@ -164,9 +163,7 @@ class TrainingState:
             )
         number = {name: i for i, name in enumerate(n for g in mine for n in g["parameters"])}
         state: dict[int, dict[str, Any]] = {}
-        prefix = "optimizer/"
-        leaves = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
-        for path, value in {**leaves, **document["optimizer"]["scalars"]}.items():
+        for path, value in {**_under("optimizer/", tensors), **document["optimizer"]["scalars"]}.items():
             name, *keys = path.split(SEPARATOR)
             place = state.setdefault(number[name], {})
             for key in keys[:-1]:
@@ -181,7 +178,7 @@ class TrainingState:
         return {"state": state, "param_groups": groups}
 
     def _check_model(self, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
-        saved = {n.removeprefix("model/"): t for n, t in tensors.items() if n.startswith("model/")}
+        saved = _under("model/", tensors)
         mine = self.model.state_dict()
         faults = [f"{name} is missing there" for name in mine if name not in saved]
         faults += [f"{name} is unknown here" for name in saved if name not in mine]
@@ -215,6 +212,11 @@ class TrainingState:
 
 
 SEPARATOR = "::"
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.comm import World, make_two_level
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm import World
 from hpctrain.errors import DivergedError, UsageError
-from hpctrain.reduce import AllReduceUpdater, LossScale, WireFormat
-from hpctrain.topology import Topology
+from hpctrain.reduce import AllReduceUpdater, LossScale
+from tests.unit.updater_cases import BATCH, Net, Watched, batch, make, on_threads, reducer_for, share
 
-BATCH = 24
 RANK_COUNTS = [1, 2, 3, 4]
-
-
-class Net(torch.nn.Module):
-    """With a parameter that is used only when asked for, and a tied one."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.first = torch.nn.Parameter(torch.randn(8, 6, generator=generator, dtype=dtype))
-        self.second = torch.nn.Parameter(torch.randn(6, 6, generator=generator, dtype=dtype))
-        self.rare = torch.nn.Parameter(torch.randn(6, generator=generator, dtype=dtype))
-
-    def forward(self, x: torch.Tensor, *, with_rare: bool = False) -> torch.Tensor:
-        hidden = torch.tanh(x @ self.first) @ self.second @ self.second
-        return hidden + self.rare if with_rare else hidden
-
-
-def batch(step: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    x = torch.randn(BATCH, 8, generator=generator, dtype=dtype)
-    return x, torch.randint(0, 6, (BATCH,), generator=generator)
-
-
-def share(world: World) -> slice:
-    whole, rest = divmod(BATCH, world.num_ranks)
-    first = world.rank * whole + min(world.rank, rest)
-    return slice(first, first + whole + (world.rank < rest))
-
-
-def make(
-    world: World, *, dtype: torch.dtype = torch.float64, momentum: float = 0.9, **options: Any
-) -> tuple[Net, AllReduceUpdater]:
-    net = Net(dtype)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
-    reduce = options.pop("reduce", None) or world.duplicate().all_reduce
-    return net, AllReduceUpdater(optimizer, comm=world, reduce=reduce, bucket_bytes=100, **options)
 
 
 def train(
@@ -66,7 +27,7 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     if nodes is not None:
-        options["reduce"] = make_two_level(world, Topology.from_node_names(nodes)).all_reduce
+        options["reducer"] = reducer_for(world, nodes=nodes)
     net, updater = make(world, dtype=dtype, **options)
     losses, norms = [], []
     for step in range(steps):
@@ -82,10 +43,6 @@ def train(
         norms.append(outcome.grad_norm)
     updater.close()
     return {"losses": losses, "norms": norms, "parameters": [p.detach().clone() for p in net.parameters()]}
-
-
-def on_threads(num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
-    return run_threads(num_ranks, function, timeout_s=60)
 
 
 def closeness(a: list[float], b: list[float]) -> float:
@@ -129,7 +86,7 @@ def test_fp16_on_the_wire_stays_close_and_the_same_on_all_ranks(num_ranks: int) 
     exact = plain_torch()
     found = on_threads(
         num_ranks,
-        lambda world: train(world, wire=WireFormat.FP16, loss_scale=LossScale(value=1024.0, dynamic=True)),
+        lambda world: train(world, wire="fp16", loss_scale=LossScale(value=1024.0, dynamic=True)),
     )
     assert 0 < closeness(found[0]["losses"], exact) < 1e-2
     assert all(map(torch.equal, found[0]["parameters"], found[-1]["parameters"]))
@@ -191,7 +148,7 @@ def test_a_rank_without_samples_takes_part() -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() -> None:
     def case(world: World) -> tuple[list[bool], list[float], bool]:
         scale = LossScale(value=1024.0, dynamic=True)
-        net, updater = make(world, dtype=torch.float32, wire=WireFormat.FP16, loss_scale=scale)
+        net, updater = make(world, dtype=torch.float32, wire="fp16", loss_scale=scale)
         before = [p.detach().clone() for p in net.parameters()]
         applied, scales = [], []
         for step in range(2):
@@ -234,9 +191,7 @@ def test_fp16_on_the_wire_carries_gradients_that_float16_cannot_hold(magnitude: 
     def case(world: World) -> float:
         weight = torch.nn.Parameter(torch.zeros(3))
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        updater = AllReduceUpdater(
-            optimizer, comm=world, reduce=world.duplicate().all_reduce, wire=WireFormat.FP16
-        )
+        updater = AllReduceUpdater(optimizer, comm=world, reducer=reducer_for(world, wire="fp16"))
         for _ in range(15):  # overflows halve the scale until it fits
             updater.backward((weight * magnitude).sum(), weight=1 / world.num_ranks)
             if updater.step().applied:
@@ -249,23 +204,32 @@ def test_fp16_on_the_wire_carries_gradients_that_float16_cannot_hold(magnitude: 
         assert found == pytest.approx(magnitude, rel=2e-2 if magnitude < 1e-7 else 1e-3)
 
 
-@pytest.mark.parametrize("change", ["in place", "another tensor", "none"])
-def test_gradients_changed_after_backward_are_refused(change: str) -> None:
-    def case(world: World) -> None:
-        net, updater = make(world)
-        x, y = batch(0, torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])  # views of the buckets, and not
+@pytest.mark.parametrize("change", ["in place", "another tensor", "none", "another backward"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_changed_after_backward_are_refused(
+    num_ranks: int, change: str, dtype: torch.dtype
+) -> None:
+    def case(world: World) -> str:
+        net, updater = make(world, dtype=dtype)
+        x, y = batch(0, dtype)
         functional.cross_entropy(net(x), y).backward()
         if change == "in place":
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        elif change == "another backward":
+            with updater.no_sync():
+                functional.cross_entropy(net(x), y).backward()
         else:
             net.first.grad = torch.zeros_like(net.first) if change == "another tensor" else None
         try:
             updater.step()
+        except UsageError as error:
+            return str(error)
         finally:
             updater.close()
+        return ""
 
-    with pytest.raises(UsageError, match="clip_norm="):
-        on_threads(1, case)
+    assert all("clip_norm=" in text for text in on_threads(num_ranks, case))
 
 
 @pytest.mark.parametrize("change", ["freeze", "add"])
@@ -317,25 +281,18 @@ def test_a_second_backward_without_no_sync_is_refused() -> None:
 
 def test_accumulation_sends_nothing_before_the_last_micro_batch() -> None:
     def case(world: World) -> list[int]:
-        sent: list[int] = []
-        flat = world.duplicate()
-
-        def counting(buffer: torch.Tensor) -> None:
-            sent.append(buffer.numel())
-            flat.all_reduce(buffer)
-
-        net, updater = make(world, reduce=counting)
+        reducer = Watched(reducer_for(world))
+        net, updater = make(world, reducer=reducer)
         counts = []
         for last in (False, False, True):
             x, y = batch(0, torch.float64)
             updater.backward(functional.cross_entropy(net(x), y), weight=0.1, last=last)
             if not last:
-                counts.append(len(sent))
+                counts.append(len(reducer.reduced))
         updater.step()
-        counts.append(len(sent))
-        buckets = len(updater.buckets)
+        counts.append(len(reducer.reduced))
         updater.close()
-        return [*counts, buckets]
+        return [*counts, len(reducer.plans[0])]
 
     for before_first, before_second, after, buckets in on_threads(2, case):
         assert (before_first, before_second, after) == (0, 0, buckets)
@@ -343,10 +300,10 @@ def test_accumulation_sends_nothing_before_the_last_micro_batch() -> None:
 
 def test_state_goes_through_json_and_back() -> None:
     def case(world: World) -> dict[str, Any]:
-        _, updater = make(world, wire=WireFormat.FP16, loss_scale=LossScale(value=64.0, dynamic=True))
+        _, updater = make(world, wire="fp16", loss_scale=LossScale(value=64.0, dynamic=True))
         updater._scale = updater.loss_scale.after_overflow().after_good_step()
         saved = updater.state()
-        _, again = make(world, wire=WireFormat.FP16)
+        _, again = make(world, wire="fp16")
         again.load_state(saved)
         updater.close()
         again.close()
@@ -362,7 +319,7 @@ def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
         table = torch.nn.Embedding(10, 3, sparse=True)
         torch.nn.init.ones_(table.weight)
         optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-        updater = AllReduceUpdater(optimizer, comm=world, reduce=world.duplicate().all_reduce)
+        updater = AllReduceUpdater(optimizer, comm=world, reducer=reducer_for(world))
         rows = torch.tensor([world.rank, 5])
         updater.backward(table(rows).sum(), weight=1.0)
         updater.step()
