@@ -16,6 +16,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from hpctrain.comm.transport import Transport
+from hpctrain.topology import Topology
+
 
 class ReduceOp(Enum):
     SUM = "sum"
@@ -93,6 +96,9 @@ class World(Collective, Protocol):
 
     def duplicate(self) -> Collective:
         """The same ranks, in a space of messages of its own, so that another thread may use it."""
+
+    def transport(self, topology: Topology) -> Transport | None:
+        """Messages and shared memory of their own over the same ranks; None where the backend has none. Collective."""
 
     def abort(self, exit_code: int) -> None:
         """End every rank of the run at once with `exit_code`. Not collective; does not return."""

@@ -33,7 +33,9 @@ from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
 from hpctrain.comm.horovod_settings import apply_settings
 from hpctrain.comm.serial import SerialGroup
+from hpctrain.comm.transport import Transport
 from hpctrain.errors import BufferMismatch, CommunicationError, LaunchError
+from hpctrain.topology import Topology
 
 
 def load_horovod() -> Any:
@@ -294,6 +296,14 @@ class HorovodWorld(Forwarding):
     def duplicate(self) -> Collective:
         self._num_made += 1
         return self._make(self.members)
+
+    def transport(self, topology: Topology) -> Transport | None:
+        """MPI's, where Horovod runs over it: its own operations can only be waited for."""
+        if not self._hvd.mpi_enabled():
+            return None
+        from hpctrain.comm.mpi import open_transport
+
+        return open_transport(topology)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks with `exit_code`, from whichever thread.

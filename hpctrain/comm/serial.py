@@ -19,6 +19,8 @@ from hpctrain.comm.buffers import (
 )
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
+from hpctrain.comm.transport import Transport
+from hpctrain.topology import Topology
 
 
 @final
@@ -87,6 +89,10 @@ class SerialWorld(Forwarding):
 
     def duplicate(self) -> Collective:
         return SerialGroup()
+
+    def transport(self, topology: Topology) -> Transport | None:
+        """None: there is nobody to send to."""
+        return None
 
     def abort(self, exit_code: int) -> None:
         """End this process at once, from whichever thread."""

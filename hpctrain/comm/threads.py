@@ -29,7 +29,10 @@ from hpctrain.comm.buffers import (
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.meeting import LeftError, Meeting, ThreadsRun
+from hpctrain.comm.threads_transport import Mailbox, ThreadsTransport
+from hpctrain.comm.transport import Transport
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
+from hpctrain.topology import Topology
 
 T = TypeVar("T")
 
@@ -170,6 +173,17 @@ class ThreadsWorld(Forwarding):
         if group is None:
             raise CommunicationError(f"rank {self.rank} is not a member of its own world")
         return group
+
+    def transport(self, topology: Topology) -> Transport:
+        nodes = topology.groups("local")
+        made = (Mailbox(), [Meeting(self._meeting.run, members=g) for g in nodes]) if self.rank == 0 else None
+        laid = self._meeting.exchange(place=self.rank, operation=f"transport {nodes}", value=made)
+        self._meeting.wait()
+        mailbox, meetings = laid[0]
+        return ThreadsTransport(
+            self._meeting, node=meetings[topology.node_of(self.rank)], mailbox=mailbox, rank=self.rank,
+            topology=topology,
+        )  # fmt: skip
 
     def abort(self, exit_code: int) -> NoReturn:
         """End the waits of every rank; `run_threads` then raises the error that stands for `exit_code`."""

@@ -181,11 +181,14 @@ class Watcher:
 
     def _end_run(self, track: Track | None, *, ending: Ending | None) -> None:
         board, code = self._board, int(ExitCode.COMMUNICATION)
-        limit_s = min(_FILES_MAY_TAKE_S, self._timeout_s / 4)
-        if board is not None and ending is None and track is not None:
-            reason = f"it waits for {track.describe()} for more than the limit of {self._timeout_s:g} s"
-            ending = _within(limit_s, lambda: board.announce(reason, grace_s=self._grace_s))
-        told = _within(limit_s, lambda: self._report(board, track)) if board is not None else None
+        told = None
+        if board is not None:
+            limit_s = min(_FILES_MAY_TAKE_S, max(1.0, self._timeout_s / 4))
+            if ending is None and track is not None:
+                reason = f"it waits for {track.describe()} for more than the limit of {self._timeout_s:g} s"
+                ending = _within(limit_s, lambda: board.announce(reason, grace_s=self._grace_s))
+            if ending is not None:  # else the files hang: that was waiting enough
+                told = _within(limit_s, lambda: self._report(board, track))
         if told is None:
             told = self._report_alone(track)
         self._show(f"{self._headline(track, ending=ending)}\n{told}\nthis rank's threads are at")

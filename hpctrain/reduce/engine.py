@@ -12,24 +12,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 
 from hpctrain.comm import Collective
 from hpctrain.comm.transport import NUM_TAGS, Pending, Transport
+from hpctrain.errors import CheckpointError
 from hpctrain.reduce.between import Part, Wire, direct, ring
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.chunk_memory import ChunkMemory
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.node_memory import NodeMemory
+from hpctrain.reduce.reducer import StateTensor
 from hpctrain.reduce.same_plan import check_same_plan
 from hpctrain.reduce.spans import Place, Span, chunks_of, cut
+from hpctrain.reduce.tiles import tiles
 from hpctrain.topology import Topology
 
 EXCHANGES = {"direct": direct, "ring": ring}
+LOST = "lost"
 # Values that a core keeps in its cache while it sums them: 256 KB of float32.
 PIECE_ELEMS = 65536
 
@@ -38,6 +42,7 @@ PIECE_ELEMS = 65536
 class _Planned:
     """One bucket. buckets: the memory of each of the node's ranks; on_device: where the gradients are, if not there."""
 
+    bucket: Bucket
     mine: torch.Tensor
     buckets: list[torch.Tensor]
     on_device: torch.Tensor | None
@@ -93,6 +98,7 @@ class EngineReducer:
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
+        owed = self._owed()
         self._memory = NodeMemory(
             self._transport, place=self._place, sizes=[b.numel * b.dtype.itemsize for b in buckets]
         )
@@ -101,10 +107,14 @@ class EngineReducer:
             shared = [memory.view(bucket.dtype) for memory in self._memory.segments(number)]
             mine = shared[self._place.local]
             on_device = None if device.type == "cpu" else torch.zeros_like(mine, device=device)
-            planned = _Planned(mine=mine, buckets=shared, on_device=on_device, parts=self._parts(bucket))
+            planned = _Planned(
+                bucket=bucket, mine=mine, buckets=shared, on_device=on_device, parts=self._parts(bucket)
+            )
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, dtype=bucket.dtype) for part in planned.parts]
             self._buckets.append(planned)
+        if owed is not None:
+            self._take_over(owed)
         return [b.mine if b.on_device is None else b.on_device for b in self._buckets]
 
     def _parts(self, bucket: Bucket) -> list[Span]:
@@ -119,10 +129,20 @@ class EngineReducer:
         return CodecFeedback(self._codec, numel=part.numel, own=slice(own.begin, own.end), dtype=dtype)
 
     def reduce(self, number: int) -> Iterator[bool]:
+        what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
+        for got_on in self._reduce(number, what):
+            if got_on:
+                self._transport.got_on()
+            else:
+                self._transport.waits(what)
+            yield got_on
+        self._transport.got_on()
+
+    def _reduce(self, number: int, what: str) -> Iterator[bool]:
         bucket, memory = self._buckets[number], self._memory
         assert memory is not None  # there are buckets, so there was a plan
         first_tag = self._take_tags(len(bucket.parts))
-        self._transport.begun(f"bucket {number} ({bucket.mine.numel()} x {bucket.mine.dtype})")
+        self._transport.begun(what)
         if bucket.on_device is not None:
             bucket.mine.copy_(bucket.on_device)
         arrived, summed = memory.begin_round(number)
@@ -209,6 +229,75 @@ class EngineReducer:
         for bucket in self._buckets:
             for feedback in bucket.feedback:
                 feedback.settle(applied=applied, rescale=rescale)
+
+    # ------------------------------------------------------------------ error feedback, saved and restored
+
+    def state(self) -> list[StateTensor]:
+        """What was lost: shape (nodes + 1, gradient space). Row c: on the way from node c; the last: of the sums."""
+        if not self._keeps_losses:
+            return []
+        dtype, shape = self._losses_dtype(), (self._place.num_nodes + 1, self._space())
+        found = []
+        for tile, lost, owned in self._losses():
+            here = StateTensor(
+                name=LOST, tensor=lost.to(dtype)[None], global_shape=shape, offset=(self._place.node, tile)
+            )
+            if owned:
+                found.append(replace(here, offset=(self._place.num_nodes, tile)))
+                here = replace(here, tensor=torch.zeros_like(here.tensor))
+            found.append(here)
+        return found
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """On as many nodes, what was lost goes on where it was; on other nodes its sum goes to the owners."""
+        saved = tensors.get(LOST)
+        if not self._keeps_losses or saved is None:
+            return
+        if saved.dim() != 2 or saved.shape[1] != self._space():
+            raise CheckpointError(
+                f"the checkpoint's losses of {self._codec.name} are of shape {tuple(saved.shape)}, this model needs "
+                f"(rows, {self._space()}): resume with the model and the frozen parameters it was made with"
+            )
+        if saved.shape[0] != self._place.num_nodes + 1:
+            self._take_over(saved.double().sum(0))
+            return
+        for tile, lost, owned in self._losses():
+            row = saved[self._place.node, tile : tile + lost.numel()]
+            if owned:
+                row = row + saved[self._place.num_nodes, tile : tile + lost.numel()]
+            lost.copy_(row)
+
+    def _losses(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
+        """(place in gradient space, what was lost there (shares memory), whether this rank makes its sum)."""
+        for planned in self._buckets:
+            for part, feedback in zip(planned.parts, planned.feedback, strict=True):
+                own = Span(part.begin + feedback.own.start, part.begin + feedback.own.stop)
+                for span in (Span(part.begin, own.begin), own, Span(own.end, part.end)):
+                    for tile in tiles(planned.bucket, span):
+                        first = span.begin - part.begin + tile.first
+                        yield tile.position, feedback.lost[first : first + tile.numel], span is own
+
+    def _space(self) -> int:
+        return sum(slot.numel for planned in self._buckets for slot in planned.bucket.slots)
+
+    def _losses_dtype(self) -> torch.dtype:
+        wide = any(planned.bucket.dtype is torch.float64 for planned in self._buckets)
+        return torch.float64 if wide else torch.float32
+
+    def _owed(self) -> torch.Tensor | None:
+        """What all ranks together have lost, shape (gradient space,); None: nothing can be. Collective."""
+        if not self._keeps_losses or not self._buckets:
+            return None
+        total = torch.zeros(self._space(), dtype=torch.float64)
+        for position, lost, _ in self._losses():
+            total[position : position + lost.numel()] += lost
+        self._comm.all_reduce(total)
+        return total
+
+    def _take_over(self, owed: torch.Tensor) -> None:
+        """Give to each owner what was lost of its elements."""
+        for position, lost, owned in self._losses():
+            lost.copy_(owed[position : position + lost.numel()]) if owned else lost.zero_()
 
     def close(self) -> None:
         self._buckets = []
