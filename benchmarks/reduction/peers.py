@@ -21,6 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 DDP_PARAMETERS = 16
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """One way to reduce `numel` float32 gradients over all ranks.
@@ -28,7 +31,7 @@ class Method:
     fill: sets the gradients to `values` on this rank; not timed. reduce: what is timed; collective.
     result: the reduced gradients, shape (numel,); None: nothing is reduced. averages: whether that is the mean
     rather than the sum.
-    bits: of one element on the wire.
+    bits: of one element on the wire. close: gives back what it holds; collective.
     """
 
     name: str
@@ -37,17 +40,20 @@ class Method:
     reduce: Callable[[], None]
     result: Callable[[], torch.Tensor] | None
     averages: bool = True
-
-
-def _nothing() -> None: ...
+    close: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Methods that are started and ended together. `opened(numel)` makes them; all of it is collective."""
+    """Methods that are started and ended together. All of it is collective.
+
+    methods: makes them, for a number of elements. forgets: a new start is slow at first, so each turn has a
+    call that is not timed.
+    """
 
     name: str
     methods: Callable[[int], Sequence[Method]]
+    forgets: bool = False
     begin: Callable[[], None] = _nothing
     end: Callable[[], None] = _nothing
 
@@ -89,7 +95,9 @@ def horovod_family(comm: Any) -> Family:
             for bits, compression in ((32, hvd.Compression.none), (16, hvd.Compression.fp16))
         ]
 
-    return Family(name="horovod", methods=methods, begin=lambda: hvd.init(comm), end=hvd.shutdown)
+    return Family(
+        name="horovod", methods=methods, forgets=True, begin=lambda: hvd.init(comm), end=hvd.shutdown
+    )
 
 
 def _horovod(hvd: Any, *, numel: int, bits: int, compression: Any) -> Method:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,60 +14,120 @@ from typing import Any
 
 import torch
 
-from benchmarks.reduction.ours import our_family
+from benchmarks.reduction import steps
+from benchmarks.reduction.models import WORKLOADS
+from benchmarks.reduction.ours import name_of, our_family, our_method
 from benchmarks.reduction.peers import Family, Method, gloo_family, horovod_family, mpi_family, start_gloo
 from benchmarks.reduction.stream import ring_shift
-from benchmarks.reduction.timing import measure
-from hpctrain.comm import all_gather_json
-from hpctrain.comm.mpi import MpiWorld
-from hpctrain.topology import Topology
+from benchmarks.reduction.sweep import Sweep, run_sweep
+from benchmarks.reduction.timing import Ranks, measure
+from hpctrain.run import Session, start
 
 Settings = dict[str, Any]
 
 
-def stream_family(comm: Any, topology: Topology, *, num_bytes: int) -> Family:
-    shift = ring_shift(comm, topology=topology, num_bytes=num_bytes)
-    method = Method(name="stream", bits=0, fill=lambda values: None, reduce=shift, result=None)
-    return Family(name="stream", methods=lambda numel: [method])
-
-
-def buffers(world: MpiWorld, topology: Topology, comm: Any, settings: Settings) -> dict[str, Any]:
-    """Ours, the peers and the plain stream on one size."""
-    numel = settings["numel"]
-    families = [our_family(world, topology, choices=settings["choices"])]
-    if settings["peers"]:
-        start_gloo(comm)
-        families += [mpi_family(comm), horovod_family(comm), gloo_family(comm.Get_size())]
-    firsts = [ranks[0] for ranks in topology.groups("local")] if topology.num_nodes > 1 else []
-    if firsts:
-        families.append(stream_family(comm, topology, num_bytes=settings["stream_bytes"]))
+def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
+    """Ours, the peers and the plain stream on one number of elements: figure 2."""
+    start_gloo(ranks.comm)
+    families = [
+        our_family(session, choices=settings["choices"]),
+        mpi_family(ranks.comm),
+        horovod_family(ranks.comm),
+        gloo_family(ranks.num_ranks),
+    ]
+    if ranks.firsts:
+        families.append(_stream(session, ranks, num_bytes=settings["stream_bytes"]))
     found = measure(
-        comm, families, numel=numel, num_rounds=settings["num_rounds"], seed=settings["seed"], firsts=firsts
+        ranks, families, numel=settings["numel"], num_rounds=settings["num_rounds"], seed=settings["seed"]
     )
     return {name: asdict(samples) for name, samples in found.items()}
 
 
-CASES: dict[str, Callable[[MpiWorld, Topology, Any, Settings], Any]] = {"buffers": buffers}
+def _stream(session: Session, ranks: Ranks, *, num_bytes: int) -> Family:
+    shift = ring_shift(ranks.comm, topology=session.topology, num_bytes=num_bytes)
+    method = Method(name="stream", bits=0, fill=lambda values: None, reduce=shift, result=None)
+    return Family(name="stream", methods=lambda numel: [method])
+
+
+def counted_bytes(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
+    """Bytes that leave each node in one reduction, by choice, and in a pause: figure 1."""
+    numel = settings["numel"]
+    pause = Method(
+        name="pause", bits=0, fill=lambda values: None, result=None,
+        reduce=lambda: time.sleep(settings["pause_s"]),
+    )  # fmt: skip
+    seconds, idle = ranks.counted(pause)
+    found = {"pause": {"seconds": seconds, "node_bytes": idle}}
+    values = ranks.values(numel)
+    for algorithm, wire in settings["choices"]:
+        method = our_method(session, numel=numel, algorithm=algorithm, wire=wire)
+        method.fill(values)
+        seconds, node_bytes = ranks.counted(method)
+        ranks.check(method, numel=numel)
+        method.close()
+        found[name_of(algorithm, wire)] = {"seconds": seconds, "node_bytes": node_bytes}
+    return found
+
+
+def training_steps(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
+    """Steps with each way of reducing and with none, by workload: figure 3."""
+    start_gloo(ranks.comm)
+    found = {}
+    for name in settings["workloads"]:
+        workload = WORKLOADS[name]
+        batches = workload.batches(torch.Generator().manual_seed(settings["seed"] + session.rank))
+        steppers = steps.make_steppers(ranks.comm, session, workload=workload, seed=settings["seed"])
+        before = steps.flat(steppers[0].model)
+        found[name] = steps.time_steps(
+            ranks.comm, steppers, batches=batches, num_rounds=settings["num_rounds"],
+            block=settings["block"], seed=settings["seed"],
+        )  # fmt: skip
+        steps.check(ranks.comm, steppers, start=before)
+        for stepper in steppers:
+            stepper.close()
+    return found
+
+
+def sweep(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
+    """`auto` against the fixed choices, size by size: figure 4."""
+    asked = Sweep(
+        choices=[(a, w) for a, w in settings["choices"]],
+        auto=(settings["auto"][0], settings["auto"][1]),
+        numels=settings["numels"],
+        num_rounds=settings["num_rounds"],
+        budget_s=settings["budget_s"],
+        seed=settings["seed"],
+    )
+    return run_sweep(ranks, session, asked)
+
+
+CASES: dict[str, Callable[[Session, Ranks, Settings], Any]] = {
+    "buffers": buffers,
+    "counted_bytes": counted_bytes,
+    "training_steps": training_steps,
+    "sweep": sweep,
+}
 
 
 def main(case: str, settings_path: str, result_path: str) -> None:
     settings = json.loads(Path(settings_path).read_text())
     faulthandler.dump_traceback_later(0.95 * settings["timeout_s"], exit=False)
-    torch.set_num_threads(1)
-    world = MpiWorld.open()
+    # Not the backend horovod: its thread would talk to the other ranks during everybody's turn.
+    session = start(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
     from mpi4py import MPI
 
     try:
-        topology = Topology.from_node_names(all_gather_json(world, platform.node()))
-        result = CASES[case](world, topology, MPI.COMM_WORLD, settings)
-        if world.rank == 0:
-            Path(result_path).write_text(json.dumps(result))
+        several = session.topology.num_nodes > 1
+        firsts = [node[0] for node in session.topology.groups("local")] if several else []
+        result = CASES[case](session, Ranks(comm=MPI.COMM_WORLD, firsts=firsts), settings)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        world.abort(1)
-    world.barrier()
-    world.close()
+        session.world.abort(1)
+    if session.rank == 0:
+        Path(result_path).write_text(json.dumps(result))
+    session.world.barrier()
+    session.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""A training step with each way of reducing, and without any, in blocks of steps in shuffled order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from benchmarks.reduction.models import Batch, Workload
+from hpctrain.run import Session
+
+LEARNING_RATE = 0.01
+NOT_COUNTED = 2  # steps of each block: Horovod starts anew in every block, caches fill again
+# Parameters after the run against those of plain MPI: sums in other orders and 16 bits make a difference,
+# a reduction that does nothing makes a far larger one.
+TOLERANCE = 0.1
+
+
+@dataclass(kw_only=True)
+class Stepper:
+    """One way to train a model of its own. begin and end: around a block of steps; collective."""
+
+    name: str
+    model: torch.nn.Module
+    step: Callable[[Batch], None]
+    begin: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
+    num_steps: int = 0
+
+
+def time_steps(
+    comm: Any,
+    steppers: Sequence[Stepper],
+    *,
+    batches: Sequence[Batch],
+    num_rounds: int,
+    block: int,
+    seed: int,
+) -> dict[str, list[list[float]]]:
+    """Seconds of each counted step by method and round, mean over the ranks: shape (rounds, steps)."""
+    order = random.Random(seed)
+    found: dict[str, list[list[float]]] = {stepper.name: [] for stepper in steppers}
+    for _ in range(num_rounds):
+        for stepper in order.sample(list(steppers), len(steppers)):
+            stepper.begin()
+            comm.Barrier()
+            times = []
+            for _ in range(block + NOT_COUNTED):
+                started = time.perf_counter()
+                stepper.step(batches[stepper.num_steps % len(batches)])
+                times.append(time.perf_counter() - started)
+                stepper.num_steps += 1
+            comm.Barrier()
+            stepper.end()
+            of_ranks = comm.allgather(times[NOT_COUNTED:])
+            found[stepper.name].append([sum(step) / len(step) for step in zip(*of_ranks, strict=True)])
+    return found
+
+
+class WrongTraining(RuntimeError):
+    """A method did not train as the others: its time would mean nothing."""
+
+
+def check(comm: Any, steppers: Sequence[Stepper], *, start: torch.Tensor) -> None:
+    """Raises WrongTraining unless all ranks and all methods that reduce have come to the same parameters."""
+    reference = next(flat(stepper.model) for stepper in steppers if stepper.name == "mpi-fp32")
+    moved = float((reference - start).norm())
+    for stepper in steppers:
+        if stepper.name == "none":
+            continue
+        mine = flat(stepper.model)
+        of_first = comm.bcast(mine.numpy() if comm.Get_rank() == 0 else None, root=0)
+        apart = float((mine - torch.from_numpy(of_first)).norm()) / moved
+        off = float((mine - reference).norm()) / moved
+        if comm.allreduce(apart) > 1e-6 or comm.allreduce(off) > TOLERANCE:
+            raise WrongTraining(f"{stepper.name}: {apart:.2g} between ranks, {off:.2g} from plain MPI")
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def make_steppers(comm: Any, session: Session, *, workload: Workload, seed: int) -> list[Stepper]:
+    """Every method, each with a model of its own that starts from the same parameters. Collective."""
+    made = [_plain(workload, seed=seed), _mpi(comm, workload, seed=seed)]
+    made += [_ours(session, workload, seed=seed, wire=wire) for wire in ("fp32", "fp16")]
+    made += [_ddp(workload, seed=seed, bits=bits) for bits in (32, 16)]
+    made += [_horovod(comm, workload, seed=seed, bits=bits) for bits in (32, 16)]
+    return made
+
+
+def _fresh(workload: Workload, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = workload.make()
+    return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+
+
+def _plain(workload: Workload, *, seed: int) -> Stepper:
+    """The step without communication."""
+    model, optimizer = _fresh(workload, seed)
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        workload.loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return Stepper(name="none", model=model, step=step)
+
+
+def _mpi(comm: Any, workload: Workload, *, seed: int) -> Stepper:
+    """One MPI_Allreduce behind backward; the gradients are views of its buffer, so nothing is copied."""
+    from mpi4py import MPI
+
+    model, optimizer = _fresh(workload, seed)
+    parameters = list(model.parameters())
+    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    num_ranks = comm.Get_size()
+
+    def step(batch: Batch) -> None:
+        buffer.zero_()
+        workload.loss(model(batch[0]), batch[1]).backward()
+        comm.Allreduce(MPI.IN_PLACE, buffer.numpy(), op=MPI.SUM)
+        buffer.div_(num_ranks)
+        optimizer.step()
+
+    return Stepper(name="mpi-fp32", model=model, step=step)
+
+
+def _ours(session: Session, workload: Workload, *, seed: int, wire: str) -> Stepper:
+    model, optimizer = _fresh(workload, seed)
+    updater = session.updater(model, optimizer, wire=wire)
+
+    def step(batch: Batch) -> None:
+        updater.backward(workload.loss(model(batch[0]), batch[1]), weight=1 / session.num_ranks)
+        updater.step()
+
+    return Stepper(name=f"ours-{wire}", model=model, step=step, close=updater.close)
+
+
+def _ddp(workload: Workload, *, seed: int, bits: int) -> Stepper:
+    model, optimizer = _fresh(workload, seed)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if bits == 16:
+        wrapped.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        workload.loss(wrapped(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return Stepper(name=f"ddp-fp{bits}", model=model, step=step)
+
+
+def _horovod(comm: Any, workload: Workload, *, seed: int, bits: int) -> Stepper:
+    import horovod.torch as hvd
+
+    model, plain = _fresh(workload, seed)
+    name = f"horovod-fp{bits}"
+    hvd.init(comm)
+    optimizer = hvd.DistributedOptimizer(
+        plain,
+        named_parameters=[(f"{name}.{part}", parameter) for part, parameter in model.named_parameters()],
+        compression=hvd.Compression.fp16 if bits == 16 else hvd.Compression.none,
+    )
+    hvd.shutdown()
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        workload.loss(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return Stepper(name=name, model=model, step=step, begin=lambda: hvd.init(comm), end=hvd.shutdown)

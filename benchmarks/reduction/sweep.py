@@ -1,0 +1,89 @@
+"""`auto` against every fixed choice, size by size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.reduction.ours import name_of, our_method
+from benchmarks.reduction.timing import Ranks
+from hpctrain.run import Session
+
+# A sample of small buckets is the mean of as many calls as fit in here.
+SAMPLE_S = 0.03
+MAX_REPEATS = 200
+# After the first rounds only choices within this factor of the best are timed on; below CARRIED_NUMEL they
+# all come again with the next size, from there on time grows with the size for all alike.
+CONTENDER = 1.6
+FIRST_ROUNDS = 2
+CARRIED_NUMEL = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """sizes: in elements, ascending. budget_s: of one size, from which on only FIRST_ROUNDS + 1 are made."""
+
+    choices: Sequence[tuple[str, str]]
+    auto: tuple[str, str]
+    numels: Sequence[int]
+    num_rounds: int
+    budget_s: float
+    seed: int
+
+
+def run_sweep(ranks: Ranks, session: Session, sweep: Sweep) -> dict[str, dict[str, list[float]]]:
+    """Seconds by number of elements and choice. Collective; the same on every rank."""
+    order = random.Random(sweep.seed)
+    auto = name_of(*sweep.auto)
+    contenders = list(sweep.choices)
+    found: dict[str, dict[str, list[float]]] = {}
+    for numel in sweep.numels:
+        times = _one_size(ranks, session, sweep, numel=numel, choices=contenders, order=order)
+        found[str(numel)] = times
+        if numel >= CARRIED_NUMEL:
+            near = _near_the_best(times, auto=auto)
+            contenders = [choice for choice in contenders if name_of(*choice) in near]
+    return found
+
+
+def _one_size(
+    ranks: Ranks,
+    session: Session,
+    sweep: Sweep,
+    *,
+    numel: int,
+    choices: Sequence[tuple[str, str]],
+    order: random.Random,
+) -> dict[str, list[float]]:
+    methods = [our_method(session, numel=numel, algorithm=a, wire=w) for a, w in (sweep.auto, *choices)]
+    values, zeros = ranks.values(numel), torch.zeros(numel)
+    repeats = {}
+    for method in methods:
+        method.fill(values)
+        method.reduce()
+        ranks.check(method, numel=numel)
+        method.fill(zeros)  # sums of sums would grow out of range
+        repeats[method.name] = max(1, min(MAX_REPEATS, int(SAMPLE_S / ranks.slowest_s(method))))
+    times: dict[str, list[float]] = {method.name: [] for method in methods}
+    active, spent_s = methods, 0.0
+    for round_number in range(sweep.num_rounds):
+        if round_number == FIRST_ROUNDS:
+            near = _near_the_best(times, auto=name_of(*sweep.auto))
+            active = [method for method in methods if method.name in near]
+        if round_number > FIRST_ROUNDS and spent_s > sweep.budget_s:
+            break
+        for method in order.sample(active, len(active)):
+            seconds = ranks.slowest_s(method, repeats=repeats[method.name])
+            times[method.name].append(seconds)
+            spent_s += seconds * repeats[method.name]
+    for method in methods:
+        method.close()
+    return times
+
+
+def _near_the_best(times: dict[str, list[float]], *, auto: str) -> set[str]:
+    best = min(min(seconds) for name, seconds in times.items() if name != auto)
+    return {name for name, seconds in times.items() if name == auto or min(seconds) <= CONTENDER * best}
