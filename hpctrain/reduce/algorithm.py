@@ -1,0 +1,130 @@
+"""The names of reductions, what each needs, and what runs instead where it cannot run. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hpctrain.errors import UsageError
+from hpctrain.topology import Topology
+
+
+class Algorithm(str, Enum):
+    """How buckets are summed over the ranks. The values are the names in the recipe."""
+
+    FLAT = "flat"  # the backend's own all-reduce
+    RING = "ring"  # ours: slices go round all ranks
+    DIRECT = "direct"  # ours: every rank sends each owner its slice
+    HIERARCHICAL = "hierarchical"  # shared memory within a node, direct between nodes
+    HIERARCHICAL_RING = "hierarchical-ring"  # shared memory within a node, ring between nodes
+    HIERARCHICAL_FLAT = "hierarchical-flat"  # the backend's operations, within and between
+    NCCL_HIERARCHICAL = "nccl-hierarchical"  # Horovod's own two levels
+    NCCL_TORUS = "nccl-torus"  # Horovod's 2-D torus
+
+
+AUTO = "auto"
+ALGORITHM_NAMES = (AUTO, *(algorithm.value for algorithm in Algorithm))
+NCCL_ALGORITHMS = (Algorithm.NCCL_HIERARCHICAL, Algorithm.NCCL_TORUS)
+
+CODEC_WIRES = ("fp32", "fp16", "bf16", "int8")
+# These send something other than a value for each value, by collective operations of the backend.
+SPARSE_WIRES = ("top-k", "low-rank")
+WIRE_NAMES = (AUTO, *CODEC_WIRES, *SPARSE_WIRES)
+
+_TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIERARCHICAL_FLAT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a run has to reduce with.
+
+    messages: whether the backend has messages of our own over MPI (`World.transport`).
+    shared_memory: whether the ranks of each node can share the buckets' memory.
+    nccl: the algorithms of Horovod's that are switched on in this process; never more than one.
+    """
+
+    backend: str
+    topology: Topology
+    messages: bool
+    shared_memory: bool = True
+    device: str = "cpu"
+    nccl: Algorithm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What runs, and what the user should know of it; None: it is what was asked for."""
+
+    algorithm: Algorithm
+    note: str | None = None
+
+
+def parse_algorithm(name: str) -> Algorithm:
+    """UsageError, with the names there are, for another one."""
+    try:
+        return Algorithm(name)
+    except ValueError:
+        raise UsageError(
+            f"reduction algorithm {name!r}: choose one of {', '.join(ALGORITHM_NAMES)}"
+        ) from None
+
+
+def check_wire(name: str) -> None:
+    """UsageError, with the names there are, for another one."""
+    if name not in WIRE_NAMES:
+        raise UsageError(f"wire format {name!r}: choose one of {', '.join(WIRE_NAMES)}")
+
+
+def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
+    """What comes of an algorithm on these means: itself, or what runs instead and why."""
+    algorithm, reasons = asked, []
+    while (instead := _instead_of(algorithm, wire=wire, means=means)) is not None:
+        algorithm, reason = instead
+        reasons.append(reason)
+    if not reasons:
+        return Decision(asked)
+    return Decision(
+        algorithm, f"reduction: {asked.value} was asked for, {algorithm.value} is used: {'; '.join(reasons)}"
+    )
+
+
+def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algorithm, str] | None:
+    topology = means.topology
+    if wire in SPARSE_WIRES:
+        if algorithm is not Algorithm.FLAT:
+            return Algorithm.FLAT, f"the wire {wire} goes by the backend's own operations"
+        return None
+    if algorithm in NCCL_ALGORITHMS and means.nccl is not algorithm:
+        return Algorithm.HIERARCHICAL, "Horovod does not run it here"
+    if algorithm in _TWO_LEVELS and topology.num_ranks == topology.num_nodes:
+        ring = algorithm is Algorithm.HIERARCHICAL_RING
+        return (Algorithm.RING if ring else Algorithm.DIRECT), topology.describe()
+    if algorithm is Algorithm.HIERARCHICAL_FLAT:
+        if wire in ("bf16", "int8"):
+            return Algorithm.HIERARCHICAL, f"the backend cannot sum {wire}"
+        if topology.num_nodes == 1:
+            return Algorithm.FLAT, topology.describe()
+        return None
+    if algorithm in _TWO_LEVELS and not means.messages:
+        return Algorithm.HIERARCHICAL_FLAT, f"the backend {means.backend} has no messages of our own here"
+    if algorithm in _TWO_LEVELS and not means.shared_memory:
+        return Algorithm.HIERARCHICAL_FLAT, "the ranks of a node cannot share enough memory"
+    if algorithm is Algorithm.RING and not means.messages:
+        return Algorithm.DIRECT, f"the backend {means.backend} has no messages of our own here"
+    if algorithm is Algorithm.FLAT and wire in ("bf16", "int8"):
+        return Algorithm.DIRECT, f"the backend cannot sum {wire}"
+    return None
+
+
+def candidates(*, wire: str, means: Means) -> list[Algorithm]:
+    """The algorithms that run as themselves, for `auto` to choose from; never empty.
+
+    On a GPU only what stays there: NCCL's, through the backend.
+    """
+    if means.topology.num_ranks == 1:
+        return [Algorithm.FLAT]
+    offered = list(Algorithm)
+    if means.device == "cuda":
+        offered = [Algorithm.FLAT, *NCCL_ALGORITHMS]
+    found = [a for a in offered if decide(a, wire=wire, means=means).note is None]
+    return found or [decide(Algorithm.FLAT, wire=wire, means=means).algorithm]

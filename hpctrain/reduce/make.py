@@ -1,0 +1,131 @@
+"""From the name of an algorithm and of a wire format to what reduces."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from hpctrain.comm import World, all_gather_json, make_two_level
+from hpctrain.comm.transport import Transport
+from hpctrain.errors import CommunicationError
+from hpctrain.reduce.algorithm import Algorithm, Means, candidates, check_wire, decide
+from hpctrain.reduce.codecs import codec_named
+from hpctrain.reduce.collective_reducer import CollectiveReducer
+from hpctrain.reduce.engine import EngineReducer
+from hpctrain.reduce.local_reducer import LocalReducer
+from hpctrain.reduce.low_rank import LowRankReducer
+from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.spans import one_rank_nodes
+from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.topology import Topology
+
+_SHARED_MEMORY = Path("/dev/shm")
+# Of what is free, so that other users of it (MPI itself, loaders) have room too.
+_SHARED_SHARE = 0.8
+
+
+@final
+class ReducerMaker:
+    """Makes the reducers of one run.
+
+    gradient_bytes: of one rank's buckets, to see whether a node's memory can hold those of its ranks.
+    note: told, once each, what runs instead of what was asked for. Collective over `world`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        topology: Topology,
+        device: str = "cpu",
+        gradient_bytes: int = 0,
+        nccl: Algorithm | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._world = world
+        self._topology = topology
+        self._note = note
+        self._told: set[str] = set()
+        probe = world.transport(topology) if world.num_ranks > 1 else None
+        if probe is not None:
+            probe.close()
+        self.means = Means(
+            backend=world.backend,
+            topology=topology,
+            messages=probe is not None,
+            shared_memory=world.backend == "threads" or _room(world, topology, gradient_bytes=gradient_bytes),
+            device=device,
+            nccl=nccl,
+        )
+
+    def candidates(self, *, wire: str) -> list[str]:
+        """The algorithms that run here as themselves with this wire. Not collective."""
+        return [algorithm.value for algorithm in candidates(wire=wire, means=self.means)]
+
+    def make(self, algorithm: Algorithm, *, wire: str) -> BucketReducer:
+        """A reducer in a message space of its own; its `close` gives that back. Collective.
+
+        UsageError for a wire format that does not exist.
+        """
+        check_wire(wire)
+        if self.means.topology.num_ranks == 1:
+            return LocalReducer(wire=wire)
+        decision = decide(algorithm, wire=wire, means=self.means)
+        if decision.note is not None and decision.note not in self._told:
+            self._told.add(decision.note)
+            self._note(decision.note)
+        if wire == "top-k":
+            return TopKReducer(self._world.duplicate(), topology=self._topology)
+        if wire == "low-rank":
+            return LowRankReducer(self._world.duplicate(), topology=self._topology)
+        match decision.algorithm:
+            case Algorithm.FLAT:
+                return CollectiveReducer.flat(self._world.duplicate(), topology=self._topology, wire=wire)
+            case Algorithm.NCCL_HIERARCHICAL | Algorithm.NCCL_TORUS:
+                return CollectiveReducer.flat(
+                    self._world.duplicate(),
+                    topology=self._topology,
+                    wire=wire,
+                    name=decision.algorithm.value,
+                )
+            case Algorithm.HIERARCHICAL_FLAT:
+                return CollectiveReducer.hierarchical(
+                    self._world.duplicate(), levels=make_two_level(self._world, self._topology),
+                    topology=self._topology, wire=wire,
+                )  # fmt: skip
+            case Algorithm.DIRECT if not self.means.messages:
+                return CollectiveReducer.direct(
+                    self._world.duplicate(), topology=self._topology, codec=codec_named(wire), feedback=wire == "int8"
+                )  # fmt: skip
+        return self._engine(decision.algorithm, wire=wire)
+
+    def _engine(self, algorithm: Algorithm, *, wire: str) -> EngineReducer:
+        two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
+        ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
+        return EngineReducer(
+            self._transport(),
+            comm=self._world.duplicate(),
+            levels=self._topology if two_levels else one_rank_nodes(self._topology.num_ranks),
+            algorithm=algorithm.value,
+            exchange="ring" if ring else "direct",
+            codec=codec_named(wire),
+            feedback=wire == "int8",
+        )
+
+    def _transport(self) -> Transport:
+        transport = self._world.transport(self._topology)
+        if transport is None:
+            raise CommunicationError(f"the backend {self._world.backend} has no messages any more")
+        return transport
+
+
+def _room(world: World, topology: Topology, *, gradient_bytes: int) -> bool:
+    """Whether every node can hold its ranks' buckets in shared memory; the same on every rank. Collective."""
+    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+    # Emulated nodes share one machine's memory, so all ranks are counted there.
+    most = max(len(ranks) for ranks in topology.ranks_by_node)
+    num_sharers = topology.num_ranks if topology.emulated else most
+    needed = gradient_bytes * num_sharers
+    return all(all_gather_json(world, free * _SHARED_SHARE >= needed))
