@@ -250,6 +250,15 @@ def test_clipping_and_unscaling_are_one_factor() -> None:
     updater.close()
 
 
+@pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 3_000_001])
+def test_the_norm_of_many_elements_is_as_exact_as_that_of_few(numel: int) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(n)) for n in (numel, 3)]
+    updater = alone(weights, bucket_bytes=2**30)
+    updater.backward(sum(0.1 * weight.sum() for weight in weights), weight=1.0)
+    assert updater.step().grad_norm == pytest.approx(0.1 * (numel + 3) ** 0.5, rel=1e-6)
+    updater.close()
+
+
 def test_a_net_of_half_precision_trains_on_three_ranks_as_on_one() -> None:
     def case(world: World) -> list[torch.Tensor]:
         net, updater = make(world, dtype=torch.bfloat16)
