@@ -1,13 +1,14 @@
-"""int8 that Horovod can sum: every rank uses the same scale, and levels so few that the sum fits.
+"""8 bits that Horovod can sum: every rank uses the same scale, and levels so few that the sum fits.
 
 Each parameter has a range, the same on all ranks: values beyond it are clipped, and what is clipped or rounded
 is fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so that no sum of
-N leaves int8. The range follows what all ranks have seen of each other: in front of its levels each rank sends
+N leaves 8 bits. The range follows what all ranks have seen of each other: in front of its levels each rank sends
 whether its values were too large or small for it. A parameter whose range is not known yet, or far too small,
 is sent in full precision once, with its largest magnitude in front; the ranks' mean of that is the range.
 
-A message is HEADER int8 values and the levels. The header's first 32 are the bits of the float32 scale: their
-sums show to every rank that all used the same, and that Horovod summed rather than averaged.
+A message is HEADER int8 values and the levels, four to an int32 (`hvd_packing.py`). The header's first 32 are
+the bits of the float32 scale: their sums show to every rank that all used the same, and that Horovod summed
+rather than averaged.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, final
 import torch
 
 from hpctrain.errors import UsageError
+from hpctrain.reduce.hvd_packing import num_words, pack, unpack
 from hpctrain.reduce.hvd_parameters import GradientOwners
 from hpctrain.reduce.hvd_residuals import HvdResiduals
 
@@ -78,15 +80,17 @@ class Int8Compression:
         scale = _float32(span / self._levels)
         finite = math.isfinite(largest)
         votes = [not finite, largest > FAR * span, largest > span, largest > span / 2]
-        sent = torch.empty(HEADER + value.numel(), dtype=torch.int8, device=value.device)
+        end = HEADER + value.numel()
+        sent = torch.empty(4 * num_words(end), dtype=torch.int8, device=value.device)
         sent[:HEADER] = torch.tensor([*_bits(scale), *map(int, votes)], dtype=torch.int8)
-        if not finite:
-            sent[HEADER:] = 0
-            return sent, _Sent(name, tensor, scale)
-        levels = (value / scale).round_().clamp_(-self._levels, self._levels)
-        sent[HEADER:] = levels
-        self._residuals.keep(value.sub_(levels.mul_(scale)), name=name)
-        return sent, _Sent(name, tensor, scale)
+        sent[end:] = 0
+        if finite:
+            levels = (value / scale).round_().clamp_(-self._levels, self._levels)
+            sent[HEADER:end] = levels
+            self._residuals.keep(value.sub_(levels.mul_(scale)), name=name)
+        else:
+            sent[HEADER:end] = 0
+        return pack(sent, levels=self._levels), _Sent(name, tensor, scale)
 
     def decompress(self, tensor: torch.Tensor, ctx: _Sent | None) -> torch.Tensor:
         if ctx is None:
@@ -95,7 +99,9 @@ class Int8Compression:
             mean = self._from_full_precision(tensor, name=ctx.name)
         else:
             dtype = torch.promote_types(ctx.gradient.dtype, torch.float32)
-            mean = self._from_levels(tensor, name=ctx.name, scale=ctx.scale, dtype=dtype)
+            sums = unpack(tensor, levels=self._levels, num_ranks=self._num_ranks)
+            sums = sums[: HEADER + ctx.gradient.numel()]
+            mean = self._from_levels(sums, name=ctx.name, scale=ctx.scale, dtype=dtype)
         return mean.to(ctx.gradient.dtype).view(ctx.gradient.shape)
 
     def _from_full_precision(self, total: torch.Tensor, *, name: str) -> torch.Tensor:
