@@ -3,10 +3,11 @@
 from hpctrain.launch.command import Launcher, LaunchPlan, plan_launch
 from hpctrain.launch.identity import RankIdentity, cross_check, identify
 from hpctrain.launch.machine import Machine, survey_machine
-from hpctrain.launch.process import TERMINAL_VARIABLE, run_plan
+from hpctrain.launch.process import TERMINAL_VARIABLE, LaunchOutcome, run_launch, run_plan
 
 __all__ = [
     "TERMINAL_VARIABLE",
+    "LaunchOutcome",
     "LaunchPlan",
     "Launcher",
     "Machine",
@@ -14,6 +15,7 @@ __all__ = [
     "cross_check",
     "identify",
     "plan_launch",
+    "run_launch",
     "run_plan",
     "survey_machine",
 ]

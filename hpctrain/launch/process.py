@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -36,12 +37,32 @@ _PR_SET_PDEATHSIG = 1
 TERMINAL_VARIABLE = "HPCTRAIN_TERMINAL"
 
 
-def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
-    """Run the launch and return its exit code; 128 + n when signal n ended the launcher.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOutcome:
+    """exit_code: 128 + n when signal n ended the launcher. stop_asked: a signal had asked the launch to stop."""
 
-    `messages`: where the command and what happened to it are told; stderr unless given. Takes over this
-    process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it is called from the
-    main thread. The launcher gets a session of its own: a Ctrl-C of the terminal reaches only this process.
+    exit_code: int
+    stop_asked: bool
+
+
+def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
+    """Run the launch, with the ranks' output on ours, and return its exit code. See `run_launch`."""
+    return run_launch(plan, environ=environ, messages=messages).exit_code
+
+
+def run_launch(
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    messages: IO[str] | None = None,
+    output: IO[bytes] | None = None,
+) -> LaunchOutcome:
+    """Run the launch to its end.
+
+    `messages`: where the command and what happened to it are told; stderr unless given. `output`: a file for
+    what the ranks print, in place of our stdout and stderr. Takes over this process's handlers of SIGINT,
+    SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it is called from the main thread. The launcher gets
+    a session of its own: a Ctrl-C of the terminal reaches only this process.
     Raises LaunchError when the launcher cannot be started.
     """
     out = messages if messages is not None else sys.stderr
@@ -50,21 +71,22 @@ def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] 
     _say(out, plan.shell_line())
     child_environ = {name: value for name, value in environ.items() if name not in plan.env_removed}
     child_environ.update(plan.env_updates)
-    if sys.stdout.isatty():
+    if output is None and sys.stdout.isatty():
         child_environ[TERMINAL_VARIABLE] = "1"
     with _signals() as wakeup:
         try:
             child = subprocess.Popen(
                 plan.argv,
                 env=child_environ,
+                stdout=output,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                # One thread, and libc is loaded already: running code after the fork is safe.
+                # No other thread runs Python, and libc is loaded already: running code after the fork is safe.
                 preexec_fn=_die_with_parent,
             )
         except OSError as error:
             raise LaunchError(f"{plan.argv[0]} cannot be started: {error.strerror}") from error
-        watch = _Watch(child, wakeup, out)
+        watch = _Watch(child, wakeup, out, copy_to=2 if output is None else output.fileno())
         exit_code = watch.until_exit()
     failure = watch.failure
     if failure is not None and failure.signal is not None:
@@ -77,7 +99,7 @@ def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] 
         exit_code = 128 - exit_code
     if exit_code == ExitCode.STOPPED_EARLY:
         _say(out, "stopped early with the state saved: the same command goes on from there")
-    return exit_code
+    return LaunchOutcome(exit_code=exit_code, stop_asked=watch.stop_asked)
 
 
 def resolve_command(program: str) -> str:
@@ -100,12 +122,15 @@ def resolve_command(program: str) -> str:
 class _Watch:
     """The launcher while it runs: its stderr is copied on, signals are passed, stray ranks are ended."""
 
-    def __init__(self, child: subprocess.Popen[bytes], wakeup: socket.socket, out: IO[str]) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], wakeup: socket.socket, out: IO[str], *, copy_to: int
+    ) -> None:
         self.failure: RankFailure | None = None
+        self.stop_asked = False
+        self._copy_to = copy_to
         self._child = child
         self._wakeup = wakeup
         self._out = out
-        self._stop_asked = False
         self._kill_at_s: float | None = None
         self._line = b""
 
@@ -141,7 +166,7 @@ class _Watch:
             if not data:
                 return False
             with contextlib.suppress(OSError):  # our own reader went away: the ranks must not suffer from it
-                _write_all(2, data)
+                _write_all(self._copy_to, data)
             *lines, self._line = (self._line + data).split(b"\n")
             self._line = self._line[-_MAX_LINE_BYTES:]
             for line in lines:
@@ -152,7 +177,7 @@ class _Watch:
         for number in numbers:
             if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._child.send_signal(number)
-            elif number == signal.SIGINT and self._stop_asked:
+            elif number == signal.SIGINT and self.stop_asked:
                 if self._kill_at_s is None:
                     self._kill_at_s = time.monotonic() + _KILL_AFTER_S
                     _say(
@@ -161,8 +186,8 @@ class _Watch:
                     self._child.send_signal(signal.SIGTERM)
                 else:
                     self._say_and_kill()
-            elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and not self._stop_asked:
-                self._stop_asked = True
+            elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and not self.stop_asked:
+                self.stop_asked = True
                 _say(
                     self._out,
                     f"{signal.Signals(number).name}: asking the ranks to save and stop (SIGUSR1); "

@@ -1,0 +1,122 @@
+"""Which training runs a step measurement makes, and the recipe of each. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hpctrain.errors import UsageError
+from hpctrain.run.recipe import Recipe
+
+
+class Scaling(str, Enum):
+    """STRONG: the recipe's global batch, shared by the ranks. WEAK: the recipe's global batch for each rank."""
+
+    STRONG = "strong"
+    WEAK = "weak"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class StepCell:
+    """A configuration that is measured. One rank is the same in both modes and is measured once."""
+
+    num_ranks: int
+    global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepAsked:
+    """What is measured. steps and warmup_steps: of each run; the first warmup_steps do not count."""
+
+    ranks: tuple[int, ...]
+    modes: tuple[Scaling, ...]
+    steps: int
+    warmup_steps: int
+    repeats: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.ranks or not self.modes:
+            raise UsageError("nothing to measure: give at least one number of --ranks and one of --modes")
+        if any(n < 1 for n in self.ranks):
+            raise UsageError(f"--ranks {','.join(map(str, self.ranks))}: a run has at least 1 rank")
+        if self.steps < 1 or self.warmup_steps < 0 or self.repeats < 1:
+            raise UsageError(
+                f"--steps {self.steps} --warmup-steps {self.warmup_steps} --repeats {self.repeats}: give at "
+                "least 1 step, 0 warm-up steps and 1 repeat"
+            )
+
+    def cell(self, mode: Scaling, num_ranks: int, *, batch: int) -> StepCell:
+        """batch: the recipe's."""
+        factor = num_ranks if mode is Scaling.WEAK else 1
+        return StepCell(num_ranks=num_ranks, global_batch=batch * factor)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """`1,2,4`: ascending, each once. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise UsageError(f"--ranks {text!r}: write numbers of ranks with commas between, as 1,2,4")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def parse_modes(text: str) -> tuple[Scaling, ...]:
+    """`strong`, `weak`, or both with a comma. Raises UsageError."""
+    modes = {mode.value: mode for mode in Scaling}
+    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = [word for word in words if word not in modes]
+    if unknown:
+        raise UsageError(
+            f"--modes: there is no {unknown[0]!r}; choose {', '.join(modes)}, or both with a comma"
+        )
+    return tuple(modes[word] for word in words)
+
+
+def cells_of(asked: StepAsked, *, batch: int) -> list[StepCell]:
+    """Every configuration once. Raises UsageError where a rank would have no sample."""
+    too_many = [n for n in asked.ranks if Scaling.STRONG in asked.modes and n > batch]
+    if too_many:
+        raise UsageError(
+            f"{too_many[0]} ranks cannot share the recipe's global batch of {batch} (strong scaling): use fewer "
+            "ranks, --modes weak, or a larger batch with --set data.global_batch=N"
+        )
+    return sorted({asked.cell(mode, n, batch=batch) for mode in asked.modes for n in asked.ranks})
+
+
+def order_of_runs(cells: Sequence[StepCell], *, repeats: int, seed: int) -> list[StepCell]:
+    """Every cell once a round, each round in another order: what drifts hits all alike."""
+    generator = random.Random(seed)
+    order: list[StepCell] = []
+    for _ in range(repeats):
+        round_ = list(cells)
+        generator.shuffle(round_)
+        order += round_
+    return order
+
+
+def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, threads: int) -> Recipe:
+    """The user's recipe as it is measured: so many steps, no evaluation, nothing saved but at the end.
+
+    directory: the run's own; the end's checkpoint goes there too, never to the user's. threads: of each rank,
+    the same for every number of ranks unless the recipe says otherwise.
+    """
+    run = recipe.run.model_copy(
+        update={
+            "directory": str(directory),
+            "epochs": None,
+            "steps": steps,
+            "ranks": None,
+            "threads_per_rank": recipe.run.threads_per_rank or threads,
+        }
+    )
+    data = recipe.data.model_copy(update={"global_batch": cell.global_batch, "held_out": None})
+    checkpoint = recipe.checkpoint.model_copy(
+        update={"every_steps": None, "every_minutes": None, "directory": None}
+    )
+    telemetry = recipe.telemetry.model_copy(update={"metrics_every_steps": 1, "evaluate_every_steps": None})
+    return recipe.model_copy(
+        update={"run": run, "data": data, "checkpoint": checkpoint, "telemetry": telemetry}
+    )

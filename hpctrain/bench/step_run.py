@@ -1,0 +1,154 @@
+"""One training run of a step measurement: start it, wait for it, read what it recorded."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.bench.step_plan import StepCell, recipe_of
+from hpctrain.errors import HpctrainError, LaunchError, StoppedEarly, from_exit_code
+from hpctrain.launch import Launcher, Machine, plan_launch, run_launch
+from hpctrain.launch.process import resolve_command
+from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe_file import to_toml
+from hpctrain.telemetry import read_records
+
+LAST_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRun:
+    """What a run recorded of its measured steps, one entry a step.
+
+    step_s: of the slowest rank. exposed_s: mean over the ranks. samples: over all ranks.
+    """
+
+    cell: StepCell
+    step_s: tuple[float, ...]
+    exposed_s: tuple[float, ...]
+    samples: tuple[int, ...]
+    environment: dict[str, Any]
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(self.samples) / sum(self.step_s)
+
+    @property
+    def exposed_share(self) -> float:
+        return sum(self.exposed_s) / sum(self.step_s)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "samples_per_s": self.samples_per_s,
+            "step_s": list(self.step_s),
+            "exposed_s": list(self.exposed_s),
+            "samples": list(self.samples),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HowToRun:
+    """The same for every run of a measurement. threads: of each rank. module_folder: searched for the task."""
+
+    machine: Machine
+    launcher: Launcher
+    ranks_per_node: int | None
+    threads: int
+    module_folder: Path
+    environ: Mapping[str, str]
+
+
+def run_once(
+    recipe: Recipe, cell: StepCell, *, how: HowToRun, directory: Path, steps: int, warmup_steps: int
+) -> StepRun:
+    """Train `warmup_steps + steps` steps in `directory`, which is removed at the end, whatever happens.
+
+    Takes over the signals while the ranks run, as `run_launch`: the first Ctrl-C lets the ranks end after
+    their step, a second one ends them at once. Raises StoppedEarly after that; the run's own kind of error,
+    with its last lines and its exit code, when it fails.
+    """
+    directory.mkdir(parents=True)
+    try:
+        asked = recipe_of(
+            recipe, cell, directory=directory / "run", steps=warmup_steps + steps, threads=how.threads
+        )
+        recipe_path = directory / "recipe.toml"
+        recipe_path.write_text(to_toml(asked), encoding="utf-8")
+        _launch(recipe_path, cell, how=how, output=directory / "output.txt")
+        return read_run(directory / "run", cell, first_step=warmup_steps + 1, last_step=warmup_steps + steps)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _launch(recipe_path: Path, cell: StepCell, *, how: HowToRun, output: Path) -> None:
+    environ = _environment(how)
+    ranks_per_node = how.ranks_per_node
+    plan = plan_launch(
+        [resolve_command("hpctrain"), "train", str(recipe_path), "--resume", "never"],
+        num_ranks=cell.num_ranks,
+        ranks_per_node=None if ranks_per_node is None else min(ranks_per_node, cell.num_ranks),
+        environ=environ,
+        machine=how.machine,
+        launcher=how.launcher,
+    )
+    with output.open("wb") as file:
+        outcome = run_launch(plan, environ=environ, messages=io.StringIO(), output=file)
+    if outcome.stop_asked:
+        raise StoppedEarly("stopped while a run was under way: nothing is left of it")
+    if outcome.exit_code != 0:
+        raise _failure(outcome.exit_code, cell=cell, plan_line=plan.shell_line(), output=output)
+
+
+def _environment(how: HowToRun) -> dict[str, str]:
+    # A task beside the recipe is found through the path: the recipe that is run lies elsewhere.
+    path = [how.environ.get("PYTHONPATH", ""), str(how.module_folder)]
+    return {
+        **how.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": how.environ.get("OMP_NUM_THREADS") or str(how.threads),
+    }
+
+
+def _failure(exit_code: int, *, cell: StepCell, plan_line: str, output: Path) -> HpctrainError:
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    shown = "\n".join(f"  {line}" for line in lines[-LAST_LINES:]) or "  (it printed nothing)"
+    ranks = f"{cell.num_ranks} rank{'s' if cell.num_ranks > 1 else ''}"
+    kind = from_exit_code(exit_code)
+    return (LaunchError if kind is HpctrainError else kind)(
+        f"the run on {ranks} with a global batch of {cell.global_batch} ended with exit code {exit_code}. "
+        f"Its last lines:\n{shown}\nIt was started with: {plan_line}"
+    )
+
+
+def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int) -> StepRun:
+    """The records of the steps from `first_step` to `last_step`, of all ranks. Raises LaunchError."""
+    steps = range(first_step, last_step + 1)
+    by_rank: list[dict[int, dict[str, Any]]] = []
+    for rank in range(cell.num_ranks):
+        path = directory / "metrics" / f"rank-{rank:05}.jsonl"
+        try:
+            records = {r["step"]: r for r in read_records(path) if r["kind"] == "step"}
+        except OSError as error:
+            raise LaunchError(
+                f"the records of rank {rank} cannot be read here ({error.strerror}: {path}): give --scratch a folder "
+                "that all nodes share"
+            ) from error
+        missing = [step for step in steps if step not in records]
+        if missing:
+            raise LaunchError(f"rank {rank} has recorded no step {missing[0]} of {last_step} in {path}")
+        by_rank.append(records)
+    return StepRun(
+        cell=cell,
+        step_s=tuple(max(records[s]["seconds"]["step"] for records in by_rank) for s in steps),
+        exposed_s=tuple(
+            sum(records[s]["seconds"]["exposed_sync"] for records in by_rank) / len(by_rank) for s in steps
+        ),
+        samples=tuple(sum(records[s]["samples"] for records in by_rank) for s in steps),
+        environment=json.loads((directory / "environment.json").read_text(encoding="utf-8")),
+    )
