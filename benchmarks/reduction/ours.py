@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.reduction.peers import Family, Method
-from hpctrain.comm.mpi import open_transport
+from hpctrain.errors import UsageError
+from hpctrain.reduce.algorithm import Algorithm
 from hpctrain.reduce.buckets import GradientSpec, plan_buckets
-from hpctrain.reduce.codecs import codec_named
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.engine import EngineReducer
+from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.pipeline import ReductionPipeline
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.run import Session
-from hpctrain.topology import Topology
 
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8}
 CPU = torch.device("cpu")
@@ -62,15 +60,16 @@ def our_method(session: Session, *, numel: int, algorithm: str, wire: str) -> Me
     )  # fmt: skip
 
 
+def available(session: Session, choices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of the choices that run here as themselves. Collective."""
+    maker = ReducerMaker(session.world, topology=session.topology)
+    return [(name, wire) for name, wire in choices if name == "auto" or name in maker.candidates(wire=wire)]
+
+
 def _make(session: Session, *, algorithm: str, wire: str) -> BucketReducer:
-    topology, comm = session.topology, session.world.duplicate()
-    if algorithm in ("flat", "hierarchical-flat"):
-        return CollectiveReducer.flat(comm, topology=topology, wire=wire)
-    alone = Topology(
-        tuple((r,) for r in range(topology.num_ranks)), tuple(map(str, range(topology.num_ranks)))
-    )
-    return EngineReducer(
-        open_transport(topology), comm=comm, algorithm=algorithm, codec=codec_named(wire),
-        levels=alone if algorithm in ("ring", "direct") else topology,
-        exchange="ring" if "ring" in algorithm else "direct", feedback=wire == "int8",
-    )  # fmt: skip
+    if algorithm == "auto":
+        return session.bucket_reducer(algorithm="auto", wire=wire)
+    reducer = ReducerMaker(session.world, topology=session.topology).make(Algorithm(algorithm), wire=wire)
+    if reducer.algorithm != algorithm:
+        raise UsageError(f"{algorithm} with {wire} was asked for, {reducer.algorithm} runs: ask `available`")
+    return reducer

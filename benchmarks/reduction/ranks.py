@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.reduction import steps
 from benchmarks.reduction.models import WORKLOADS
-from benchmarks.reduction.ours import name_of, our_family, our_method
+from benchmarks.reduction.ours import available, name_of, our_family, our_method
 from benchmarks.reduction.peers import Family, Method, gloo_family, horovod_family, mpi_family, start_gloo
 from benchmarks.reduction.stream import ring_shift
 from benchmarks.reduction.sweep import Sweep, run_sweep
@@ -59,7 +59,7 @@ def counted_bytes(session: Session, ranks: Ranks, settings: Settings) -> dict[st
     seconds, idle = ranks.counted(pause)
     found = {"pause": {"seconds": seconds, "node_bytes": idle}}
     values = ranks.values(numel)
-    for algorithm, wire in settings["choices"]:
+    for algorithm, wire in available(session, settings["choices"]):
         method = our_method(session, numel=numel, algorithm=algorithm, wire=wire)
         method.fill(values)
         seconds, node_bytes = ranks.counted(method)
@@ -91,7 +91,7 @@ def training_steps(session: Session, ranks: Ranks, settings: Settings) -> dict[s
 def sweep(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
     """`auto` against the fixed choices, size by size: figure 4."""
     asked = Sweep(
-        choices=[(a, w) for a, w in settings["choices"]],
+        choices=available(session, settings["choices"]),
         auto=(settings["auto"][0], settings["auto"][1]),
         numels=settings["numels"],
         num_rounds=settings["num_rounds"],

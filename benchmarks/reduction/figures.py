@@ -1,0 +1,199 @@
+"""From measurements to records: which number is held against which bar. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.reduction.bounds import bytes_out_of_a_node
+from benchmarks.reduction.records import Record
+
+Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
+Steps = Mapping[str, Sequence[Sequence[float]]]  # of a method: seconds, (rounds, steps)
+
+FP32_PEERS = (
+    ("ddp-gloo-fp32", "DDP on Gloo", ("gloo-fp32", "ddp-fp32"), 2.0),
+    ("horovod-fp32", "Horovod", ("horovod-fp32",), 2.8),
+)
+PEERS_16 = ("gloo-fp16", "ddp-fp16", "horovod-fp16")
+PEERS = ("mpi-fp32", "horovod-fp32", "horovod-fp16", "gloo-fp32", "gloo-fp16", "ddp-fp32", "ddp-fp16")
+STEP_PEERS = {32: ("mpi-fp32", "ddp-fp32", "horovod-fp32"), 16: ("ddp-fp16", "horovod-fp16")}
+
+
+def bytes_records(
+    found: Timed, *, numel: int, elem_bytes: int, num_nodes: int, ranks_per_node: int
+) -> list[Record]:
+    """Figure 1: what left the node that sent most, against each algorithm's own bound."""
+    records = []
+    for choice, counted in found.items():
+        if choice == "pause":
+            continue
+        algorithm = choice.partition("/")[0]
+        bound = bytes_out_of_a_node(
+            algorithm, numel=numel, elem_bytes=elem_bytes, num_nodes=num_nodes, ranks_per_node=ranks_per_node
+        )
+        records.append(
+            Record(
+                id=f"reduction.1.{algorithm}",
+                what=f"bytes that left a node / the bound, {bound / 1e6:.1f} MB, fp16, {algorithm}",
+                value=max(counted["node_bytes"]) / bound,
+                bar=1.10,
+                sense="at most",
+                unit="bytes/bytes",
+                samples={
+                    "bytes_of_each_node": counted["node_bytes"],
+                    "bound_bytes": bound,
+                    "seconds": counted["seconds"],
+                    "idle_bytes_of_each_node": found["pause"]["node_bytes"],
+                    "idle_seconds": found["pause"]["seconds"],
+                },
+            )
+        )
+    return records
+
+
+def times(found: Timed, name: str) -> list[float]:
+    return list(found[name]["seconds"])
+
+
+def best_of(found: Timed, names: Sequence[str]) -> str:
+    """The method with the smallest median."""
+    return min(names, key=lambda name: median(times(found, name)))
+
+
+def time_records(
+    found: Timed,
+    *,
+    rate: str,
+    ours_16: str,
+    ours_8: str,
+    bound_bytes: float,
+    stream_bytes: int,
+    full: bool,
+) -> list[Record]:
+    """Figure 2 at one rate. full: all bars; else only that no peer is faster.
+
+    Each ratio is one of medians; its samples are the times of both sides.
+    """
+    stem = f"reduction.2.{rate}"
+
+    def ratio(name: str, *, what: str, peer: str, ours: str, bar: float) -> Record:
+        return Record(
+            id=f"{stem}.{name}",
+            what=f"{rate}: {what} ({peer} / {ours})",
+            value=median(times(found, peer)) / median(times(found, ours)),
+            bar=bar,
+            sense="at least",
+            unit="times as fast",
+            samples={f"{peer} s": times(found, peer), f"{ours} s": times(found, ours)},
+        )
+
+    best, best_16 = best_of(found, PEERS), best_of(found, PEERS_16)
+    if not full:
+        return [ratio("best-peer", what="the best peer / ours, 16 bits", peer=best, ours=ours_16, bar=1.0)]
+    stream_rate = stream_bytes / median(times(found, "stream"))
+    records = [
+        Record(
+            id=f"{stem}.bound",
+            what=f"{rate}: ours, 16 bits / the bound's bytes at the rate of a plain MPI stream, "
+            f"{stream_rate * 8 / 1e6:.0f} Mbit/s",
+            value=median(times(found, ours_16)) * stream_rate / bound_bytes,
+            bar=1.2,
+            sense="at most",
+            unit="s/s",
+            samples={f"{ours_16} s": times(found, ours_16), "stream s": times(found, "stream"),
+                     "stream bytes": stream_bytes, "bound bytes": bound_bytes},
+        ),
+        ratio("best-16-bit-peer", what="the best 16-bit peer / ours, 16 bits", peer=best_16, ours=ours_16, bar=1.1),
+    ]  # fmt: skip
+    for name, label, names, bar in FP32_PEERS:
+        peer = best_of(found, names)
+        records.append(
+            ratio(
+                name, what=f"{label} in fp32 / ours, 16 bits", peer=peer, ours=ours_16, bar=bar,
+            )
+        )  # fmt: skip
+    return [
+        *records,
+        ratio("8-bit", what="the best peer / ours, 8 bits", peer=best, ours=ours_8, bar=1.8),
+    ]
+
+
+def exposed(found: Steps, name: str) -> list[float]:
+    """Step minus the same step without communication, round by round: blocks of one round are near in time."""
+    return [
+        median(with_) - median(without) for with_, without in zip(found[name], found["none"], strict=True)
+    ]
+
+
+def step_s(found: Steps, name: str) -> float:
+    return median(step for block in found[name] for step in block)
+
+
+def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, int]) -> list[Record]:
+    """Figure 3: the transformer has bars; the MLP is told beside it, against the same."""
+    records = []
+    for workload, of in found.items():
+        stem = f"reduction.3.{workload}"
+        ours = min(("ours-fp32", "ours-fp16"), key=lambda name: median(exposed(of, name)))
+        pairs = [("exposed", ours, [*STEP_PEERS[32], *STEP_PEERS[16]])]
+        pairs += [(f"exposed.fp{bits}", f"ours-fp{bits}", list(STEP_PEERS[bits])) for bits in (32, 16)]
+        for name, mine, peers in pairs:
+            peer = min(peers, key=lambda other: median(exposed(of, other)))
+            records.append(
+                Record(
+                    id=f"{stem}.{name}",
+                    what=f"{workload}: exposed communication, {mine} / {peer}",
+                    value=median(exposed(of, mine)) / median(exposed(of, peer)),
+                    bar=0.6,
+                    sense="at most",
+                    unit="s/s",
+                    samples={"exposed s": {n: exposed(of, n) for n in (mine, peer)},
+                             "steps s": {n: of[n] for n in ("none", mine, peer)}},
+                )
+            )  # fmt: skip
+        peer = min((name for names in STEP_PEERS.values() for name in names), key=lambda n: step_s(of, n))
+        count = samples_per_step[workload]
+        records.append(
+            Record(
+                id=f"{stem}.throughput",
+                what=f"{workload}: samples/s, {ours} / {peer} ({count / step_s(of, ours):.0f} / "
+                f"{count / step_s(of, peer):.0f})",
+                value=step_s(of, peer) / step_s(of, ours),
+                bar=1.0,
+                sense="at least",
+                unit="samples/samples",
+                samples={"median step s": {name: step_s(of, name) for name in of}},
+            )
+        )
+    return records
+
+
+def sweep_records(
+    found: Mapping[str, Mapping[str, Sequence[float]]], *, place: str, auto: str
+) -> list[Record]:
+    """Figure 4 at one place: `auto` against the best fixed choice of each size, and the worst size."""
+    records = []
+    for numel, of in found.items():
+        rounds = len(of[auto])
+        # A choice that was dropped after the first rounds has not been timed as often: it was slow.
+        fixed = {name: median(s) for name, s in of.items() if name != auto and len(s) == rounds}
+        best = min(fixed, key=lambda name: fixed[name])
+        size = size_name(4 * int(numel))
+        records.append(
+            Record(
+                id=f"reduction.4.{place}.{size}",
+                what=f"{place}, {size}: auto / {best}",
+                value=median(of[auto]) / fixed[best],
+                bar=1.10,
+                sense="at most",
+                unit="s/s",
+                samples={name: list(seconds) for name, seconds in of.items()},
+            )
+        )
+    return records
+
+
+def size_name(num_bytes: int) -> str:
+    return f"{num_bytes >> 20}MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10}KiB"

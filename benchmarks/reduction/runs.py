@@ -1,0 +1,139 @@
+"""What is run for each figure, at which scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.reduction.bounds import bytes_out_of_a_node
+from benchmarks.reduction.figures import bytes_records, step_records, sweep_records, time_records
+from benchmarks.reduction.models import WORKLOADS
+from benchmarks.reduction.ours import name_of
+from benchmarks.reduction.places import OnCluster, OneNode
+from benchmarks.reduction.records import Record
+
+Choice = tuple[str, str]
+ALGORITHMS = ("hierarchical", "hierarchical-ring", "hierarchical-flat", "direct", "ring", "flat")
+RANKS_PER_NODE = 2
+ONE_NODE_RANKS = 2
+SEED = 20
+# What "ours" means in figure 2, chosen before anything is measured.
+OURS_16: Choice = ("hierarchical", "fp16")
+OURS_8: Choice = ("hierarchical", "int8")
+# Told beside them; no bar is held against these.
+BESIDE: tuple[Choice, ...] = (
+    ("hierarchical", "fp32"),
+    ("hierarchical", "bf16"),
+    ("hierarchical-ring", "fp16"),
+    ("flat", "fp32"),
+)
+# `auto` may choose a wire as well, never lossier than 16 bits; it is held against both.
+AUTO: Choice = ("auto", "auto")
+FIXED: tuple[Choice, ...] = tuple((name, wire) for wire in ("fp32", "fp16") for name in ALGORITHMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is measured. budget_s: of one size in figure 4."""
+
+    bytes_numel: int = 25_000_000
+    times_numel: int = 4_194_304  # 16 MiB
+    time_rounds: int = 9
+    step_rounds: int = 9
+    steps_per_block: int = 10
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
+    sweep_rounds: int = 9
+    budget_s: float = 25.0
+    timeout_s: float = 900.0
+
+
+FULL = Scale()
+QUICK = replace(
+    FULL, bytes_numel=50_000, times_numel=50_000, time_rounds=1, step_rounds=1, steps_per_block=1,
+    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, timeout_s=120.0,
+)  # fmt: skip
+
+Run = Callable[[OneNode, OnCluster | None, Scale], list[Record]]
+
+
+def _bytes(_: OneNode, cluster: OnCluster | None, scale: Scale) -> list[Record]:
+    if cluster is None:
+        return []
+    cluster.cluster.set_rate("1gbit")
+    settings = {
+        "numel": scale.bytes_numel,
+        "choices": [(name, "fp16") for name in ALGORITHMS],
+        "pause_s": 2.0,
+    }
+    found = cluster.run("counted_bytes", settings, timeout_s=scale.timeout_s)
+    return bytes_records(
+        found, numel=scale.bytes_numel, elem_bytes=2,
+        num_nodes=cluster.cluster.plan.num_nodes, ranks_per_node=RANKS_PER_NODE,
+    )  # fmt: skip
+
+
+def _times(rate: str, *, full: bool) -> Run:
+    def run(_: OneNode, cluster: OnCluster | None, scale: Scale) -> list[Record]:
+        if cluster is None:
+            return []
+        cluster.cluster.set_rate(rate)
+        bound = bytes_out_of_a_node(
+            OURS_16[0], numel=scale.times_numel, elem_bytes=2,
+            num_nodes=cluster.cluster.plan.num_nodes, ranks_per_node=RANKS_PER_NODE,
+        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "numel": scale.times_numel, "choices": [OURS_16, OURS_8, *BESIDE], "stream_bytes": int(bound),
+            "num_rounds": scale.time_rounds, "seed": SEED,
+        }  # fmt: skip
+        found = cluster.run("buffers", settings, timeout_s=scale.timeout_s)
+        return time_records(
+            found, rate=rate, ours_16=name_of(*OURS_16), ours_8=name_of(*OURS_8),
+            bound_bytes=bound, stream_bytes=int(bound), full=full,
+        )  # fmt: skip
+
+    return run
+
+
+def _steps(one_node: OneNode, _: OnCluster | None, scale: Scale) -> list[Record]:
+    settings = {
+        "workloads": list(scale.workloads), "num_rounds": scale.step_rounds,
+        "block": scale.steps_per_block, "seed": SEED,
+    }  # fmt: skip
+    found = one_node.run("training_steps", settings, timeout_s=scale.timeout_s)
+    per_step = {name: ONE_NODE_RANKS * WORKLOADS[name].samples_per_step for name in scale.workloads}
+    return step_records(found, samples_per_step=per_step)
+
+
+def _sweep(rate: str | None) -> Run:
+    def run(one_node: OneNode, cluster: OnCluster | None, scale: Scale) -> list[Record]:
+        settings = {
+            "choices": FIXED, "auto": AUTO, "numels": list(scale.sweep_numels),
+            "num_rounds": scale.sweep_rounds, "budget_s": scale.budget_s, "seed": SEED,
+        }  # fmt: skip
+        if rate is None:
+            found = one_node.run("sweep", settings, timeout_s=scale.timeout_s)
+        elif cluster is None:
+            return []
+        else:
+            cluster.cluster.set_rate(rate)
+            found = cluster.run("sweep", settings, timeout_s=scale.timeout_s)
+        return sweep_records(found, place=rate or "one-node", auto=name_of(*AUTO))
+
+    return run
+
+
+FIGURES: dict[int, list[tuple[str, Run]]] = {
+    1: [("bytes out of a node", _bytes)],
+    2: [
+        ("16 MB at 200 Mbit/s", _times("200mbit", full=True)),
+        ("16 MB at 1 Gbit/s", _times("1gbit", full=False)),
+    ],
+    3: [("training steps on one node", _steps)],
+    4: [
+        ("auto on one node", _sweep(None)),
+        ("auto at 1 Gbit/s", _sweep("1gbit")),
+        ("auto at 200 Mbit/s", _sweep("200mbit")),
+    ],
+}
