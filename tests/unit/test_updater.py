@@ -12,6 +12,9 @@ from torch.nn import functional
 from hpctrain.comm import World
 from hpctrain.errors import DivergedError, UsageError
 from hpctrain.reduce import AllReduceUpdater, LossScale
+from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.make import ReducerMaker
+from hpctrain.topology import Topology
 from tests.unit.updater_cases import BATCH, Net, Watched, batch, make, on_threads, reducer_for, share
 
 RANK_COUNTS = [1, 2, 3, 4]
@@ -79,6 +82,22 @@ def test_two_levels_equal_flat(nodes: list[str]) -> None:
     assert closeness(found[0]["losses"], flat["losses"]) < 1e-12
     for entry in found[1:]:
         assert all(map(torch.equal, entry["parameters"], found[0]["parameters"]))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "hierarchical", "hierarchical-ring"])
+@pytest.mark.parametrize("nodes", [["a", "a", "b", "b"], ["a", "a", "b"], ["a", "a"]])
+def test_reductions_under_way_at_the_same_time_equal_plain_torch(algorithm: str, nodes: list[str]) -> None:
+    def case(world: World) -> dict[str, Any]:
+        maker = ReducerMaker(world, topology=Topology.from_node_names(nodes))
+        reducer = Watched(maker.make(Algorithm(algorithm), wire="fp32"))
+        found = train(world, reducer=reducer, max_in_flight=3)
+        assert len(reducer.plans) == 2  # guessed, and in the order of readiness
+        reducer.close()
+        return found
+
+    found = on_threads(len(nodes), case)
+    assert all(map(torch.equal, found[0]["parameters"], found[-1]["parameters"]))
+    assert closeness(found[0]["losses"], plain_torch()) < 1e-12
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
