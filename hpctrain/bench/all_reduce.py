@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +125,9 @@ def measure_all_reduce(
             f"{len(groups)} groups, one after another, shuffled only within a group"
         )
     rows: list[Row] = []
+    left_out: dict[str, list[tuple[str, str]]] = {}
     for number, group in enumerate(groups):
-        reducers = _make(group, make, notes=notes)
+        reducers = _make(group, make, left_out=left_out)
         if not reducers:
             continue
         timer = CellTimer(
@@ -145,6 +146,7 @@ def measure_all_reduce(
         ]  # fmt: skip
         for reducer in reducers.values():
             reducer.close()
+    notes += notes_of(left_out)
     if not rows:
         raise UsageError("nothing that was asked for can run here: " + "; ".join(notes), agreed=True)
     order = {pair: place for place, pair in enumerate(pairs)}
@@ -171,25 +173,36 @@ def _memory_for_buckets(comm: Collective) -> float:
 
 
 def _make(
-    pairs: Sequence[tuple[str, str]], make: MakeReducer, *, notes: list[str]
+    pairs: Sequence[tuple[str, str]], make: MakeReducer, *, left_out: dict[str, list[tuple[str, str]]]
 ) -> dict[tuple[str, str], BucketReducer]:
-    """The reducers that run what they were asked for."""
+    """The reducers that run what they were asked for; into `left_out` go the others, by the reason."""
     reducers: dict[tuple[str, str], BucketReducer] = {}
     for algorithm, wire in pairs:
         try:
             reducer = make(algorithm, wire)
         except UsageError as error:
-            notes.append(f"not measured: {algorithm} with {wire}: {error}")
+            left_out.setdefault(str(error), []).append((algorithm, wire))
             continue
         if algorithm != "auto" and (reducer.algorithm != algorithm or wire not in ("auto", reducer.wire)):
-            notes.append(
-                f"not measured: {algorithm} with {wire} does not run here; {reducer.algorithm} with {reducer.wire} "
-                "would run instead"
-            )
+            reason = f"does not run here, {reducer.algorithm} with {reducer.wire} would run instead"
+            left_out.setdefault(reason, []).append((algorithm, wire))
             reducer.close()
             continue
         reducers[algorithm, wire] = reducer
     return reducers
+
+
+def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
+    """A line for each reason: `not measured: ring and direct (fp32, fp16): ...`."""
+    lines = []
+    for reason, pairs in left_out.items():
+        by_wires: dict[str, list[str]] = {}
+        for algorithm in dict.fromkeys(algorithm for algorithm, _ in pairs):
+            wires = ", ".join(wire for name, wire in pairs if name == algorithm)
+            by_wires.setdefault(wires, []).append(algorithm)
+        told = "; ".join(f"{', '.join(algorithms)} ({wires})" for wires, algorithms in by_wires.items())
+        lines.append(f"not measured: {told}: {reason}")
+    return lines
 
 
 def row_of(

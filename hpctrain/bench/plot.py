@@ -46,7 +46,7 @@ def plot_all_reduce(
     algorithms = list(dict.fromkeys(row.algorithm for row in rows))
     wires = list(dict.fromkeys(row.wire for row in rows))
     sizes = sorted({row.num_bytes for row in rows})
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
     try:
         for algorithm in algorithms:
             colour = f"C{algorithms.index(algorithm) % 10}"
@@ -65,7 +65,7 @@ def plot_all_reduce(
                 axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
         if link_bytes_per_s is not None and topology.num_nodes > 1:
             for number, wire in enumerate(dict.fromkeys(row.wire_runs for row in rows)):
-                bound = _bound(sizes[0], wire=wire, topology=topology, link_bytes_per_s=link_bytes_per_s)
+                bound = _bound(sizes[-1], wire=wire, topology=topology, link_bytes_per_s=link_bytes_per_s)
                 if bound is not None:
                     axes.axhline(
                         bound / 1e6, color="0.45", linewidth=1, linestyle=_LINES[number % len(_LINES)],
@@ -80,7 +80,7 @@ def plot_all_reduce(
         axes.set_xlabel("gradients, float32")
         axes.set_ylabel("bus bandwidth, MB/s")
         axes.set_title(title, fontsize="medium")
-        axes.legend(fontsize="small")
+        figure.legend(loc="outside right center", fontsize="small")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     finally:

@@ -24,6 +24,7 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
   hpctrain launch -n 4 -- hpctrain train examples/digits.toml       four ranks
   srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
   hpctrain checkpoint list runs/digits/checkpoints       what was saved
+  hpctrain bench step examples/digits.toml --ranks 1,2,4       samples/s, efficiency, exposed communication
 
 \b
 Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
@@ -59,6 +60,7 @@ def root(
 
 
 def _add_commands() -> None:
+    from hpctrain.cli.bench import bench_app
     from hpctrain.cli.checkpoint import checkpoint_app
     from hpctrain.cli.data import data_app
     from hpctrain.cli.doctor import doctor_command
@@ -72,6 +74,7 @@ def _add_commands() -> None:
     )(launch_command)
     app.add_typer(data_app, name="data")
     app.add_typer(checkpoint_app, name="checkpoint")
+    app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

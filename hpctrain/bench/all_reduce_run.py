@@ -1,0 +1,115 @@
+"""The all-reduce measurement on the ranks of a session: from what was asked to the JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.bench.all_reduce import AllReduceAsked, AllReduceMeasured, measure_all_reduce
+from hpctrain.bench.document import document_head
+from hpctrain.bench.link import measure_link
+from hpctrain.bench.reducers import make_from
+from hpctrain.errors import UsageError
+from hpctrain.run.record import environment_record
+from hpctrain.run.session import Session
+
+SCHEMA = "hpctrain.bench.allreduce/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """Rate of a node's link in one direction, and how it is known: `given` or `measured`."""
+
+    bytes_per_s: float
+    source: str
+
+    def describe(self) -> str:
+        return f"{8 * self.bytes_per_s / 1e6:,.0f} Mbit/s ({self.source})"
+
+
+def parse_link(text: str | None) -> float | None:
+    """Bytes/s of `--link-mbit`; None for `measure` and for nothing. Raises UsageError."""
+    if text is None or text == "measure":
+        return None
+    try:
+        mbit = float(text)
+    except ValueError:
+        mbit = 0.0
+    if not 0 < mbit < 1e9:
+        raise UsageError(f"--link-mbit {text}: give the rate in Mbit/s, or `measure`")
+    return mbit * 1e6 / 8
+
+
+def find_link(text: str | None, *, session: Session) -> Link | None:
+    """The rate that was given, or measured now. Collective."""
+    given = parse_link(text)
+    if given is not None:
+        return Link(bytes_per_s=given, source="given")
+    if text is None:
+        return None
+    transport = session.world.transport(session.topology)
+    if transport is None:
+        session.note(
+            f"the link is not measured: the backend {session.world.backend} has no plain messages here"
+        )
+        return None
+    try:
+        found = measure_link(transport, comm=session.world)
+    finally:
+        transport.close()
+    if found is None:
+        session.note("the link is not measured: there is one node")
+        return None
+    return Link(bytes_per_s=found, source="measured")
+
+
+def all_reduce_on(
+    session: Session,
+    asked: AllReduceAsked,
+    *,
+    link: Link | None,
+    progress: Callable[[float], None],
+) -> AllReduceMeasured:
+    """Measure with the reducers of `session`. Collective."""
+    return measure_all_reduce(
+        asked,
+        make_from(session),
+        comm=session.world,
+        topology=session.topology,
+        device=session.device,
+        link_bytes_per_s=None if link is None else link.bytes_per_s,
+        progress=progress,
+    )
+
+
+def all_reduce_document(
+    session: Session,
+    asked: AllReduceAsked,
+    found: AllReduceMeasured,
+    *,
+    link: Link | None,
+    commit: str | None,
+) -> dict[str, Any]:
+    """What `--json` writes; its fields are in docs/guides/benchmarks.md. Collective; rank 0's is written."""
+    environment = environment_record(
+        session, algorithm=",".join(asked.algorithms), wire=",".join(asked.wires), commit=commit
+    )
+    return {
+        **document_head(SCHEMA, commit=commit),
+        "topology": environment["topology"],
+        "backend": environment["backend"],
+        "environment": environment,
+        "settings": {
+            "sizes_bytes": list(asked.sizes_bytes),
+            "algorithms": list(asked.algorithms),
+            "wires": list(asked.wires),
+            "repeats": asked.repeats,
+            "warmup": asked.warmup,
+            "in_flight": asked.in_flight,
+            "seed": asked.seed,
+        },
+        "link": None if link is None else {"bytes_per_s": link.bytes_per_s, "source": link.source},
+        "notes": found.notes,
+        "cells": [row.as_json() for row in found.rows],
+    }

@@ -1,0 +1,125 @@
+"""`hpctrain bench step` from the recipe to the table and the JSON document."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hpctrain.bench.document import document_head, write_document
+from hpctrain.bench.step import StepRow, measure_steps, rows_of, runs_as_json
+from hpctrain.bench.step_plan import StepAsked
+from hpctrain.bench.step_run import HowToRun, StepRun
+from hpctrain.bench.step_table import step_table
+from hpctrain.launch import Launcher, Machine, survey_machine
+from hpctrain.launch.placement import place_ranks
+from hpctrain.run.recipe import Recipe
+from hpctrain.run.record import working_commit
+
+SCHEMA = "hpctrain.bench.step/1"
+
+
+def bench_step(
+    recipe: Recipe,
+    asked: StepAsked,
+    *,
+    recipe_path: Path,
+    ranks_per_node: int | None,
+    launcher: Launcher,
+    threads: int | None,
+    scratch: Path | None,
+    json_path: Path | None,
+) -> Table:
+    """Make the runs; the table of what they came to, and the document where one is asked for."""
+    machine = survey_machine()
+    how = HowToRun(
+        machine=machine,
+        launcher=launcher,
+        ranks_per_node=ranks_per_node,
+        threads=threads or _threads_of_a_rank(asked, machine=machine, ranks_per_node=ranks_per_node),
+        module_folder=recipe_path.absolute().parent,
+        environ=os.environ,
+    )
+    commit = working_commit()
+    if threads is not None:
+        recipe = recipe.model_copy(
+            update={"run": recipe.run.model_copy(update={"threads_per_rank": threads})}
+        )
+    runs = measure_steps(recipe, asked, how=how, scratch=scratch or _scratch(recipe))
+    rows = rows_of(asked, runs, batch=recipe.data.global_batch)
+    if json_path is not None:
+        write_document(json_path, _document(recipe, asked, rows, runs, how=how, commit=commit))
+    _warn_of_shared_cores(asked, how=how)
+    environment = max(runs, key=lambda run: run.cell).environment
+    each = recipe.run.threads_per_rank or how.threads
+    return step_table(
+        rows,
+        title=f"{recipe.run.name}: {asked.repeats} run{'s' if asked.repeats > 1 else ''} of {asked.steps} steps after "
+        f"{asked.warmup_steps}; {environment['backend']}, {environment['algorithm']}, {environment['wire']} on the wire, {each} "
+        f"thread{'s' if each > 1 else ''} a rank; efficiency against {rows[0].baseline_ranks} "
+        f"rank{'s' if rows[0].baseline_ranks > 1 else ''}",
+    )
+
+
+def _threads_of_a_rank(asked: StepAsked, *, machine: Machine, ranks_per_node: int | None) -> int:
+    """The cores that a rank has when most ranks run, for fewer ranks too: one rank with all cores is no baseline."""
+    given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    most = place_ranks(max(asked.ranks), ranks_per_node, environ=os.environ, hosts=(), notes=[])
+    return max(1, machine.num_cores // most.ranks_on_a_node)
+
+
+def _scratch(recipe: Recipe) -> Path:
+    """Inside a job of several nodes the folder above the run directory, which all nodes see."""
+    if not os.environ.get("SLURM_JOB_ID"):
+        return Path(tempfile.gettempdir())
+    place = Path(recipe.run.directory).absolute()
+    while not place.is_dir():
+        place = place.parent
+    return place
+
+
+def _warn_of_shared_cores(asked: StepAsked, *, how: HowToRun) -> None:
+    most = place_ranks(max(asked.ranks), how.ranks_per_node, environ=os.environ, hosts=(), notes=[])
+    if not os.environ.get("SLURM_JOB_ID") and most.ranks_on_a_node > how.machine.num_cores:
+        print(
+            f"hpctrain bench: {most.ranks_on_a_node} ranks shared {how.machine.num_cores} cores: their efficiency "
+            "says nothing about more cores",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _document(
+    recipe: Recipe,
+    asked: StepAsked,
+    rows: list[StepRow],
+    runs: list[StepRun],
+    *,
+    how: HowToRun,
+    commit: str | None,
+) -> dict[str, Any]:
+    """What `--json` writes; its fields are in docs/guides/benchmarks.md."""
+    largest = max(runs, key=lambda run: run.cell)
+    return {
+        **document_head(SCHEMA, commit=commit),
+        "topology": largest.environment["topology"],
+        "backend": largest.environment["backend"],
+        "settings": {
+            "ranks": list(asked.ranks),
+            "modes": [mode.value for mode in asked.modes],
+            "steps": asked.steps,
+            "warmup_steps": asked.warmup_steps,
+            "repeats": asked.repeats,
+            "seed": asked.seed,
+            "threads_per_rank": recipe.run.threads_per_rank or how.threads,
+            "ranks_per_node": how.ranks_per_node,
+        },
+        "recipe": recipe.model_dump(),
+        "rows": [row.as_json() for row in rows],
+        "runs": runs_as_json(runs),
+    }

@@ -1,0 +1,250 @@
+"""`hpctrain bench`: allreduce, step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from hpctrain.errors import StoppedEarly, UsageError
+from hpctrain.launch import TERMINAL_VARIABLE, Launcher, identify
+from hpctrain.launch.launchers import find_launcher
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+INTERRUPTED = 130  # as a shell says it of a command that Ctrl-C ended
+PLAIN_WIDTH = 140
+
+bench_app = typer.Typer(
+    help="""Measure what this machine and network give: reductions, and whole training steps.
+
+\b
+  hpctrain launch -n 4 -- hpctrain bench allreduce                 every algorithm, fp32 and fp16
+  hpctrain bench step examples/digits.toml --ranks 1,2,4           samples/s and efficiency by number of ranks
+""",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@bench_app.command("allreduce")
+def allreduce_command(
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="Bytes of float32 gradients: 4KB,1MB or a range 4KB:64MB (times 4 each; :2 behind it for times 2). "
+            "KB is 10^3 bytes, KiB and K are 2^10."
+        ),
+    ] = "4KB:16MB",
+    algorithms: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
+    wires: Annotated[str, typer.Option(help="Wire formats with commas between; all: fp32 and fp16.")] = "all",
+    backend: Annotated[str, typer.Option(help="auto, horovod, mpi or serial.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the gradients are: auto, cpu or cuda.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds over all cells.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds before that do not count.")] = 2,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="Buckets of the size under way at once; all their bytes count.")
+    ] = 1,
+    link_mbit: Annotated[
+        Optional[str],  # noqa: UP045  (typer evaluates this on Python 3.10)
+        typer.Option(metavar="MBIT|measure", help="Rate of a node's link in Mbit/s, for the bound on time."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the gradients, and of the order of the cells.")] = 0,
+    timeout_s: Annotated[
+        float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
+    ] = 300.0,
+    json_path: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--json", metavar="PATH", help="Write all of it, raw samples too, as JSON."),
+    ] = None,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="PATH", help="Plot size against bus bandwidth: .png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """Measure all-reduces of gradients, as the ranks of whatever launched it; alone it is one rank.
+
+    \b
+    hpctrain launch -n 4 -- hpctrain bench allreduce
+    mpirun -n 8 hpctrain bench allreduce --sizes 16MiB --algorithms auto,flat,direct --wires fp16,int8
+    srun -N 4 --ntasks-per-node=2 hpctrain bench allreduce --link-mbit measure --json all.json --plot all.svg
+
+    A time is that of the slowest rank; the table has the median and, in brackets, the quartiles. algbw is bytes
+    over time, busbw that times 2(N-1)/N, as nccl-tests print them. What cannot run here is named below the table.
+    """
+    _stop_without_a_trace()
+    from hpctrain.bench.all_reduce import AllReduceAsked
+    from hpctrain.bench.all_reduce_run import all_reduce_document, all_reduce_on, find_link, parse_link
+    from hpctrain.bench.all_reduce_table import all_reduce_table
+    from hpctrain.bench.document import check_writable, write_document
+    from hpctrain.bench.plot import check_plot, plot_all_reduce
+    from hpctrain.bench.progress import Progress
+    from hpctrain.bench.reducers import ALGORITHMS, USUAL_WIRES, WIRES, parse_names
+    from hpctrain.bench.sizes import parse_sizes
+    from hpctrain.run.record import working_commit
+    from hpctrain.run.session import start
+
+    # Before the ranks meet: what is wrong here is wrong on every rank.
+    asked = AllReduceAsked(
+        sizes_bytes=parse_sizes(sizes),
+        algorithms=parse_names(algorithms, option="--algorithms", valid=ALGORITHMS, usual=ALGORITHMS),
+        wires=parse_names(wires, option="--wires", valid=WIRES, usual=USUAL_WIRES),
+        repeats=repeats, warmup=warmup, in_flight=in_flight, seed=seed,
+    )  # fmt: skip
+    parse_link(link_mbit)
+    if plot is not None:
+        check_plot(plot)
+    is_first = identify(os.environ, socket.gethostname()).rank == 0
+    if is_first:
+        for path, option in ((json_path, "--json"), (plot, "--plot")):
+            if path is not None:
+                check_writable(path, option=option)
+    commit = working_commit() if is_first else None  # asking git means a fork, which MPI does not like
+    with start(backend=backend, device=device, timeout_s=timeout_s) as session:
+        progress = Progress(what="bench allreduce", shown=is_first)
+        link = find_link(link_mbit, session=session)
+        found = all_reduce_on(session, asked, link=link, progress=progress)
+        document = all_reduce_document(session, asked, found, link=link, commit=commit)
+        if is_first:
+            progress.end()
+            title = (
+                f"all-reduce of float32 gradients: {session.topology.describe()}, {session.world.backend}, "
+                f"median of {repeats}" + (f"; link {link.describe()}" if link is not None else "")
+            )
+            _show(all_reduce_table(found.rows, title=title), notes=found.notes)
+            if json_path is not None:
+                write_document(json_path, document)
+            if plot is not None and session.num_ranks > 1:
+                plot_all_reduce(
+                    found.rows, plot, topology=session.topology, title=title,
+                    link_bytes_per_s=None if link is None else link.bytes_per_s,
+                )  # fmt: skip
+            elif plot is not None:
+                typer.echo("no plot: one rank sends nothing, so there is no bus bandwidth", err=True)
+
+
+@bench_app.command("step")
+def step_command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.")],
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between.")] = "1,2,4",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="strong: the recipe's global batch, shared by the ranks. weak: that batch for each rank."
+        ),
+    ] = "strong,weak",
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run.")] = 50,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before that do not count.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the recipe; may be repeated."
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Ranks on each node. On one machine: emulate nodes of this many ranks."),
+    ] = None,
+    launcher: Annotated[
+        Launcher, typer.Option(help="auto: srun inside a Slurm allocation, else mpirun.")
+    ] = Launcher.AUTO,
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1,
+            help="CPU threads of each rank, the same for every number of ranks "
+            "[default: run.threads_per_rank, or the cores a rank has when most ranks run].",
+        ),
+    ] = None,
+    scratch: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Folder for the runs' files, seen by all nodes; nothing is left there "
+            "[default: the temporary folder; in a Slurm job that of run.directory]."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the runs.")] = 0,
+    json_path: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--json", metavar="PATH", help="Write all of it, every step too, as JSON."),
+    ] = None,
+) -> None:
+    """Measure training steps of RECIPE by number of ranks. Launches the runs itself, in shuffled order.
+
+    \b
+    hpctrain bench step examples/digits.toml --ranks 1,2
+    hpctrain bench step recipe.toml --ranks 1,2,4,8 --modes weak --set reduction.wire=fp16 --json steps.json
+    sbatch --ntasks=8 --wrap "hpctrain bench step recipe.toml --ranks 1,2,4,8"
+
+    Nothing of the recipe's own run directory is touched. Efficiency is samples/s per rank, relative to the least
+    number of ranks. exposed: time in which a rank stands still for communication.
+    """
+    from hpctrain.bench.document import check_writable
+    from hpctrain.bench.step_plan import StepAsked, parse_modes, parse_ranks
+    from hpctrain.run.recipe_file import load_recipe
+
+    asked = StepAsked(
+        ranks=parse_ranks(ranks), modes=parse_modes(modes), steps=steps, warmup_steps=warmup_steps, repeats=repeats,
+        seed=seed,
+    )  # fmt: skip
+    if json_path is not None:
+        check_writable(json_path, option="--json")
+    if scratch is not None and not scratch.is_dir():
+        raise UsageError(f"--scratch {scratch} is not a directory")
+    loaded = load_recipe(recipe, overrides=overrides or [])
+
+    from hpctrain.bench.step_report import bench_step
+
+    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        table = bench_step(
+            loaded, asked, recipe_path=recipe, ranks_per_node=ranks_per_node, launcher=launcher, threads=threads,
+            scratch=scratch, json_path=json_path,
+        )  # fmt: skip
+    except (StoppedEarly, KeyboardInterrupt):
+        typer.echo("hpctrain bench: stopped; the ranks have ended, and nothing was written", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    _show(table, notes=[])
+
+
+def _show(table: Table, *, notes: list[str]) -> None:
+    from rich.console import Console
+
+    # mpirun gives rank 0 a terminal of its own making, 80 columns wide, also when its output goes to a file.
+    launched = find_launcher(os.environ) is not None
+    on_terminal = sys.stdout.isatty() and (not launched or TERMINAL_VARIABLE in os.environ)
+    console = Console(
+        highlight=False,
+        force_terminal=on_terminal,
+        width=None if on_terminal and not launched else PLAIN_WIDTH,
+    )
+    console.print(table)
+    for note in notes:
+        typer.echo(note)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _stop_without_a_trace() -> None:
+    """A stop (`hpctrain launch` sends SIGUSR1 for Ctrl-C) ends the measurement: there is no state to save."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if identify(os.environ, socket.gethostname()).rank == 0:
+            print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)  # the launcher ends the other ranks, which got the signal too
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, leave)
