@@ -57,7 +57,8 @@ class GradientMemory:
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
         self._rows = [rows for gradients in self._gradients for rows in _in_rows(gradients)]
         self._flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
-        self._usual_references = max((_references(place) for place in self._places), default=0)
+        viewed = [place for place in self._places if place.gradient is not None]
+        self._usual_references = max((_references(place) for place in viewed), default=0)
 
     def put(self, index: int, *, factor: float) -> int:
         """Write the parameter's gradient, times `factor`, into its place; the number of its bucket.
