@@ -18,7 +18,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.reduce.hvd_int8 import Int8Compression
 from hpctrain.reduce.hvd_parameters import GradientOwners
-from hpctrain.reduce.hvd_residuals import HvdResiduals
+from hpctrain.reduce.hvd_residuals import HvdResiduals, largest_magnitude
 
 # What the ranks' values may add up to. Half of the range of float16: each addition may round up.
 SAFE_SUM = 2.0**15
@@ -109,7 +109,7 @@ class Fp16Compression:
         name = self._owners.owner_of(tensor)
         value = self._residuals.added_to(tensor, name=name)
         scaled = value * self._scale
-        if not bool(scaled.isfinite().all()):
+        if math.isnan(largest_magnitude(scaled)):
             return scaled.to(torch.float16), tensor
         sent = scaled.clamp_(-self._limit, self._limit).to(torch.float16)
         self._residuals.keep(value.sub_(sent.to(value.dtype).div_(self._scale)), name=name)

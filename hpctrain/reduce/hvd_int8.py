@@ -24,7 +24,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.reduce.hvd_packing import num_words, pack, unpack
 from hpctrain.reduce.hvd_parameters import GradientOwners
-from hpctrain.reduce.hvd_residuals import HvdResiduals
+from hpctrain.reduce.hvd_residuals import HvdResiduals, largest_magnitude
 
 LARGEST = 127
 SCALE_BITS = 32
@@ -70,7 +70,7 @@ class Int8Compression:
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Sent]:
         name = self._owners.owner_of(tensor)
         value = self._residuals.added_to(tensor, name=name)
-        largest = _largest(value)
+        largest = largest_magnitude(value)
         if name not in self._ranges:
             if math.isfinite(largest):
                 self._residuals.keep(torch.zeros_like(value), name=name)
@@ -146,14 +146,6 @@ class Int8Compression:
             raise UsageError(f"this is the state of {state.get('kind')!r} compression, not of int8")
         self._residuals.load_state_dict(state)
         self._ranges = dict(state["ranges"])
-
-
-def _largest(values: torch.Tensor) -> float:
-    """The largest magnitude; inf or NaN when a value is not finite."""
-    if values.numel() == 0:
-        return 0.0
-    low, high = torch.stack(torch.aminmax(values)).tolist()
-    return max(-low, high) if math.isfinite(low + high) else math.nan
 
 
 def _float32(number: float) -> float:

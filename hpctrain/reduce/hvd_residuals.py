@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, final
@@ -56,3 +57,11 @@ class HvdResiduals:
             )
             saved = {}
         self._kept = {n: t.clone().reshape(-1) for n, t in saved.items()}
+
+
+def largest_magnitude(values: torch.Tensor) -> float:
+    """NaN when a value is not finite; 0 of no values. One pass, where `isfinite().all()` is slow."""
+    if values.numel() == 0:
+        return 0.0
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    return max(-low, high) if math.isfinite(low + high) else math.nan
