@@ -42,7 +42,7 @@ _COMPARE_AFTER_S = 2.0
 _COMPARE_AT_MOST_AFTER_S = 4.0
 _RANKS_COMPARED = 32
 # How long the ranks have to speak after a mismatch was found.
-_MISMATCH_GRACE_S = 1.0
+_MISMATCH_GRACE_S = 2.5
 
 
 @final

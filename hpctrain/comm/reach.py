@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import final
 
 import psutil
@@ -116,7 +117,16 @@ def ranks_to_read(members: Sequence[int], *, max_ranks: int = MAX_RANKS_READ) ->
     return list(members) if len(members) <= max_ranks else random.sample(list(members), max_ranks)
 
 
-def knock(doors: Sequence[Door], *, timeout_s: float, own: Sequence[str] = ()) -> dict[str, bool]:
+class Proof(Enum):
+    """What counts as an answer."""
+
+    GREETING = "greeting"  # it is the rank that listens there
+    CONNECTION = "connection"  # the host's kernel answers: the link is whole, though the rank may stand still
+
+
+def knock(
+    doors: Sequence[Door], *, timeout_s: float, own: Sequence[str] = (), proof: Proof = Proof.GREETING
+) -> dict[str, bool]:
     """Host -> whether it answered on any of its addresses. Takes at most `timeout_s`, for all together.
 
     A host that refuses the connection is reached: its rank may have ended. own: addresses of this host, which
@@ -131,7 +141,7 @@ def knock(doors: Sequence[Door], *, timeout_s: float, own: Sequence[str] = ()) -
                     _begin(selector, door, address=address, found=found)
         while selector.get_map() and (left_s := end - time.monotonic()) > 0 and not all(found.values()):
             for key, _ in selector.select(left_s):
-                _go_on(selector, key, found=found)
+                _go_on(selector, key, found=found, proof=proof)
         for key in list(selector.get_map().values()):
             _drop(selector, key.fileobj)
     return found
@@ -158,14 +168,16 @@ def _begin(selector: selectors.BaseSelector, door: Door, *, address: str, found:
     selector.register(caller, selectors.EVENT_WRITE, _Call(door))
 
 
-def _go_on(selector: selectors.BaseSelector, key: selectors.SelectorKey, *, found: dict[str, bool]) -> None:
+def _go_on(
+    selector: selectors.BaseSelector, key: selectors.SelectorKey, *, found: dict[str, bool], proof: Proof
+) -> None:
     caller, call = key.fileobj, key.data
     if not isinstance(caller, socket.socket):
         return
     if not call.connected:
         code = caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            found[call.door.host] |= code == errno.ECONNREFUSED
+        if code or proof is Proof.CONNECTION:
+            found[call.door.host] |= code in (0, errno.ECONNREFUSED)
             _drop(selector, caller)
             return
         call.connected = True
@@ -207,17 +219,19 @@ class Reach:
         """Take the doors of the hosts that answer now. Where a firewall is in the way, a later silence says
         nothing."""
         doors = doors_of_others(positions, here=self.here)
-        answers = self._knock(doors, timeout_s=timeout_s)
+        answers = self._knock(doors, timeout_s=timeout_s, proof=Proof.GREETING)
         self.doors = tuple(door for door in doors if answers.get(door.host))
 
     def look(self, *, timeout_s: float) -> None:
         """Knock on every door that is known; a second time where nobody answered, as a packet may be lost."""
-        found = self._knock(self.doors, timeout_s=timeout_s)
+        self.found = found = self._knock(self.doors, timeout_s=timeout_s, proof=Proof.CONNECTION)
         silent = [door for door in self.doors if not found.get(door.host)]
-        self.found = {**found, **self._knock(silent, timeout_s=timeout_s)}
+        if silent:
+            self.found = {**found, **self._knock(silent, timeout_s=timeout_s, proof=Proof.CONNECTION)}
 
-    def _knock(self, doors: Sequence[Door], *, timeout_s: float) -> dict[str, bool]:
-        return knock(doors, timeout_s=timeout_s, own=() if self.door is None else self.door.addresses)
+    def _knock(self, doors: Sequence[Door], *, timeout_s: float, proof: Proof) -> dict[str, bool]:
+        own = () if self.door is None else self.door.addresses
+        return knock(doors, timeout_s=timeout_s, own=own, proof=proof)
 
     def close(self) -> None:
         if self._listener is not None:

@@ -66,6 +66,8 @@ class Watcher:
         self._reach: Reach | None = None
         self._board: Board | None = None
         self._looking = threading.Lock()
+        self._looked: float | None = None
+        self._look_s = min(2.0, timeout_s / 12)
         self._late: set[tuple[str, int]] = set()
         if directory is not None:
             self.publish_in(directory)
@@ -128,7 +130,7 @@ class Watcher:
                     return
 
     def _pause_s(self) -> float:
-        """Until the next look, which comes at the deadline if that is nearer."""
+        """Until the next look, which comes when an operation is late, or over the limit, if that is nearer."""
         nearest_s = min(
             (self._timeout_s - track.waited_s() for track in self._tracks), default=self._timeout_s
         )
@@ -166,10 +168,14 @@ class Watcher:
         reach = self._reach
         if reach is None or not reach.doors or not self._looking.acquire(blocking=False):
             return
+        if self._looked is not None and time.monotonic() < self._looked + self._timeout_s / 4:
+            self._looking.release()  # a moment ago: an alarm comes back to the rank that raised it
+            return
 
         def look() -> None:
             try:
-                reach.look(timeout_s=min(2.0, self._timeout_s / 10))
+                reach.look(timeout_s=self._look_s)
+                self._looked = time.monotonic()
             finally:
                 self._looking.release()
             if self._board is not None:
@@ -192,17 +198,15 @@ class Watcher:
         if told is None:
             told = self._report_alone(track)
         self._show(f"{self._headline(track, ending=ending)}\n{told}\nthis rank's threads are at")
-        if board is not None and ending is not None:
-            self._leave_together(board, ending=ending, code=code)
-            if self._leave is None and ending.rank != self.rank:
-                return  # ranks that are threads: the one that announced it ends them all
+        if board is not None and ending is not None and self._leave_together(board, ending=ending, code=code):
+            return
         with contextlib.suppress(
             Exception
         ):  # the abort of threads raises in this thread, which ends here anyway
             self._abort(code)
 
-    def _leave_together(self, board: Board, *, ending: Ending, code: int) -> None:
-        """Wait until all have spoken, then leave with them. Returns where this rank must end the others."""
+    def _leave_together(self, board: Board, *, ending: Ending, code: int) -> bool:
+        """Wait until all have spoken, then leave with them. False where this rank must end the others."""
         _within(1.0, board.leave)
         until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._grace_s + 1.0))
         all_leave = ending.rank != self.rank  # the one who announced it sees to those who do not come
@@ -212,6 +216,9 @@ class Watcher:
             time.sleep(max(0.0, min(0.05, until - time.monotonic())))
         if all_leave and self._leave is not None:
             self._leave(code)
+            return True
+        # Ranks that are threads: the one that announced it ends them all.
+        return self._leave is None and ending.rank != self.rank
 
     def _headline(self, track: Track | None, *, ending: Ending | None) -> str:
         here = f"rank {self.rank} on {self._host}"
@@ -228,6 +235,9 @@ class Watcher:
         return f"{here} {waited} (limit {self._timeout_s:g} s)"
 
     def _report(self, board: Board, track: Track | None) -> str:
+        # Another rank's end may come while this one still asks.
+        if self._looking.acquire(timeout=self._look_s):
+            self._looking.release()
         lines = board.cut()
         absent = [] if track is None else board.absent(track)
         return self._told(lines, absent, track=track)

@@ -12,7 +12,16 @@ import pytest
 
 from hpctrain.comm.links import find_cut, name_hosts
 from hpctrain.comm.positions import RankPosition
-from hpctrain.comm.reach import Door, Listener, Reach, doors_of_others, host_addresses, knock, ranks_to_read
+from hpctrain.comm.reach import (
+    Door,
+    Listener,
+    Proof,
+    Reach,
+    doors_of_others,
+    host_addresses,
+    knock,
+    ranks_to_read,
+)
 
 
 def all_to_all(hosts: str, *, cut: str = "") -> dict[str, dict[str, bool]]:
@@ -117,6 +126,12 @@ def test_another_service_at_the_port_is_not_taken_for_the_rank() -> None:
         assert time.monotonic() - start_s < 3
 
 
+def test_a_host_whose_rank_stands_still_is_reached_by_its_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        still = Door(host="b", addresses=("127.0.0.1",), port=silent.getsockname()[1], token="t")
+        assert knock([still], timeout_s=5, proof=Proof.CONNECTION) == {"b": True}
+
+
 def test_a_host_that_refuses_is_reached() -> None:
     with listener() as made:
         gone = door(made)
@@ -138,11 +153,10 @@ def test_addresses_that_this_host_has_too_are_left_out() -> None:
 
 
 def test_a_listener_goes_on_after_a_caller_that_says_much_or_nothing() -> None:
-    with listener() as made:
-        with socket.create_connection(("127.0.0.1", made.door.port)) as caller:
-            caller.sendall(b"x" * 10_000)
-            with socket.create_connection(("127.0.0.1", made.door.port)):
-                assert knock([door(made)], timeout_s=5) == {"b": True}
+    with listener() as made, socket.create_connection(("127.0.0.1", made.door.port)) as caller:
+        caller.sendall(b"x" * 10_000)
+        with socket.create_connection(("127.0.0.1", made.door.port)):
+            assert knock([door(made)], timeout_s=5) == {"b": True}
 
 
 def test_a_closed_listener_leaves_no_thread_behind() -> None:

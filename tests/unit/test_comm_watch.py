@@ -1,0 +1,130 @@
+"""What watchers of several ranks tell each other through their directory, without any communication."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.comm.positions import (
+    Ending,
+    GroupPosition,
+    RankPosition,
+    announce_ending,
+    find_different,
+    position_path,
+    read_ending,
+)
+from hpctrain.comm.track import Track
+from hpctrain.comm.watch import Watcher
+
+FOUR, SEVEN = "all_reduce (4 x float32) sum", "all_reduce (7 x float32) sum"
+
+
+def position(rank: int, signature: str | None, *, sequence: int = 3, waits: bool = True) -> RankPosition:
+    place = GroupPosition(
+        sequence=sequence, operation="all_reduce", waiting_s=2.5 if waits else None, signature=signature
+    )
+    return RankPosition(rank=rank, host=f"h{rank}", pid=1, written=0.0, groups={"world": place})
+
+
+def different(*positions: RankPosition, signature: str = FOUR) -> str | None:
+    return find_different(
+        {p.rank: p for p in positions}, rank=0, group="world", sequence=3, signature=signature
+    )
+
+
+def test_the_rank_with_another_buffer_is_the_one_that_differs_from_most() -> None:
+    told = different(position(1, SEVEN), position(2, FOUR))
+    assert told is not None
+    assert f"rank 1 on h1 has {SEVEN}, where 2 of 3 have {FOUR}" in told
+    told = different(position(1, FOUR), position(2, FOUR), signature=SEVEN)
+    assert told is not None
+    assert f"rank 0 has {SEVEN}, where 2 of 3 have {FOUR}" in told
+
+
+def test_ranks_elsewhere_are_not_compared() -> None:
+    elsewhere = [position(1, SEVEN, sequence=2), position(2, SEVEN, waits=False), position(3, None)]
+    assert different(*elsewhere) is None
+
+
+def test_the_first_rank_to_end_the_run_is_the_one_that_counts(tmp_path: Path) -> None:
+    first = Ending(rank=1, host="b", leave_at=5.0, reason="late")
+    second = Ending(rank=0, host="a", leave_at=6.0, reason="late too")
+    assert read_ending(tmp_path) is None
+    assert announce_ending(first, directory=tmp_path) == first
+    assert announce_ending(second, directory=tmp_path) == first
+    assert read_ending(tmp_path) == first
+    assert [path.name for path in tmp_path.iterdir()] == ["ending.json"]
+
+
+class Rank:
+    """A rank that only has a watcher: it notes how the watcher ends it."""
+
+    def __init__(self, rank: int, *, timeout_s: float, directory: Path) -> None:
+        self.ended = threading.Event()
+        self.how: list[tuple[str, int]] = []
+        self.watcher = Watcher(
+            rank=rank,
+            timeout_s=timeout_s,
+            abort=lambda code: self.end("abort", code),
+            leave=lambda code: self.end("leave", code),
+            directory=directory,
+        )
+        self.track: Track = self.watcher.track(group="world", members=(0, 1))
+
+    def end(self, how: str, code: int) -> None:
+        self.how.append((how, code))
+        self.ended.set()
+
+
+def test_different_buffers_end_all_ranks_long_before_the_limit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [Rank(rank, timeout_s=600, directory=tmp_path) for rank in (0, 1)]
+    start_s = time.monotonic()
+    with (
+        ranks[0].track.during("all_reduce", signature=FOUR),
+        ranks[1].track.during("all_reduce", signature=SEVEN),
+    ):
+        for rank in ranks:
+            assert rank.ended.wait(10 - (time.monotonic() - start_s))
+    told = capfd.readouterr().err
+    assert [rank.how[0] for rank in ranks] == [("leave", 6), ("leave", 6)]
+    for rank in (0, 1):
+        assert f"rank {rank} on {os.uname().nodename} ends" in told
+    assert f"has {SEVEN}, where 1 of 2 have {FOUR}" in told
+    for rank_ in ranks:
+        rank_.watcher.end()
+
+
+def test_a_rank_that_is_not_late_itself_ends_with_the_one_that_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [Rank(rank, timeout_s=1.2, directory=tmp_path) for rank in (0, 1)]
+    with ranks[0].track.during("barrier"):
+        for rank in ranks:
+            assert rank.ended.wait(10)
+    assert [rank.how[0] for rank in ranks] == [("leave", 6), ("leave", 6)]
+    told = capfd.readouterr().err
+    assert "did not come: rank 1" in told
+    assert "rank 1 on" in told
+    assert "is in no operation" in told
+    for rank_ in ranks:
+        rank_.watcher.end()
+
+
+def test_files_that_hang_do_not_hold_up_the_deadline(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe stands for a file on a server that is gone: to open it waits for ever."""
+    os.mkfifo(position_path(tmp_path, rank=1))
+    rank = Rank(0, timeout_s=0.5, directory=tmp_path)
+    with rank.track.during("barrier"):
+        assert rank.ended.wait(8)
+    assert [code for _, code in rank.how] == [6]
+    assert "do not answer" in capfd.readouterr().err
+    rank.watcher.end()
