@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +28,8 @@ MakeReducer = Callable[[str, str], BucketReducer]
 # A bucket, and at most as much again for what is on the wire.
 COPIES = 2.5
 SHARE_OF_MEMORY = 0.5
+SHARE_OF_SHARED = 0.8  # the ranks of a node share their buckets there
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,28 +171,24 @@ def groups_that_fit(
 
 def _memory_for_buckets(comm: Collective) -> float:
     """What is free for one rank on the host that has least. Collective."""
-    found = all_gather_json(comm, [socket.gethostname(), psutil.virtual_memory().available])
+    free = SHARE_OF_MEMORY * psutil.virtual_memory().available
+    if _SHARED_MEMORY.is_dir():
+        free = min(free, SHARE_OF_SHARED * shutil.disk_usage(_SHARED_MEMORY).free)
+    found = all_gather_json(comm, [socket.gethostname(), free])
     ranks_on = Counter(host for host, _ in found)
-    return SHARE_OF_MEMORY * min(available / ranks_on[host] for host, available in found)
+    return min(available / ranks_on[host] for host, available in found)
 
 
 def _make(
     pairs: Sequence[tuple[str, str]], make: MakeReducer, *, left_out: dict[str, list[tuple[str, str]]]
 ) -> dict[tuple[str, str], BucketReducer]:
-    """The reducers that run what they were asked for; into `left_out` go the others, by the reason."""
+    """The reducers that can be had here; into `left_out` go the others, by the reason."""
     reducers: dict[tuple[str, str], BucketReducer] = {}
     for algorithm, wire in pairs:
         try:
-            reducer = make(algorithm, wire)
+            reducers[algorithm, wire] = make(algorithm, wire)
         except UsageError as error:
             left_out.setdefault(str(error), []).append((algorithm, wire))
-            continue
-        if algorithm != "auto" and (reducer.algorithm != algorithm or wire not in ("auto", reducer.wire)):
-            reason = f"does not run here, {reducer.algorithm} with {reducer.wire} would run instead"
-            left_out.setdefault(reason, []).append((algorithm, wire))
-            reducer.close()
-            continue
-        reducers[algorithm, wire] = reducer
     return reducers
 
 

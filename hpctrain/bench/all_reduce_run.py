@@ -74,7 +74,7 @@ def all_reduce_on(
     """Measure with the reducers of `session`. Collective."""
     return measure_all_reduce(
         asked,
-        make_from(session),
+        make_from(session, gradient_bytes=asked.in_flight * sum(asked.sizes_bytes)),
         comm=session.world,
         topology=session.topology,
         device=session.device,

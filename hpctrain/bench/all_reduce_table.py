@@ -73,4 +73,6 @@ def _in_ms(seconds: Spread) -> Spread:
 
 
 def _ratio(value: float, bound: float | None) -> str:
-    return "-" if not bound else f"{value / bound:.2f}"
+    return (
+        "-" if not bound else f"{value / bound:,.2f}" if value < 100 * bound else show_number(value / bound)
+    )

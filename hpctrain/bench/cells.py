@@ -39,7 +39,7 @@ class Measured:
 
     samples_s: of each repeat, the longest time that any rank took. sent_bytes_per_node: payload that left the
     node that sent most, per reduction. relative_error: largest difference from the float64 sum over the
-    largest value of that sum, on the worst rank, in the first reduction.
+    largest value of that sum, on the worst rank, in the last reduction (with what was fed back before).
     """
 
     cell: Cell
@@ -191,8 +191,8 @@ class CellTimer:
             order = list(range(len(cells)))
             self._random.shuffle(order)
             for place, index in enumerate(order):
-                seconds, num_bytes, error = self._reduce(cells[index], check=number == 0)
-                if number == 0:
+                seconds, num_bytes, error = self._reduce(cells[index], check=number == rounds - 1)
+                if number == rounds - 1:
                     errors[index] = error
                 if number >= warmup:
                     mine[index].append(seconds)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from hpctrain.bench.all_reduce import MakeReducer
 from hpctrain.errors import UsageError
+from hpctrain.reduce.algorithm import (
+    ALGORITHM_NAMES,
+    AUTO,
+    WIRE_NAMES,
+    Algorithm,
+    Means,
+    decide,
+    parse_algorithm,
+)
+from hpctrain.reduce.low_rank import LowRankReducer
+from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.top_k import TopKReducer
 from hpctrain.run.session import Session
 
-ALGORITHMS = (
-    "auto", "flat", "ring", "direct", "hierarchical", "hierarchical-ring", "hierarchical-flat",
-    "nccl-hierarchical", "nccl-torus",
-)  # fmt: skip
-WIRES = ("auto", "fp32", "fp16", "bf16", "int8", "top-k", "low-rank")
+ALGORITHMS = ALGORITHM_NAMES
+WIRES = WIRE_NAMES
 # Measured unless others are asked for: what may be used without losing more than a rounding.
 USUAL_WIRES = ("fp32", "fp16")
 
@@ -27,10 +36,38 @@ def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[
     return names
 
 
-def make_from(session: Session) -> MakeReducer:
-    """Reducers as a training run of this session has them."""
+def make_from(session: Session, *, gradient_bytes: int) -> MakeReducer:
+    """Reducers as a training run of this session has them. Collective, and so is what it returns.
+
+    gradient_bytes: of all buckets that one of them gets.
+    """
+    maker = ReducerMaker(
+        session.world, topology=session.topology, device=session.device.type, gradient_bytes=gradient_bytes,
+        note=session.note,
+    )  # fmt: skip
 
     def make(algorithm: str, wire: str) -> BucketReducer:
-        return session.bucket_reducer(algorithm=algorithm, wire=wire)
+        if AUTO in (algorithm, wire):
+            return session.bucket_reducer(algorithm=algorithm, wire=wire)
+        asked = parse_algorithm(algorithm)
+        _check_runs(asked, wire=wire, means=maker.means)
+        # From the first reduction on as they are in the middle of a training run.
+        if wire == "top-k" and session.num_ranks > 1:
+            return TopKReducer(session.world.duplicate(), topology=session.topology, start_step=0)
+        if wire == "low-rank" and session.num_ranks > 1:
+            return LowRankReducer(session.world.duplicate(), topology=session.topology, start_step=0)
+        return maker.make(asked, wire=wire)
 
     return make
+
+
+def _check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
+    """UsageError, without the name of `asked`, where it would not run as itself."""
+    if means.topology.num_ranks == 1:
+        if asked is not Algorithm.FLAT:
+            raise UsageError("one rank sends nothing, by any algorithm: see flat")
+        return
+    decision = decide(asked, wire=wire, means=means)
+    if decision.note is not None:
+        reason = decision.note.rpartition(" is used: ")[2]
+        raise UsageError(f"{decision.algorithm.value} would run instead: {reason}")

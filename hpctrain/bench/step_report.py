@@ -56,13 +56,17 @@ def bench_step(
     _warn_of_shared_cores(asked, how=how)
     environment = max(runs, key=lambda run: run.cell).environment
     each = recipe.run.threads_per_rank or how.threads
+    baseline = rows[0].baseline_ranks
     return step_table(
         rows,
-        title=f"{recipe.run.name}: {asked.repeats} run{'s' if asked.repeats > 1 else ''} of {asked.steps} steps after "
-        f"{asked.warmup_steps}; {environment['backend']}, {environment['algorithm']}, {environment['wire']} on the wire, {each} "
-        f"thread{'s' if each > 1 else ''} a rank; efficiency against {rows[0].baseline_ranks} "
-        f"rank{'s' if rows[0].baseline_ranks > 1 else ''}",
+        title=f"{recipe.run.name}: {asked.repeats} run{_s(asked.repeats)} of {asked.steps} steps after "
+        f"{asked.warmup_steps}; {environment['backend']}, {environment['algorithm']}, {environment['wire']} on the "
+        f"wire, {each} thread{_s(each)} a rank; efficiency against {baseline} rank{_s(baseline)}",
     )
+
+
+def _s(count: int) -> str:
+    return "s" if count > 1 else ""
 
 
 def _threads_of_a_rank(asked: StepAsked, *, machine: Machine, ranks_per_node: int | None) -> int:
