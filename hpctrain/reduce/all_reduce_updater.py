@@ -169,6 +169,9 @@ class AllReduceUpdater:
         self._replan(state.get("order"))
         self._reset()
         self._reducer.load_state(dict(tensors or {}))
+        if self._scale.value != saved["value"]:
+            # What was fed back is in the unit of the buckets: gradients times the scale they were saved under.
+            self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -228,3 +228,17 @@ def test_an_overflow_rescales_what_was_fed_back() -> None:
         return reducer.settled
 
     assert on_threads(2, case) == [[(True, 2.0), (False, 0.5)]] * 2
+
+
+@pytest.mark.parametrize(("dynamic", "settled"), [(True, []), (False, [(False, 0.125)])])
+def test_what_was_fed_back_under_another_loss_scale_is_rescaled(dynamic: bool, settled: list[Any]) -> None:
+    def case(world: World) -> Any:
+        _, updater, _ = make(world, loss_scale=LossScale(value=8.0, dynamic=True))
+        saved = updater.state()
+        updater.close()
+        _, updater, reducer = make(world, loss_scale=LossScale(value=1.0, dynamic=dynamic))
+        updater.load_state(saved)
+        updater.close()
+        return reducer.settled
+
+    assert on_threads(1, case) == [settled]
