@@ -29,8 +29,8 @@ EPSILON = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 1 / 253}
 ALGORITHMS = [
     ("flat", "fp32"),
     ("flat", "fp16"),
-    ("hierarchical", "fp32"),
-    ("hierarchical", "fp16"),
+    ("hierarchical-flat", "fp32"),
+    ("hierarchical-flat", "fp16"),
     *(("direct", name) for name in EPSILON),
 ]
 

@@ -31,7 +31,7 @@ from hpctrain.comm.buffers import (
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
-from hpctrain.comm.horovod_settings import apply_settings
+from hpctrain.comm.horovod_settings import HorovodBuild, apply_settings, nccl_asked
 from hpctrain.comm.serial import SerialGroup
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import BufferMismatch, CommunicationError, LaunchError
@@ -239,24 +239,32 @@ class HorovodGroup:
 class HorovodWorld(Forwarding):
     """All ranks of a Horovod run."""
 
-    def __init__(self, hvd: Any) -> None:
-        """`hvd`: horovod.torch, initialised. Use `open`."""
+    def __init__(self, hvd: Any, *, nccl_asked: str | None = None) -> None:
+        """`hvd`: horovod.torch, initialised. Use `open`. nccl_asked: see `HorovodBuild`."""
         self._hvd = hvd
+        self.build = HorovodBuild(
+            nccl=bool(hvd.nccl_built()), mpi=bool(hvd.mpi_enabled()), nccl_asked=nccl_asked
+        )
         self._closed = False
         self._num_made = 0
         self._process_sets: dict[tuple[int, ...], Any] = {}
         self._group = self._make(tuple(range(hvd.size())))
 
     @classmethod
-    def open(cls) -> HorovodWorld:
-        """Start Horovod, unless it runs already. Collective. LaunchError when it does not load or start."""
-        apply_settings(os.environ)
+    def open(cls, *, algorithm: str | None = None) -> HorovodWorld:
+        """Start Horovod, unless it runs already. Collective. LaunchError when it does not load or start.
+
+        algorithm: of the recipe; `nccl-hierarchical` and `nccl-torus` are asked of Horovod here (see
+        `horovod_settings`), which only a Horovod that does not run yet can follow.
+        """
         hvd = load_horovod()
+        if not hvd.is_initialized():
+            apply_settings(os.environ, algorithm=algorithm)
         try:
             hvd.init()
         except (ValueError, RuntimeError) as error:
             raise LaunchError(f"Horovod does not start: {error}") from error
-        return cls(hvd)
+        return cls(hvd, nccl_asked=nccl_asked(os.environ))
 
     def _make(self, members: tuple[int, ...]) -> Collective:
         """A communicator over `members`, this rank among them, whose process set exists."""

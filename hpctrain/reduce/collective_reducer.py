@@ -102,7 +102,7 @@ class CollectiveReducer:
         sums = CastSum(
             levels.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of, piece_elems=piece_elems
         )
-        return cls(comm, algorithm="hierarchical", sums=sums)
+        return cls(comm, algorithm="hierarchical-flat", sums=sums)
 
     @classmethod
     def direct(
