@@ -4,7 +4,7 @@ Each parameter has a range, the same on all ranks: values beyond it are clipped,
 is fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so that no sum of
 N leaves 8 bits. The range follows what all ranks have seen of each other: in front of its levels each rank sends
 whether its values were too large or small for it. A parameter whose range is not known yet, or far too small,
-is sent in full precision once, with its largest magnitude in front; the ranks' mean of that is the range.
+is sent in full precision once; the sum in front of it shows the largest magnitude that any rank has.
 
 A message is HEADER int8 values and the levels, four to an int32 (`hvd_packing.py`). The header's first 32 are
 the bits of the float32 scale: their sums show to every rank that all used the same, and that Horovod summed
@@ -31,10 +31,12 @@ SCALE_BITS = 32
 # Votes: not finite; more than FAR times the range; more than the range; more than half of it.
 VOTES = 4
 HEADER = SCALE_BITS + VOTES
-FULL_HEADER = 2  # one, and the largest magnitude
 FAR = 4.0
 STEP = 1.25  # how much a range grows or shrinks at a time
-SMALLEST_RANGE, LARGEST_RANGE = 2.0**-100, 2.0**120  # beyond these, full precision
+# Ranges are 2^SMALLEST to 2^HIGHEST; beyond them values travel in full precision. That message begins with
+# one number for each quarter of an octave, and one below and one above: a rank puts 1 where its values end.
+SMALLEST, HIGHEST, QUARTERS = -100, 120, 4
+FULL_HEADER = QUARTERS * (HIGHEST - SMALLEST) + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Int8Compression:
         if name not in self._ranges:
             if math.isfinite(largest):
                 self._residuals.keep(torch.zeros_like(value), name=name)
-            header = torch.tensor([1.0, largest], dtype=value.dtype, device=value.device)
+            header = torch.zeros(FULL_HEADER, dtype=value.dtype, device=value.device)
+            header[_place(largest)] = 1
             return torch.cat([header, value]), _Sent(name, tensor, None)
         span = self._ranges[name]
         scale = _float32(span / self._levels)
@@ -94,7 +97,7 @@ class Int8Compression:
 
     def decompress(self, tensor: torch.Tensor, ctx: _Sent | None) -> torch.Tensor:
         if ctx is None:
-            return tensor  # a sparse gradient, which Horovod gathers without asking us
+            return tensor / self._num_ranks  # a sparse gradient: Horovod gathered and summed it by itself
         if ctx.scale is None:
             mean = self._from_full_precision(tensor, name=ctx.name)
         else:
@@ -105,10 +108,11 @@ class Int8Compression:
         return mean.to(ctx.gradient.dtype).view(ctx.gradient.shape)
 
     def _from_full_precision(self, total: torch.Tensor, *, name: str) -> torch.Tensor:
-        ones, largest = total[:FULL_HEADER].tolist()
-        if ones != self._num_ranks:
-            raise _wrong_sum(name, found=ones, num_ranks=self._num_ranks)
-        self._set_range(name, largest / self._num_ranks)
+        counts = total[:FULL_HEADER].tolist()
+        if sum(counts) != self._num_ranks:
+            raise _wrong_sum(name, found=sum(counts), num_ranks=self._num_ranks)
+        highest = max(place for place, count in enumerate(counts) if count)
+        self._set_range(name, 2.0 ** (SMALLEST + highest / QUARTERS))
         return total[FULL_HEADER:] / self._num_ranks
 
     def _from_levels(
@@ -132,7 +136,7 @@ class Int8Compression:
         return levels.mul_(scale / self._num_ranks)
 
     def _set_range(self, name: str, span: float) -> None:
-        if SMALLEST_RANGE < span < LARGEST_RANGE:
+        if 2.0**SMALLEST < span < 2.0**HIGHEST:
             self._ranges[name] = _float32(span)
         else:
             self._ranges.pop(name, None)
@@ -146,6 +150,15 @@ class Int8Compression:
             raise UsageError(f"this is the state of {state.get('kind')!r} compression, not of int8")
         self._residuals.load_state_dict(state)
         self._ranges = dict(state["ranges"])
+
+
+def _place(largest: float) -> int:
+    """The number in front of a message in full precision that stands for values up to `largest`."""
+    if largest < 2.0**SMALLEST:
+        return 0
+    if not largest < 2.0**HIGHEST:  # or NaN
+        return FULL_HEADER - 1
+    return 1 + math.floor(QUARTERS * (math.log2(largest) - SMALLEST))
 
 
 def _float32(number: float) -> float:

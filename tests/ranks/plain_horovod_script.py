@@ -100,6 +100,30 @@ def what_an_average_of_int8_raises() -> str:
     return "nothing"
 
 
+def gradients_of_a_model_with_a_sparse_and_an_unused_parameter(
+    make: Make, **options: Any
+) -> list[list[float]]:
+    """After the second step, the first being sent in full precision by int8. Rank 1 never uses `bias`."""
+    model = torch.nn.ParameterDict({"bias": torch.ones(3)})
+    words = torch.nn.Embedding(5, 3, sparse=True)
+    torch.nn.init.ones_(words.weight)
+    model["words"] = words.weight
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        named_parameters=list(model.named_parameters()),
+        compression=make(model),
+        **options,
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = words(torch.tensor([hvd.rank(), 4])).sum()
+        if hvd.rank() == 0:
+            loss = loss + (model["bias"] * torch.tensor([1.0, 2.0, 3.0])).sum()
+        loss.backward()
+        optimizer.step()
+    return [model["bias"].grad.tolist(), *model["words"].grad.to_dense().tolist()]
+
+
 def main() -> None:
     hvd.init()
     summed = {"op": hvd.Sum}
@@ -114,6 +138,11 @@ def main() -> None:
         "int8 in groups": Training(int8, groups=2, **summed).run(8),
         "int8 in passes": Training(int8, backward_passes_per_step=2, **summed).run(8),
         "int8 clipped": Training(int8, clip=True, **summed).run(8),
+        "sparse": {
+            "none": gradients_of_a_model_with_a_sparse_and_an_unused_parameter(none),
+            "fp16": gradients_of_a_model_with_a_sparse_and_an_unused_parameter(fp16),
+            "int8": gradients_of_a_model_with_a_sparse_and_an_unused_parameter(int8, **summed),
+        },
         "average of int8": hvd.allgather_object(what_an_average_of_int8_raises()),
     }
     if hvd.rank() == 0:

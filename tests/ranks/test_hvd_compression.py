@@ -57,3 +57,14 @@ def test_an_average_of_int8_ends_every_rank_with_what_to_change(found: dict[str,
     assert len(found["average of int8"]) == 2
     for text in found["average of int8"]:
         assert "op=hvd.Sum" in text
+
+
+@pytest.mark.parametrize("case", ["fp16", "int8"])
+def test_sparse_and_unused_parameters_come_out_as_without_compression(
+    found: dict[str, Any], case: str
+) -> None:
+    plain, compressed = found["sparse"]["none"], found["sparse"][case]
+    assert plain[0] == [0.5, 1.0, 1.5]
+    assert len(compressed) == len(plain)
+    for row, expected in zip(compressed, plain, strict=True):
+        assert row == pytest.approx(expected, abs=0.03)
