@@ -31,20 +31,22 @@ def main(words: Sequence[str] | None = None) -> int:
     figures = [int(number) for number in arguments.only.split(",")]
     scale = QUICK if arguments.quick else FULL
     with _places(console, needed=figures != [3]) as (one_node, cluster):
-        made = _measure(console, figures, one_node=one_node, cluster=cluster, scale=scale)
+        made, failed = _measure(console, figures, one_node=one_node, cluster=cluster, scale=scale)
     _show(console, made)
     if arguments.output is not None:
         content = records.write(arguments.output, made, repository=REPOSITORY)
         console.print(f"written: {arguments.output}")
         if arguments.output == RESULTS:
             page.refresh(PAGE, content)
-    return 0
+    return 1 if failed else 0
 
 
 def _measure(
     console: Console, figures: Sequence[int], *, one_node: OneNode, cluster: OnCluster | None, scale: Scale
-) -> list[Record]:
+) -> tuple[list[Record], list[str]]:
+    """The records, and what could not be measured."""
     made: list[Record] = []
+    failed: list[str] = []
     for number in figures:
         for title, run in FIGURES[number]:
             started = time.monotonic()
@@ -52,11 +54,12 @@ def _measure(
                 try:
                     found = run(one_node, cluster, scale)
                 except RanksFailed as error:
-                    console.print(f"[red]figure {number}, {title}: failed[/red]\n{error}", markup=True)
+                    console.print(f"figure {number}, {title}: failed\n{error}", markup=False)
+                    failed.append(title)
                     continue
             made += found
             console.print(f"figure {number}: {title}, {time.monotonic() - started:.0f} s")
-    return made
+    return made, failed
 
 
 def _show(console: Console, made: Sequence[Record]) -> None:

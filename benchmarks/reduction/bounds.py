@@ -16,14 +16,18 @@ def bytes_out_of_a_node(
 
     two levels: 2 (C-1)/C n b, C nodes: reduce-scatter and all-gather between nodes.
     ring over P ranks: 2 (P-1)/P n b from each rank to its neighbour; one rank of a node has its neighbour
-        outside. flat, the library's own, is held to the same: none that knows no nodes sends less from a node.
-    direct over P ranks: each rank sends a P-th of n to each of the P-R ranks outside its node, twice.
+        outside.
+    direct over P ranks, R on a node: each rank sends a P-th of n to each of the P-R ranks outside, twice.
+    flat: in fp32 the library's own, held to the ring's. MPI has no 16-bit floats: there the backend exchanges
+        slices and gathers the sums, which is direct.
     """
     num_ranks = num_nodes * ranks_per_node
     whole = numel * elem_bytes
     if algorithm in TWO_LEVEL:
         return 2 * (num_nodes - 1) / num_nodes * whole
-    if algorithm in ("ring", "flat"):
+    if algorithm == "flat":
+        algorithm = "ring" if elem_bytes >= 4 else "direct"
+    if algorithm == "ring":
         return 2 * (num_ranks - 1) / num_ranks * whole if num_nodes > 1 else 0.0
     if algorithm == "direct":
         return 2 * ranks_per_node * (num_ranks - ranks_per_node) / num_ranks * whole

@@ -69,7 +69,7 @@ def available(session: Session, choices: Sequence[tuple[str, str]]) -> list[tupl
 def _make(session: Session, *, algorithm: str, wire: str) -> BucketReducer:
     if algorithm == "auto":
         return session.bucket_reducer(algorithm="auto", wire=wire)
-    reducer = ReducerMaker(session.world, topology=session.topology).make(Algorithm(algorithm), wire=wire)
-    if reducer.algorithm != algorithm:
-        raise UsageError(f"{algorithm} with {wire} was asked for, {reducer.algorithm} runs: ask `available`")
-    return reducer
+    maker = ReducerMaker(session.world, topology=session.topology)
+    if algorithm not in maker.candidates(wire=wire):
+        raise UsageError(f"{algorithm} with {wire} does not run here as itself: ask `available`")
+    return maker.make(Algorithm(algorithm), wire=wire)

@@ -69,6 +69,6 @@ def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout
 def _result(done: subprocess.CompletedProcess[str], directory: Path) -> Any:
     path = directory / "result.json"
     if done.returncode != 0 or not path.exists():
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
         raise RanksFailed(f"exit code {done.returncode}: {tail}")
     return json.loads(path.read_text())

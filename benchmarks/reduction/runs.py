@@ -28,8 +28,6 @@ BESIDE: tuple[Choice, ...] = (
     ("hierarchical-ring", "fp16"),
     ("flat", "fp32"),
 )
-# `auto` may choose a wire as well, never lossier than 16 bits; it is held against both.
-AUTO: Choice = ("auto", "auto")
 FIXED: tuple[Choice, ...] = tuple((name, wire) for wire in ("fp32", "fp16") for name in ALGORITHMS)
 
 
@@ -45,6 +43,8 @@ class Scale:
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
     sweep_rounds: int = 9
+    # It may choose a wire as well, never lossier than 16 bits; it is held against both.
+    auto: Choice = ("auto", "auto")
     budget_s: float = 25.0
     timeout_s: float = 900.0
 
@@ -52,7 +52,7 @@ class Scale:
 FULL = Scale()
 QUICK = replace(
     FULL, bytes_numel=50_000, times_numel=50_000, time_rounds=1, step_rounds=1, steps_per_block=1,
-    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, timeout_s=120.0,
+    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, auto=("auto", "fp32"), timeout_s=120.0,
 )  # fmt: skip
 
 Run = Callable[[OneNode, OnCluster | None, Scale], list[Record]]
@@ -109,7 +109,7 @@ def _steps(one_node: OneNode, _: OnCluster | None, scale: Scale) -> list[Record]
 def _sweep(rate: str | None) -> Run:
     def run(one_node: OneNode, cluster: OnCluster | None, scale: Scale) -> list[Record]:
         settings = {
-            "choices": FIXED, "auto": AUTO, "numels": list(scale.sweep_numels),
+            "choices": FIXED, "auto": scale.auto, "numels": list(scale.sweep_numels),
             "num_rounds": scale.sweep_rounds, "budget_s": scale.budget_s, "seed": SEED,
         }  # fmt: skip
         if rate is None:
@@ -119,7 +119,7 @@ def _sweep(rate: str | None) -> Run:
         else:
             cluster.cluster.set_rate(rate)
             found = cluster.run("sweep", settings, timeout_s=scale.timeout_s)
-        return sweep_records(found, place=rate or "one-node", auto=name_of(*AUTO))
+        return sweep_records(found, place=rate or "one-node", auto=name_of(*scale.auto))
 
     return run
 
