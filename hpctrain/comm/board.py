@@ -76,7 +76,7 @@ class Board:
         self._notice = notice
         self._interval_s = min(1.0, timeout_s / 8)
         # Often enough to be fresh at the deadline, seldom enough that 1000 ranks do not load the file system.
-        self._publish_s = max(self._interval_s, min(10.0, timeout_s / 20))
+        self.publish_s = max(self._interval_s, min(10.0, timeout_s / 20))
         self._published: float | None = None
         self._shown: float | None = None  # when this rank last showed its stacks because others asked
         self._leaving = False
@@ -149,7 +149,7 @@ class Board:
         return self._interval_s / (4 if alarmed else 1)
 
     def _look(self) -> None:
-        if self._published is None or time.monotonic() >= self._published + self._publish_s:
+        if self._published is None or time.monotonic() >= self._published + self.publish_s:
             self.publish()
         self._answer_call()
         if self._tries_left:
@@ -208,7 +208,7 @@ class Board:
     def absent(self, track: Track) -> list[Absence]:
         others = [rank for rank in track.members if rank != self.rank]
         positions = read_positions(self.directory, ranks=others)
-        now, usual_silence_s = time.time(), 3 * self._publish_s
+        now, usual_silence_s = time.time(), 3 * self.publish_s
         absent = find_absent(
             positions,
             members=others,

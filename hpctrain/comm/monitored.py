@@ -151,11 +151,12 @@ class Monitored(Forwarding):
         self._watcher = Watcher(
             rank=world.rank,
             timeout_s=timeout_s,
-            directory=directory,
             abort=lambda code: world.abort(code),
             leave=exit_now if processes else None,
         )
         self._track = self._watcher.track(group="world", members=world.members)
+        if directory is not None:
+            self._watcher.publish_in(directory)
         self._all = MonitoredGroup(world, track=self._track)
         self._group = self._all
         self._num_made = 0

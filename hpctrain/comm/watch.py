@@ -19,6 +19,7 @@ from typing import TypeVar, final
 
 from hpctrain.comm.agreement import describe_ranks
 from hpctrain.comm.board import Board
+from hpctrain.comm.last_word import LastWord, wind_up
 from hpctrain.comm.links import find_cut
 from hpctrain.comm.positions import Absence, Ending
 from hpctrain.comm.reach import Reach
@@ -33,6 +34,9 @@ T = TypeVar("T")
 _SUSPENDED_AFTER_S = 5.0
 _LATE_AFTER = 0.75  # of the limit
 _FILES_MAY_TAKE_S = 3.0
+# Behind the limit, when the other ranks have said what they found.
+_LAST_WORD_AFTER_S = 0.5
+_LAST_WORDS_MAY_TAKE_S = 3.0
 
 
 @final
@@ -65,6 +69,7 @@ class Watcher:
         self._noticed = threading.Event()
         self._reach: Reach | None = None
         self._board: Board | None = None
+        self._last_word: LastWord | None = None
         self._looking = threading.Lock()
         self._looked: float | None = None
         self._look_s = min(2.0, timeout_s / 12)
@@ -91,6 +96,15 @@ class Watcher:
         )
         if before is not None:
             before.end()
+        if self._leave is not None and self._last_word is None and self._tracks:
+            self._last_word = wind_up(
+                directory=directory.resolve(),
+                rank=self.rank,
+                num_ranks=len(self._tracks[0].members),
+                patience_s=self._board.publish_s + 2 * self._interval_s,
+                look_s=self._look_s,
+                exit_code=int(ExitCode.COMMUNICATION),
+            )
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
         """Begin to watch a communicator. `group`: a name that all its members give it."""
@@ -102,6 +116,8 @@ class Watcher:
         """Stop watching."""
         self._ended.set()
         self._noticed.set()
+        if self._last_word is not None:
+            self._last_word.stop()
         if self._board is not None:
             self._board.end()
         if self._reach is not None:
@@ -118,6 +134,7 @@ class Watcher:
             looked = time.monotonic()
             if away_s > _SUSPENDED_AFTER_S:
                 self._forgive(away_s)
+            self._wind_last_word()
             if self._board is not None and self._board.ending is not None:
                 self._end_run(self._longest(), ending=self._board.ending)
                 return
@@ -141,6 +158,12 @@ class Watcher:
         for track in self._tracks:
             if track.since is not None:
                 track.since += seconds
+
+    def _wind_last_word(self) -> None:
+        """For the case that this thread does not come to run any more, because the library holds Python's lock."""
+        if self._last_word is not None:
+            waited_s = max((track.waited_s() for track in self._tracks), default=0.0)
+            self._last_word.wind(max(0.0, self._timeout_s - waited_s) + _LAST_WORD_AFTER_S)
 
     def _longest(self) -> Track | None:
         waiting = [track for track in self._tracks if track.since is not None]
@@ -187,6 +210,8 @@ class Watcher:
 
     def _end_run(self, track: Track | None, *, ending: Ending | None) -> None:
         board, code = self._board, int(ExitCode.COMMUNICATION)
+        if self._last_word is not None:
+            self._last_word.stop()
         told = None
         if board is not None:
             limit_s = min(_FILES_MAY_TAKE_S, max(1.0, self._timeout_s / 4))
@@ -210,9 +235,13 @@ class Watcher:
         _within(1.0, board.leave)
         until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._grace_s + 1.0))
         all_leave = ending.rank != self.rank  # the one who announced it sees to those who do not come
+        if not all_leave and self._last_word is not None:
+            until += _LAST_WORDS_MAY_TAKE_S
         while time.monotonic() < until:
             if not all_leave:
                 all_leave = bool(_within(1.0, board.all_leave))
+                if all_leave:
+                    until = min(until, time.monotonic() + max(0.0, ending.leave_at - time.time()))
             time.sleep(max(0.0, min(0.05, until - time.monotonic())))
         if all_leave and self._leave is not None:
             self._leave(code)

@@ -1,0 +1,72 @@
+"""A rank whose Python stands still ends all the same, with a word; one that was suspended does not end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks_launcher import REPOSITORY
+
+pytestmark = pytest.mark.launches
+
+_RANK = """
+import ctypes, sys, time
+from pathlib import Path
+from hpctrain.comm.watch import Watcher, exit_now
+watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
+track = watcher.track(group="world", members=(0, 1))
+watcher.publish_in(Path(sys.argv[1]))
+time.sleep(1)
+Path(sys.argv[1], "ready").touch()
+with track.during("all_reduce"):
+    if sys.argv[3] == "hold":
+        ctypes.PyDLL(None).sleep(60)  # with Python's lock
+    time.sleep(1.5)
+time.sleep(float(sys.argv[4]))
+watcher.end()
+print("done")
+"""
+
+
+def start(directory: Path, *words: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", _RANK, str(directory), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+    )  # fmt: skip
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path) -> None:
+    process = start(tmp_path, "2", "hold", "0")
+    wait_for(tmp_path / "ready", process)
+    start_s = time.monotonic()
+    _, told = process.communicate(timeout=40)
+    assert time.monotonic() - start_s < 15
+    assert process.returncode == 6, told
+    assert "rank 0 on" in told
+    assert "its Python stands still inside the communication library" in told
+
+
+def test_a_suspended_rank_goes_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "2", "wait", "6")
+    wait_for(tmp_path / "ready", process)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(8)  # longer than _SUSPENDED_AFTER_S and the limit
+    os.kill(process.pid, signal.SIGCONT)
+    stdout, told = process.communicate(timeout=40)
+    assert (process.returncode, stdout) == (0, "done\n"), told
+    assert told == ""
