@@ -23,6 +23,7 @@ from hpctrain.train.resumption import Resumed
 from hpctrain.train.schedule import Schedule
 from hpctrain.train.settings import LoopSettings
 from hpctrain.train.state import Position, TrainingState
+from hpctrain.train.sync_batch_norm import communicates_in_forward
 from hpctrain.train.task import Task
 
 
@@ -168,12 +169,15 @@ class Training:
     def _forward_backward(self, batch: Batch) -> float:
         """Gradients of this rank's share; returns its weighted loss, which adds up to the batch's mean."""
         losses = []
-        parts = [part for part in batch.split(self._settings.micro_batches) if part.num_samples > 0]
+        # Where forward is collective, a rank without samples takes part with an empty batch of weight 0.
+        together = communicates_in_forward(self._state.model)
+        parts = [p for p in batch.split(self._settings.micro_batches) if p.num_samples > 0 or together]
         for number, part in enumerate(parts, start=1):
             with self._autocast():
                 loss = self._task.loss(self._state.model, part.to(self._device).fields)
             self._state.updater.backward(loss, weight=part.weight, last=number == len(parts))
-            losses.append(loss.detach().double() * part.weight)
+            if part.num_samples > 0:  # the mean over no samples is NaN
+                losses.append(loss.detach().double() * part.weight)
         return float(torch.stack(losses).sum()) if losses else 0.0  # one wait for the device
 
     def _record(self, batch: Batch, outcome: StepOutcome, *, lr: float) -> None:

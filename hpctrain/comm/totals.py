@@ -1,0 +1,66 @@
+"""Sums, means and maxima of what a script measures: tensors, or numbers by name. Small, and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+import torch
+
+from hpctrain.comm.agreement import all_gather_json, check_same, check_same_buffer
+from hpctrain.comm.buffers import HALF_TYPES
+from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.errors import BufferMismatch, UsageError
+
+Operation = Literal["sum", "mean", "max"]
+
+
+@overload
+def all_reduce_values(comm: Collective, value: torch.Tensor, *, op: Operation = "sum") -> torch.Tensor: ...
+@overload
+def all_reduce_values(
+    comm: Collective, value: Mapping[str, float], *, op: Operation = "sum"
+) -> dict[str, float]: ...
+def all_reduce_values(
+    comm: Collective, value: torch.Tensor | Mapping[str, float], *, op: Operation = "sum"
+) -> torch.Tensor | dict[str, float]:
+    """Sum, mean or maximum over the ranks, the same on every rank; `value` stays as it is. Collective.
+
+    value: a tensor of one shape and dtype on all ranks, or numbers under the same names on all ranks, which
+    are added in rank order in float64. A mean counts every rank alike: for unequal parts sum both the total
+    and the number, and divide. Half types are summed in float32. A maximum of numbers is NaN if one is.
+    Raises BufferMismatch on every rank, naming the rank, where names, shapes or dtypes differ; UsageError for
+    another operation, and for the mean of whole numbers.
+    """
+    if op not in ("sum", "mean", "max"):
+        raise UsageError(f"all_reduce with op={op!r}: choose sum, mean or max")
+    if isinstance(value, torch.Tensor):
+        return _tensor(comm, value, op=op)
+    return _numbers(comm, value, op=op)
+
+
+def _numbers(comm: Collective, value: Mapping[str, float], *, op: Operation) -> dict[str, float]:
+    mine: dict[str, Any] = {name: float(number) for name, number in value.items()}
+    everyones = all_gather_json(comm, mine)
+    if any(theirs.keys() != everyones[0].keys() for theirs in everyones):  # on all ranks or on none
+        check_same(comm, name="the names of the numbers", value=sorted(mine), error=BufferMismatch)
+    return {name: _joined([theirs[name] for theirs in everyones], op=op) for name in mine}
+
+
+def _joined(numbers: list[float], *, op: Operation) -> float:
+    if op == "max":
+        return math.nan if any(math.isnan(n) for n in numbers) else max(numbers)
+    return sum(numbers) / (len(numbers) if op == "mean" else 1)
+
+
+def _tensor(comm: Collective, value: torch.Tensor, *, op: Operation) -> torch.Tensor:
+    if op == "mean" and not value.dtype.is_floating_point:
+        raise UsageError(f"all_reduce takes no mean of {value.dtype}: pass value.double()")
+    wide = torch.float32 if value.dtype in HALF_TYPES else value.dtype
+    buffer = value.detach().to(wide, copy=True).contiguous().view(-1)
+    check_same_buffer(comm, buffer, name="the tensor to reduce")
+    comm.all_reduce(buffer, op=ReduceOp.MAX if op == "max" else ReduceOp.SUM)
+    if op == "mean":
+        buffer /= comm.num_ranks
+    return buffer.view(value.shape).to(value.dtype)
