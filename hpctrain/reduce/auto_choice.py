@@ -1,0 +1,230 @@
+"""From the ways to reduce that a run has to the one it takes: from a file, or by measurement."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.comm import World, broadcast_json, on_rank_0
+from hpctrain.comm.probe import probe_started_mpi
+from hpctrain.errors import UsageError
+from hpctrain.reduce.calibration import MakeReducer, calibrate
+from hpctrain.reduce.calibration_file import CalibrationKey, Kept, read_calibration, write_calibration
+from hpctrain.reduce.choice import EXACTNESS, Choice, roundings
+from hpctrain.reduce.cost import Candidate
+from hpctrain.reduce.levels import Level, levels_to_json, measure_levels
+from hpctrain.topology import Topology
+from hpctrain.version import __version__
+
+PACKAGES = ("torch", "mpi4py", "horovod")
+BUDGET_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationFiles:
+    """Where measurements are kept. run: the run's own file, which comes first, so that a resumed run chooses as before.
+
+    shared: a file that several runs use (`reduction.calibration` of the recipe).
+    """
+
+    run: Path | None = None
+    shared: Path | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path in (self.run, self.shared) if path is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoChoice:
+    """What a run reduces with. `choice` holds candidates of one wire, `wire`. The same on every rank.
+
+    source: where the numbers come from, in words.
+    """
+
+    choice: Choice
+    wire: str
+    bucket_bytes: int
+    source: str
+    levels: tuple[Level, ...] = ()
+    seconds: float = 0.0
+
+    def describe(self) -> str:
+        """`auto: flat up to 64 KB, then hierarchical-ring`."""
+        return f"auto: {self.choice.describe()}"
+
+    def record(self) -> dict[str, Any]:
+        """The choice and its numbers, for the run's record."""
+        return {
+            "source": self.source, "calibration_s": self.seconds, "wire": self.wire,
+            "bucket_bytes": self.bucket_bytes, "levels": levels_to_json(self.levels), **self.choice.record(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found, before it is known what is to be reduced. The same on every rank."""
+
+    choice: Choice
+    source: str
+    levels: tuple[Level, ...] = ()
+    seconds: float = 0.0
+
+    def settle(self, *, gradient_bytes: int, bucket_bytes: int | None = None) -> AutoChoice:
+        """Wire, bucket size and algorithms for a model with so many bytes of gradients. Pure.
+
+        bucket_bytes: as the recipe says, or None to choose.
+        """
+        guess = bucket_bytes or self.choice.bucket_bytes(gradient_bytes=gradient_bytes)
+        wire = self.choice.fastest_wire(bucket_sizes(gradient_bytes, bucket_bytes=guess))
+        choice = self.choice.for_wire(wire)
+        size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes)
+        if wire not in EXACTNESS:
+            # It remembers what it lost, in the reducer that lost it: one reducer, so that nothing is lost when
+            # another plan moves a parameter into a bucket of another size.
+            choice = choice.for_all_sizes(bucket_sizes(gradient_bytes, bucket_bytes=size))
+        return AutoChoice(
+            choice=choice, wire=wire, bucket_bytes=size, source=self.source, levels=self.levels,
+            seconds=self.seconds,
+        )  # fmt: skip
+
+
+def bucket_sizes(gradient_bytes: int, *, bucket_bytes: int) -> list[int]:
+    """Bytes of the buckets that so many gradients fill, at least one; for a prediction."""
+    full, rest = divmod(gradient_bytes, bucket_bytes)
+    return [bucket_bytes] * full + ([rest] if rest or not full else [])
+
+
+def reduction_versions(backend: str) -> dict[str, str]:
+    """Versions of what a reduction over `backend` runs on. Not collective."""
+    versions = {"hpctrain": __version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if backend in ("mpi", "horovod"):
+        facts = probe_started_mpi()
+        if "library" in facts:
+            versions["mpi"] = facts["library"]
+    return versions
+
+
+@dataclass(slots=True)
+class _Looked:
+    """What rank 0 found in the files, as JSON for the others."""
+
+    kept: dict[str, Any] | None = None
+    source: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def find_choice(
+    world: World,
+    *,
+    make: MakeReducer,
+    candidates: Sequence[Candidate],
+    topology: Topology,
+    device: torch.device,
+    files: CalibrationFiles | None = None,
+    versions: Mapping[str, str] | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    budget_s: float = BUDGET_S,
+) -> Measured:
+    """Read what was measured before, or measure now and write it. Collective; the same on every rank.
+
+    candidates: the same, in the same order, on every rank. Nothing is measured where there is one rank or one
+    candidate. versions: of the libraries; found out unless given. note: told what could not be read, written
+    or measured, on every rank.
+    """
+    if not candidates:
+        raise UsageError("no way to reduce to choose from: give at least one", agreed=True)
+    if world.num_ranks == 1 or len(candidates) == 1:
+        why = "one rank" if world.num_ranks == 1 else "no other way runs here"
+        exact = min(candidates, key=lambda candidate: roundings(candidate.wire))
+        return Measured(choice=Choice.only(exact), source=f"not measured: {why}")
+    files = files or CalibrationFiles()
+    key = CalibrationKey.of(
+        topology=topology, backend=world.backend, device=device.type, candidates=tuple(candidates),
+        versions=dict(versions if versions is not None else reduction_versions(world.backend)),
+    )  # fmt: skip
+    looked = _look(world, files, key=key)
+    for text in looked.notes:
+        note(text)
+    if looked.kept is not None:
+        kept, source = Kept.from_json(looked.kept), looked.source
+    else:
+        kept, notes = _measure(
+            world, make=make, candidates=candidates, topology=topology, device=device, budget_s=budget_s
+        )
+        for text in notes:
+            note(f"reduction: {text}")
+        source = f"measured in {kept.seconds:.1f} s"
+        for text in _write(world, files.paths, key=key, kept=kept):
+            note(text)
+    return Measured(
+        choice=Choice.of_measurements(kept.measurements), source=source, levels=kept.levels,
+        seconds=kept.seconds,
+    )  # fmt: skip
+
+
+def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Looked:
+    """Rank 0 looks into the files in their order; what is found in the shared one is kept in the run's too."""
+
+    def look() -> dict[str, Any]:
+        notes: list[str] = []
+        for path in files.paths:
+            found = read_calibration(path, key=key)
+            if found.kept is not None:
+                if path != files.run and files.run is not None:
+                    notes += _try_to_write([files.run], key=key, kept=found.kept)
+                return {"kept": found.kept.as_json(), "source": f"from {path}", "notes": notes}
+            if found.why:
+                notes.append(f"reduction: {found.why}: it is measured anew if no other file has it")
+            elif path == files.shared:
+                notes.append(f"reduction: {path} holds no measurements for this run: they are added to it")
+        return {"kept": None, "source": "", "notes": notes}
+
+    return _Looked(**on_rank_0(world, look))
+
+
+def _measure(
+    world: World,
+    *,
+    make: MakeReducer,
+    candidates: Sequence[Candidate],
+    topology: Topology,
+    device: torch.device,
+    budget_s: float,
+) -> tuple[Kept, list[str]]:
+    found = calibrate(world, make=make, candidates=candidates, device=device, budget_s=budget_s)
+    levels = measure_levels(world, topology, device=device)
+    kept = Kept(measurements=found.measurements, levels=levels, seconds=found.seconds)
+    # Through JSON, as what a file holds: the run that measured and the one that reads it choose alike.
+    mine = {"kept": kept.as_json(), "notes": list(found.notes)}
+    told = broadcast_json(world, mine)
+    return Kept.from_json(told["kept"]), told["notes"]
+
+
+def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
+    texts: list[str] = on_rank_0(world, lambda: _try_to_write(paths, key=key, kept=kept))
+    return texts
+
+
+def _try_to_write(paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
+    """Notes on what could not be written: the run goes on, but one that resumes it has to measure again."""
+    notes = []
+    for path in paths:
+        try:
+            write_calibration(path, key=key, kept=kept)
+        except OSError as error:
+            notes.append(
+                f"reduction: the measurements cannot be written to {path} ({error.strerror}): a resumed run measures "
+                "again, and may choose another algorithm, whose sums differ in the last bits"
+            )
+    return notes

@@ -1,0 +1,96 @@
+"""Each bucket by the algorithm that was chosen for its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm import Collective
+from hpctrain.errors import UsageError
+from hpctrain.reduce.auto_choice import AutoChoice
+from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.calibration import MakeReducer
+from hpctrain.reduce.cost import Candidate
+from hpctrain.reduce.reducer import BucketReducer, StateTensor
+from hpctrain.reduce.same_plan import check_same_plan
+
+
+@final
+class AutoReducer:
+    """`BucketReducer` that hands each bucket to a reducer made for it.
+
+    comm: all ranks, used by `plan` alone. make: used by `plan`, for each candidate whose sizes the buckets have.
+    A reducer that a later plan has no bucket for is kept: whoever holds the earlier buckets may still look at them.
+    A wire that keeps state has one candidate for all sizes (`Measured.settle`), so its state is that reducer's,
+    under the same names as without `auto`.
+    """
+
+    def __init__(self, auto: AutoChoice, *, comm: Collective, make: MakeReducer) -> None:
+        self._auto = auto
+        self._comm = comm
+        self._make = make
+        self._reducers: dict[Candidate, BucketReducer] = {}
+        self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
+
+    @property
+    def algorithm(self) -> str:
+        """In words: `auto: flat up to 64 KB, then hierarchical-ring`."""
+        return self._auto.describe()
+
+    @property
+    def wire(self) -> str:
+        return self._auto.wire
+
+    def record(self) -> dict[str, Any]:
+        """The choice and its numbers, for the run's record."""
+        return self._auto.record()
+
+    def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
+        # Here too, and not only in the reducers: ranks with other sizes would meet in other ones.
+        check_same_plan(self._comm, buckets, how=f"{self.algorithm}, {self.wire}")
+        by_candidate: dict[Candidate, list[int]] = {}
+        for number, bucket in enumerate(buckets):
+            size = bucket.numel * bucket.dtype.itemsize
+            by_candidate.setdefault(self._auto.choice.choose(size), []).append(number)
+        memory: dict[int, torch.Tensor] = {}
+        places: dict[int, tuple[BucketReducer, int]] = {}
+        for candidate, numbers in by_candidate.items():
+            reducer = self._reducer_for(candidate)
+            given = reducer.plan([buckets[number] for number in numbers], device=device)
+            for place, (number, tensor) in enumerate(zip(numbers, given, strict=True)):
+                memory[number] = tensor
+                places[number] = (reducer, place)
+        self._places = [places[number] for number in range(len(buckets))]
+        return [memory[number] for number in range(len(buckets))]
+
+    def _reducer_for(self, candidate: Candidate) -> BucketReducer:
+        if candidate not in self._reducers:
+            self._reducers[candidate] = self._make(*candidate)
+        return self._reducers[candidate]
+
+    def reduce(self, number: int) -> Iterator[bool]:
+        if not 0 <= number < len(self._places):
+            raise UsageError(f"no bucket {number} to reduce: {len(self._places)} are planned")
+        reducer, place = self._places[number]
+        return reducer.reduce(place)
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        for reducer in self._reducers.values():
+            reducer.settle(applied=applied, rescale=rescale)
+
+    def bytes_sent(self) -> int:
+        return sum(reducer.bytes_sent() for reducer in self._reducers.values())
+
+    def state(self) -> list[StateTensor]:
+        return [tensor for reducer in self._reducers.values() for tensor in reducer.state()]
+
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        for reducer in self._reducers.values():
+            reducer.load_state(tensors)
+
+    def close(self) -> None:
+        self._places = []
+        while self._reducers:
+            self._reducers.pop(next(iter(self._reducers))).close()

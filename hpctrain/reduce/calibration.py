@@ -1,0 +1,256 @@
+"""Short trials of the ways to reduce, on the ranks and links of this run.
+
+Sizes grow until the time is used up; what is clearly slower is left behind. All decisions are made from numbers
+of which every rank has the largest, so that all ranks make the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from hpctrain.comm import Collective, ReduceOp
+from hpctrain.errors import CommunicationError, UsageError
+from hpctrain.reduce.buckets import Bucket, Slot
+from hpctrain.reduce.cost import Candidate, Cost, Measurement
+from hpctrain.reduce.pipeline import LONGEST_WAIT_S, SHORTEST_WAIT_S
+from hpctrain.reduce.reducer import BucketReducer
+
+# (algorithm, wire) -> a reducer in a message space of its own. Collective. UsageError, the same on every rank,
+# where the two cannot be had.
+MakeReducer = Callable[[str, str], BucketReducer]
+
+ELEMENT_BYTES = 4  # gradients are float32, whatever the wire makes of them
+SMALLEST_BYTES = 1 << 12
+LARGEST_BYTES = 1 << 24
+GROWTH = (8, 4, 2)  # the next size; smaller steps where the time does not reach for a larger one
+MAX_ROUNDS = 5
+# A trial of quick reductions is several of them, as ranks never begin one at the same moment.
+TRIAL_S = 5e-4
+MAX_REPEATS = 8
+# At most this share of what is left of the time goes into one size; the first round is always finished.
+SHARE_OF_REST = 0.5
+CLEARLY_SLOWER = 2.0
+# Below this size it is latency that is compared, which says little of large sizes.
+COMPARED_FROM_BYTES = 1 << 18
+# Buckets of several MB for each of many candidates on each of a node's ranks would take its memory.
+FEW_FROM_BYTES = 1 << 22
+FEW = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured, in `seconds` altogether. The same on every rank. notes: what was not, and why."""
+
+    measurements: tuple[Measurement, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def calibrate(
+    comm: Collective,
+    *,
+    make: MakeReducer,
+    candidates: Sequence[Candidate],
+    device: torch.device,
+    budget_s: float = 1.5,
+    largest_bytes: int = LARGEST_BYTES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Calibration:
+    """Measure the candidates, about `budget_s` seconds long by the slowest rank's clock. Collective over `comm`.
+
+    A reduction that has begun is never broken off: `budget_s` leaves room for one that takes longer than
+    predicted. Reducers are closed at the end. UsageError on every rank if none of the candidates can be made.
+    """
+    trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s)
+    notes: list[str] = []
+    running: list[_Running] = []
+    for candidate in candidates:
+        try:
+            running.append(_Running(candidate, make(*candidate)))
+        except UsageError as error:
+            notes.append(f"not measured: {candidate.algorithm} with {candidate.wire}: {error}")
+    if not running:
+        raise UsageError("none of the reductions can be made here: " + "; ".join(notes), agreed=True)
+    contest = _Contest(running, trials=trials, device=device, notes=notes)
+    num_bytes: int | None = SMALLEST_BYTES
+    while num_bytes is not None and num_bytes <= largest_bytes and contest.measure(num_bytes):
+        contest.leave_behind(num_bytes)
+        num_bytes = contest.next_size(num_bytes)
+    for one in running:
+        one.reducer.close()
+    measured = [
+        Measurement(
+            algorithm=one.candidate.algorithm, wire=one.candidate.wire, num_bytes=size, seconds=seconds
+        )
+        for one in running
+        for size, seconds in one.measured
+    ]
+    return Calibration(measurements=tuple(measured), seconds=trials.elapsed_s(), notes=tuple(notes))
+
+
+@dataclass(slots=True)
+class _Running:
+    """A candidate in the contest. measured: (bytes, seconds), the same on every rank."""
+
+    candidate: Candidate
+    reducer: BucketReducer
+    measured: list[tuple[int, float]] = field(default_factory=list)
+    warm_up_s: float = 0.0
+
+    def expected_s(self, num_bytes: int) -> float:
+        """What a reduction will hardly take longer than; 0 where nothing was measured."""
+        if not self.measured:
+            return 0.0
+        last_bytes, last_s = self.measured[-1]
+        by_slope = Cost.fit(self.measured).at(num_bytes)
+        return by_slope if len(self.measured) > 2 else last_s * num_bytes / last_bytes
+
+
+@final
+class _Trials:
+    """Times single trials, and the time that is left. Its methods are collective."""
+
+    def __init__(
+        self, comm: Collective, *, device: torch.device, clock: Callable[[], float], budget_s: float
+    ) -> None:
+        self._comm = comm
+        self._device = device
+        self._clock = clock
+        self._budget_s = budget_s
+        self._began = clock()
+        self.left_s = budget_s
+
+    def time(self, reducer: BucketReducer, *, repeats: int) -> float:
+        """Seconds of one reduction of bucket 0, of the rank that took longest."""
+        begin = self._clock()
+        for _ in range(repeats):
+            _run_to_end(reducer.reduce(0))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        end = self._clock()
+        # Beside what it tells, this is where the ranks meet before the next trial.
+        seconds, elapsed = self._largest(end - begin, end - self._began)
+        self.left_s = self._budget_s - elapsed
+        return max(seconds / repeats, 1e-9)
+
+    def failed_anywhere(self, error: Exception | None) -> bool:
+        failed, elapsed = self._largest(float(error is not None), self._clock() - self._began)
+        self.left_s = self._budget_s - elapsed
+        return failed > 0
+
+    def elapsed_s(self) -> float:
+        return self._largest(self._clock() - self._began)[0]
+
+    def _largest(self, *mine: float) -> list[float]:
+        numbers = torch.tensor(mine, dtype=torch.float64)
+        self._comm.all_reduce(numbers, op=ReduceOp.MAX)
+        return [float(number) for number in numbers]
+
+
+@final
+class _Contest:
+    """The candidates that are still measured, size by size. Its methods, but for the pure ones, are collective."""
+
+    def __init__(
+        self, running: Sequence[_Running], *, trials: _Trials, device: torch.device, notes: list[str]
+    ) -> None:
+        self._active = list(running)
+        self._trials = trials
+        self._device = device
+        self._notes = notes
+
+    def measure(self, num_bytes: int) -> bool:
+        """Measure one size; whether a larger one can be looked at."""
+        if not self._plan(num_bytes):
+            return False
+        times: dict[Candidate, list[float]] = {one.candidate: [] for one in self._active}
+        stop_at_s = self._trials.left_s * (1 - SHARE_OF_REST)
+        for number in range(MAX_ROUNDS):
+            # In turns, another one first in each round: what drifts hits all alike.
+            for place in range(len(self._active)):
+                one = self._active[(place + number) % len(self._active)]
+                mine = times[one.candidate]
+                if self._trials.left_s > 0:
+                    repeats = int(TRIAL_S / mine[0]) if mine else 1
+                    mine.append(self._trials.time(one.reducer, repeats=max(1, min(MAX_REPEATS, repeats))))
+            if self._trials.left_s <= stop_at_s:
+                break
+        self._take(num_bytes, times)
+        return self._trials.left_s > 0
+
+    def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
+        """What the trials of a size came to. Of a size at which not all had their turn, nothing. Not collective."""
+        if all(times.values()):
+            for one in self._active:
+                # Of two the smaller: the first one still touches its memory for the first time.
+                one.measured.append((num_bytes, statistics.median_low(times[one.candidate])))
+        elif not any(one.measured for one in self._active):
+            for one in self._active:
+                found = times[one.candidate] or ([one.warm_up_s] if one.warm_up_s else [])
+                one.measured += [(num_bytes, statistics.median_low(found))] if found else []
+            missing = [one.candidate for one in self._active if not one.measured]
+            if missing:
+                names = ", ".join(f"{candidate.algorithm} with {candidate.wire}" for candidate in missing)
+                self._notes.append(f"not measured: {names}: the time was used up before")
+
+    def _plan(self, num_bytes: int) -> bool:
+        """Memory for one bucket, and, at the first size, a first reduction: that is when connections are made."""
+        numel = num_bytes // ELEMENT_BYTES
+        flag = numel - 1
+        bucket = Bucket(torch.float32, (Slot(0, 0, flag, used_flag=flag, shape=(flag,)),), numel)
+        for one in self._active:
+            failure: CommunicationError | None = None
+            try:
+                one.reducer.plan([bucket], device=self._device)
+            except CommunicationError as error:
+                if error.agreed:
+                    raise  # known to all ranks: nothing to do with memory
+                failure = error  # perhaps of this node alone: no room left in its shared memory
+            if self._trials.failed_anywhere(failure):
+                self._notes.append(
+                    f"sizes of {num_bytes} bytes and more were not measured: {one.candidate.algorithm} found no "
+                    f"memory for them{f': {failure}' if failure else ' on another node'}"
+                )
+                return False
+            if not one.measured and self._trials.left_s > 0:
+                one.warm_up_s = self._trials.time(one.reducer, repeats=1)
+        return True
+
+    def leave_behind(self, num_bytes: int) -> None:
+        """Go on without what took twice as long as the best at `num_bytes` and at the size before. Not collective."""
+        if num_bytes < COMPARED_FROM_BYTES:
+            return
+        best = [min(one.measured[-back][1] for one in self._active) for back in (1, 2)]
+        self._active = [
+            one
+            for one in self._active
+            if any(one.measured[-back][1] <= CLEARLY_SLOWER * best[back - 1] for back in (1, 2))
+        ]
+        if num_bytes * GROWTH[0] >= FEW_FROM_BYTES:
+            self._active.sort(key=lambda one: one.measured[-1][1])
+            del self._active[FEW:]
+
+    def next_size(self, num_bytes: int) -> int | None:
+        """The largest step for which the time that is left reaches, or None. Not collective."""
+        for factor in GROWTH:
+            size = num_bytes * factor
+            if sum(one.expected_s(size) for one in self._active) <= self._trials.left_s:
+                return size
+        return None
+
+
+def _run_to_end(reduction: Iterator[bool]) -> None:
+    """Take a reduction as far as it goes until it has ended; waits as training does."""
+    wait_s = SHORTEST_WAIT_S
+    for got_on in reduction:
+        if got_on:
+            wait_s = SHORTEST_WAIT_S
+        else:
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)

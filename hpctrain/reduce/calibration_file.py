@@ -1,0 +1,147 @@
+"""Measurements kept in a file, so that a resumed run chooses as the first one did, and others need not measure.
+
+JSON, `reduction.json` in the run directory: one entry for each key, which holds all that the times or the names of
+the candidates depend on. Read and written by one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.reduce.choice import measurements_from_json, measurements_to_json
+from hpctrain.reduce.cost import Candidate, Measurement
+from hpctrain.reduce.levels import Level, levels_from_json, levels_to_json
+from hpctrain.telemetry import write_json
+from hpctrain.topology import Topology
+
+FILE_NAME = "reduction.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationKey:
+    """What measurements are valid for. versions: of the libraries that reduce, by name."""
+
+    ranks_by_node: tuple[tuple[int, ...], ...]
+    emulated: bool
+    backend: str
+    device: str
+    candidates: tuple[Candidate, ...]
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        topology: Topology,
+        backend: str,
+        device: str,
+        candidates: tuple[Candidate, ...],
+        versions: dict[str, str],
+    ) -> CalibrationKey:
+        return cls(
+            ranks_by_node=topology.ranks_by_node, emulated=topology.emulated, backend=backend, device=device,
+            candidates=candidates, versions=tuple(sorted(versions.items())),
+        )  # fmt: skip
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "ranks_by_node": [list(ranks) for ranks in self.ranks_by_node],
+            "candidates": [list(candidate) for candidate in self.candidates],
+            "versions": dict(self.versions),
+        }
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Fields in which a file's key is not this one."""
+        mine = self.as_json()
+        return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What one calibration found, in a form that goes through JSON."""
+
+    measurements: tuple[Measurement, ...]
+    levels: tuple[Level, ...]
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "measurements": measurements_to_json(self.measurements),
+            "levels": levels_to_json(self.levels),
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Kept:
+        """ValueError where it is not what `as_json` made."""
+        if not isinstance(value, dict) or not {"measurements", "levels", "seconds"} <= value.keys():
+            raise ValueError("no calibration: fields are missing")
+        return cls(
+            measurements=tuple(measurements_from_json(value["measurements"])),
+            levels=levels_from_json(value["levels"]),
+            seconds=float(value["seconds"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An entry of a file, or why there is none to use. `why` is empty where there is no file."""
+
+    kept: Kept | None
+    why: str = ""
+
+
+def read_calibration(path: Path, *, key: CalibrationKey) -> Found:
+    """The measurements of `key`. A damaged file is not an error: it is measured anew."""
+    try:
+        entries = _entries(path)
+    except FileNotFoundError:
+        return Found(None)
+    except (OSError, ValueError) as error:
+        return Found(None, f"{path} cannot be read ({error})")
+    others: list[str] = []
+    for entry in entries:
+        differences = key.differences(entry["key"])
+        if differences:
+            others = differences if not others else min(others, differences, key=len)
+            continue
+        try:
+            kept = Kept.from_json(entry["found"])
+            unknown = {m.candidate for m in kept.measurements} - set(key.candidates)
+            if unknown:
+                raise ValueError(f"it holds measurements of {unknown}, which its key does not name")
+            return Found(kept)
+        except (ValueError, TypeError) as error:
+            return Found(None, f"{path} cannot be read ({error})")
+    return Found(
+        None, f"{path} holds measurements of other {', '.join(others).replace('_', ' ')}" if others else ""
+    )
+
+
+def write_calibration(path: Path, *, key: CalibrationKey, kept: Kept) -> None:
+    """Put an entry into the file, beside those of other keys. Whole or not at all. OSError where it fails."""
+    try:
+        entries = _entries(path)
+    except (OSError, ValueError):
+        entries = []  # not there, or damaged
+    entries = [entry for entry in entries if key.differences(entry["key"])]
+    entries.append({"key": key.as_json(), "found": kept.as_json()})
+    write_json(path, {"schema": SCHEMA, "entries": entries})
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """OSError or ValueError where the file is not one of ours."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"it is not of schema {SCHEMA}")
+    entries = content.get("entries")
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and isinstance(e.get("key"), dict) and "found" in e for e in entries
+    ):
+        raise ValueError("its entries are damaged")
+    return entries

@@ -1,0 +1,207 @@
+"""Which reduction for which size, from measurements. Pure.
+
+The choice for a size is the candidate whose fitted cost is least there; of equals the first one measured. Where
+others were measured at larger sizes than a candidate, it was left behind: it is not chosen for those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.reduce.cost import Candidate, Cost, Measurement
+
+DEFAULT_BUCKET_BYTES = 4_000_000
+SMALLEST_BUCKET_BYTES = 1 << 19
+LARGEST_BUCKET_BYTES = 1 << 25
+# Of a bucket's time, the share in which bytes travel. 8/9 is reached at 8 times Hockney's half-performance length.
+EFFICIENCY = 8 / 9
+# So many buckets of a model at least, so that most of the reduction has backward to hide behind; the last one never
+# has (Li et al. 2020, arXiv:2006.15704: small buckets pay latency, large ones do not overlap).
+LEAST_BUCKETS = 4
+# A wire that rounds more must save at least this share of the time.
+WORTH_ROUNDING = 0.05
+EXACTNESS = ("fp32", "fp16", "bf16")
+# No bucket is larger: what would be better there is of no interest.
+LARGEST_SIZE = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`candidate` for sizes of at least `begin` bytes, up to the next range."""
+
+    begin: int
+    candidate: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to reduce with, by size. Made by `of_measurements`, or by `only` where there is no choice."""
+
+    costs: Mapping[Candidate, Cost]
+    ranges: tuple[Range, ...]
+    measurements: tuple[Measurement, ...] = ()
+
+    @classmethod
+    def only(cls, candidate: Candidate) -> Choice:
+        """Nothing was measured, as there is one candidate."""
+        return cls({}, (Range(0, candidate),))
+
+    @classmethod
+    def of_measurements(cls, measurements: Sequence[Measurement]) -> Choice:
+        """UsageError if there are none."""
+        if not measurements:
+            raise UsageError("no measurements to choose by: give at least one of a candidate")
+        by_candidate: dict[Candidate, list[tuple[int, float]]] = {}
+        for m in measurements:
+            by_candidate.setdefault(m.candidate, []).append((m.num_bytes, m.seconds))
+        costs = {candidate: Cost.fit(measured) for candidate, measured in by_candidate.items()}
+        return cls(costs, _ranges(costs), tuple(measurements))
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Those that are chosen for some size, smallest size first."""
+        return tuple(dict.fromkeys(r.candidate for r in self.ranges))
+
+    def choose(self, num_bytes: int) -> Candidate:
+        """For a bucket of so many bytes of uncast gradients."""
+        if len(self.ranges) == 1:
+            return self.ranges[0].candidate
+        return min(eligible(self.costs, num_bytes), key=lambda candidate: self.costs[candidate].at(num_bytes))
+
+    def seconds(self, num_bytes: int) -> float:
+        """Predicted for the candidate that is chosen; 0 where nothing was measured."""
+        return self.costs[self.choose(num_bytes)].at(num_bytes) if self.costs else 0.0
+
+    def for_wire(self, wire: str) -> Choice:
+        """The same, among the candidates with this wire. UsageError if none has it."""
+        if not self.costs:
+            if self.ranges[0].candidate.wire == wire:
+                return self
+            raise UsageError(f"nothing was measured with the wire {wire}")
+        return Choice.of_measurements([m for m in self.measurements if m.wire == wire])
+
+    def for_all_sizes(self, bucket_bytes: Iterable[int]) -> Choice:
+        """One candidate, whatever the size: the one that takes least time for these buckets together."""
+        if not self.costs:
+            return self
+        sizes = list(bucket_bytes)
+        among = eligible(self.costs, max(sizes, default=0))
+        best = min(among, key=lambda candidate: sum(self.costs[candidate].at(size) for size in sizes))
+        return Choice(self.costs, (Range(0, best),), self.measurements)
+
+    def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
+        """The wire that takes least time for these buckets; one that rounds more only if it saves 5%."""
+        sizes = list(bucket_bytes)
+        wires = dict.fromkeys(c.wire for c in (self.costs or self.candidates))
+        ordered = sorted(wires, key=roundings)
+        chosen = ordered[0]
+        if not self.costs:
+            return chosen
+        chosen_s = self._total_s(chosen, sizes)
+        for wire in ordered[1:]:
+            seconds = self._total_s(wire, sizes)
+            if seconds < (1 - WORTH_ROUNDING) * chosen_s:
+                chosen, chosen_s = wire, seconds
+        return chosen
+
+    def _total_s(self, wire: str, sizes: Sequence[int]) -> float:
+        choice = self.for_wire(wire)
+        return sum(choice.seconds(size) for size in sizes)
+
+    def bucket_bytes(self, *, gradient_bytes: int) -> int:
+        """A bucket in which latency is a small share of the time, yet several of which make up the gradients.
+
+        The smallest power of two with an efficiency of 8/9: time of its bytes at the rate of large buckets, over
+        its predicted time. At most a quarter of `gradient_bytes`, a model's; between 512 KiB and 32 MiB.
+        """
+        size = DEFAULT_BUCKET_BYTES
+        if self.costs:
+            size = SMALLEST_BUCKET_BYTES
+            while size < LARGEST_BUCKET_BYTES and self._efficiency(size) < EFFICIENCY:
+                size *= 2
+        quarter = math.ceil(gradient_bytes / LEAST_BUCKETS)
+        return max(SMALLEST_BUCKET_BYTES, min(size, quarter))
+
+    def _efficiency(self, num_bytes: int) -> float:
+        slope = self.costs[self.choose(LARGEST_BUCKET_BYTES)].slope
+        return num_bytes * slope / self.seconds(num_bytes)
+
+    def describe(self) -> str:
+        """`flat up to 64 KB, then hierarchical-ring`."""
+        parts = []
+        for this, following in zip(self.ranges, self.ranges[1:], strict=False):
+            parts.append(f"{this.candidate.algorithm} up to {_show_bytes(following.begin)}")
+        return ", then ".join([*parts, self.ranges[-1].candidate.algorithm])
+
+    def record(self) -> dict[str, Any]:
+        """For the run's record: what is chosen from which size on, and each candidate's numbers."""
+        return {
+            "ranges": [{"from_bytes": r.begin, **r.candidate._asdict()} for r in self.ranges],
+            "candidates": [
+                {**candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
+                 "measured": [{"bytes": size, "seconds": seconds} for size, seconds in cost.points]}
+                for candidate, cost in self.costs.items()
+            ],
+        }  # fmt: skip
+
+
+def roundings(wire: str) -> int:
+    """Order of the wires: what rounds more has the larger number."""
+    return EXACTNESS.index(wire) if wire in EXACTNESS else len(EXACTNESS)
+
+
+def measurements_to_json(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
+    return [asdict(m) for m in measurements]
+
+
+def measurements_from_json(value: Any) -> list[Measurement]:
+    """ValueError where it is not what `measurements_to_json` made."""
+    try:
+        found = [
+            Measurement(
+                algorithm=str(m["algorithm"]), wire=str(m["wire"]), num_bytes=int(m["num_bytes"]),
+                seconds=float(m["seconds"]),
+            )
+            for m in value
+        ]  # fmt: skip
+    except (TypeError, KeyError, UsageError) as error:
+        raise ValueError(f"no measurements: {error}") from error
+    if not found:
+        raise ValueError("no measurements: the list is empty")
+    return found
+
+
+def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidate]:
+    """The candidates that were measured as far as any was, or at least at `num_bytes`; in order."""
+    furthest = max(cost.points[-1][0] for cost in costs.values())
+    return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
+
+
+def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:
+    """The best candidate changes where two costs cross, so only those sizes need to be looked at."""
+    sizes = {0}
+    fitted = list(costs.values())
+    for place, one in enumerate(fitted):
+        for other in fitted[place + 1 :]:
+            for crossing in one.crossings(other):
+                if crossing <= LARGEST_SIZE:
+                    sizes.update(range(max(0, math.floor(crossing) - 1), math.floor(crossing) + 3))
+        sizes.update(size for size, _ in one.points)  # equal up to there, and not beyond
+        sizes.update(size + 1 for size, _ in one.points)
+    ranges: list[Range] = []
+    for size in sorted(sizes):
+        best = min(eligible(costs, size), key=lambda candidate: costs[candidate].at(size))
+        if not ranges or ranges[-1].candidate != best:
+            ranges.append(Range(size, best))
+    return tuple(ranges)
+
+
+def _show_bytes(num_bytes: int) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.3g} {unit}"
+    return f"{num_bytes} bytes"

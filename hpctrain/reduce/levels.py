@@ -1,0 +1,112 @@
+"""How fast the ranks of a node reach each other, and how fast the nodes do: for the run's record."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hpctrain.comm import Collective, ReduceOp, World
+from hpctrain.topology import Topology
+
+AXES = {"local": "within the node", "node": "between nodes"}
+LATENCY_TRIALS = 5
+BANDWIDTH_TRIALS = 2
+SOME_BYTES = 1 << 18
+MANY_BYTES = 1 << 22
+# A link that carries `SOME_BYTES` faster than this is too fast to be measured by so few.
+QUICK_S = 5e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One axis of the mesh. num_members: ranks of its largest group.
+
+    latency_s: of an all-reduce of one number. bytes_per_s: what one rank sends within its node, or one node to the
+    others, in an all-reduce of large buffers by the backend, by the ring's bound.
+    """
+
+    axis: str
+    num_members: int
+    latency_s: float
+    bytes_per_s: float
+
+    def describe(self) -> str:
+        return f"{AXES[self.axis]} {self.latency_s * 1e6:.0f} us, {self.bytes_per_s / 1e6:.0f} MB/s"
+
+
+def measure_levels(
+    world: World,
+    topology: Topology,
+    *,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Level, ...]:
+    """The levels that have several members. Collective; the same on every rank. A few reductions for each."""
+    found = []
+    for axis in AXES:
+        groups = topology.groups(axis)
+        num_members = max(len(group) for group in groups)
+        if num_members == 1:
+            continue
+        timer = _Timer(world, world.split(groups), device=device, clock=clock)
+        timer.seconds(SOME_BYTES)  # connections are made
+        latency = statistics.median(timer.seconds(8) for _ in range(LATENCY_TRIALS))
+        num_bytes = SOME_BYTES
+        seconds = min(timer.seconds(num_bytes) for _ in range(BANDWIDTH_TRIALS))
+        if seconds < QUICK_S:
+            num_bytes = MANY_BYTES
+            seconds = min(timer.seconds(num_bytes) for _ in range(BANDWIDTH_TRIALS))
+        # All groups of the node axis share the links of their nodes.
+        sharers = len(groups) if axis == "node" else 1
+        sent = 2 * (num_members - 1) / num_members * num_bytes * sharers
+        rate = sent / max(seconds - latency, seconds / 2)
+        found.append(Level(axis=axis, num_members=num_members, latency_s=latency, bytes_per_s=rate))
+    return tuple(found)
+
+
+class _Timer:
+    """Times the all-reduce of one group beside those of all others; a rank in no group only waits for them."""
+
+    def __init__(
+        self, world: World, group: Collective | None, *, device: torch.device, clock: Callable[[], float]
+    ) -> None:
+        self._world = world
+        self._group = group
+        self._device = device
+        self._clock = clock
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of the rank that took longest."""
+        buffer = torch.zeros(num_bytes // 4, device=self._device)
+        self._world.barrier()
+        begin = self._clock()
+        if self._group is not None:
+            self._group.all_reduce(buffer)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        seconds = torch.tensor([self._clock() - begin], dtype=torch.float64)
+        self._world.all_reduce(seconds, op=ReduceOp.MAX)
+        return max(float(seconds), 1e-9)
+
+
+def levels_to_json(levels: tuple[Level, ...]) -> list[dict[str, Any]]:
+    return [asdict(level) for level in levels]
+
+
+def levels_from_json(value: Any) -> tuple[Level, ...]:
+    """ValueError where it is not what `levels_to_json` made."""
+    try:
+        return tuple(
+            Level(
+                axis=str(v["axis"]), num_members=int(v["num_members"]), latency_s=float(v["latency_s"]),
+                bytes_per_s=float(v["bytes_per_s"]),
+            )
+            for v in value
+        )  # fmt: skip
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"no levels: {error}") from error
