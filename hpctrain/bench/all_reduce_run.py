@@ -92,9 +92,7 @@ def all_reduce_document(
     commit: str | None,
 ) -> dict[str, Any]:
     """What `--json` writes; its fields are in docs/guides/benchmarks.md. Collective; rank 0's is written."""
-    environment = environment_record(
-        session, algorithm=",".join(asked.algorithms), wire=",".join(asked.wires), commit=commit
-    )
+    environment = environment_record(session, commit=commit)
     return {
         **document_head(SCHEMA, commit=commit),
         "topology": environment["topology"],

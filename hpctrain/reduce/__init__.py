@@ -3,6 +3,5 @@
 from hpctrain.reduce.all_reduce_updater import AllReduceUpdater
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome, Updater
-from hpctrain.reduce.wire import WireFormat
 
-__all__ = ["AllReduceUpdater", "LossScale", "StepOutcome", "Updater", "WireFormat"]
+__all__ = ["AllReduceUpdater", "LossScale", "StepOutcome", "Updater"]

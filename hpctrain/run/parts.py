@@ -13,9 +13,12 @@ import torch
 from hpctrain.data import Dataset, Loader
 from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.launch import TERMINAL_VARIABLE
+from hpctrain.reduce.auto_choice import CalibrationFiles
+from hpctrain.reduce.calibration_file import FILE_NAME
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.recipe import Recipe
+from hpctrain.run.reduction import ReductionPlan
 from hpctrain.run.session import Session
 from hpctrain.train import (
     CheckpointPolicy,
@@ -132,6 +135,20 @@ def build_schedule(recipe: Recipe, *, steps: int) -> Schedule:
 
 def checkpoint_directory(recipe: Recipe) -> Path:
     return Path(recipe.checkpoint.directory or Path(recipe.run.directory) / "checkpoints")
+
+
+def reduction_plan(recipe: Recipe) -> ReductionPlan:
+    """What the section [reduction] asks for. A fixed algorithm or a fixed wire alone is measured too, for the other."""
+    section = recipe.reduction
+    return ReductionPlan(
+        algorithm=section.algorithm,
+        wire=section.wire,
+        bucket_bytes=max(1, int(section.bucket_mb * 1e6)) if section.bucket_mb is not None else None,
+        files=CalibrationFiles(
+            run=Path(recipe.run.directory) / FILE_NAME,
+            shared=Path(section.calibration) if section.calibration is not None else None,
+        ),
+    )
 
 
 def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSettings:

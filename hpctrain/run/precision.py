@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hpctrain.errors import RecipeError
-from hpctrain.reduce import LossScale, WireFormat
+from hpctrain.reduce import LossScale
 
 MODEL_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32, "fp16": torch.float32}
 AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,10 +24,10 @@ def autocast_for(precision: str, *, device: torch.device) -> Callable[[], Abstra
     return lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def loss_scale_for(precision: str, *, wire: WireFormat, max_skipped_in_row: int) -> LossScale:
+def loss_scale_for(precision: str, *, wire: str, max_skipped_in_row: int) -> LossScale:
     """float16, in forward or on the wire, needs a scale that moves; all else stays at 1."""
     if precision == "fp16":
         return LossScale(value=2.0**16, dynamic=True, max_skipped_in_row=max_skipped_in_row)
-    if wire is WireFormat.FP16:
+    if wire == "fp16":
         return LossScale(value=2.0**10, dynamic=True, max_skipped_in_row=max_skipped_in_row)
     return LossScale(max_skipped_in_row=max_skipped_in_row)

@@ -135,16 +135,34 @@ class OptimizerSection(Section):
 class ReductionSection(Section):
     """How gradients cross the network."""
 
-    algorithm: Literal["auto", "flat", "hierarchical"] = Field(
+    algorithm: Literal[
+        "auto", "flat", "ring", "direct", "hierarchical", "hierarchical-ring", "hierarchical-flat",
+        "nccl-hierarchical", "nccl-torus",
+    ] = Field(
         "auto",
-        description="`hierarchical`: within the node, between nodes, within the node. "
-        "`auto`: hierarchical on several nodes with several ranks each, else flat.",
-    )
-    wire: Literal["fp32", "fp16"] = Field(
+        description="How gradients are summed; see guides/reduction.md. `auto`: by measurement at the start, for "
+        "each size of bucket. Where an algorithm cannot run, a note says which one runs instead.",
+    )  # fmt: skip
+    wire: Literal["auto", "fp32", "fp16", "bf16", "int8", "top-k", "low-rank"] = Field(
         "fp32",
-        description="`fp16` sends two bytes a gradient, scaled, with overflowed steps skipped on all ranks.",
+        description="What is sent of a gradient. `fp16`: two bytes, scaled, with overflowed steps skipped on all "
+        "ranks. `bf16`: two bytes. `int8`: one, with a scale for 256 and error feedback. `top-k`: the largest 1 % with "
+        "error feedback. `low-rank`: PowerSGD with error feedback. `auto`: the faster of `fp32` and `fp16`.",
     )
-    bucket_mb: float = Field(4.0, gt=0, description="Gradients are sent in buckets of about this many MB.")
+    bucket_mb: float | None = Field(
+        None,
+        gt=0,
+        description="Gradients are sent in buckets of about this many MB. Absent: as measured, or 4 where nothing is.",
+    )
+    calibration: str | None = Field(
+        None,
+        description="A file of measurements that several runs share; made or added to. The run's own file is "
+        "`reduction.json` in its directory.",
+    )
+    sync_batch_norm: bool = Field(
+        False,
+        description="Batch norm over the samples of all ranks: its layers in the model are replaced by ours.",
+    )
 
 
 class CheckpointSection(Section):

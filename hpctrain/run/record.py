@@ -27,7 +27,7 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def environment_record(session: Session, *, algorithm: str, wire: str, commit: str | None) -> dict[str, Any]:
+def environment_record(session: Session, *, commit: str | None) -> dict[str, Any]:
     """What this run runs on, over all ranks. Collective; the same value on every rank."""
     mine = {
         "rank": session.rank,
@@ -43,8 +43,6 @@ def environment_record(session: Session, *, algorithm: str, wire: str, commit: s
         "commit": commit,
         "launcher": session.identity.launcher,
         "backend": session.world.backend,
-        "algorithm": algorithm,
-        "wire": wire,
         "topology": session.topology.describe(),
         "ranks_by_node": [list(ranks) for ranks in session.topology.ranks_by_node],
         "node_names": list(session.topology.node_names),

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, final, overload
 
 import torch
 
@@ -21,16 +21,18 @@ from hpctrain.comm import (
     make_two_level,
     open_world,
 )
+from hpctrain.comm.totals import Operation, all_reduce_values
 from hpctrain.data import Dataset, Loader
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
-from hpctrain.reduce import AllReduceUpdater, LossScale, WireFormat
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.local_reducer import LocalReducer
+from hpctrain.reduce import AllReduceUpdater, LossScale
+from hpctrain.reduce.algorithm import AUTO, Algorithm, Means, decide, parse_algorithm
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.run.device import choose_device
+from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes, make_reduction
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
+from hpctrain.train.sync_batch_norm import communicates_in_forward, convert_sync_batch_norm
 
 T = TypeVar("T")
 
@@ -87,61 +89,64 @@ class Session:
         if self.rank == 0:
             tell(f"note: {text}")
 
-    def choose_algorithm(self, asked: str) -> str:
-        """`flat` or `hierarchical`: what `asked` (also `auto`) comes to on this topology. Not collective.
+    def reducer(self, *, algorithm: str = AUTO) -> Reducer:
+        """A function that sums any buffer over all ranks in place, in a message space of its own. Collective.
 
-        Two levels need several nodes and several ranks on one of them; where they cannot run, a note says so.
+        By the backend's own operations, so it can be called with any size: `flat`, or `hierarchical`, which is
+        `auto` too where there are two levels.
         """
-        if asked not in ("auto", "flat", "hierarchical"):
-            raise UsageError(f"reduction algorithm {asked!r}: choose auto, flat or hierarchical")
-        two_level = self.topology.num_nodes > 1 and self.num_ranks > self.topology.num_nodes
-        if asked == "hierarchical" and not two_level:
-            self.note(f"reduction: hierarchical was asked for, flat is used: {self.topology.describe()}")
-        return "hierarchical" if two_level and asked != "flat" else "flat"
-
-    def reducer(self, *, algorithm: str = "auto") -> Reducer:
-        """A function that sums a buffer over all ranks in place, in a message space of its own. Collective."""
         if self.num_ranks == 1:
             return lambda buffer: None
-        if self.choose_algorithm(algorithm) == "flat":
+        asked = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
+        means = Means(backend=self.world.backend, topology=self.topology, messages=False)
+        decision = decide(asked, wire="fp32", means=means)
+        if decision.algorithm is not Algorithm.HIERARCHICAL_FLAT:
+            if algorithm not in (AUTO, Algorithm.FLAT.value):
+                self.note(f"reduction: {algorithm} was asked for, flat is used: {self.topology.describe()}")
             return self.world.duplicate().all_reduce
         return make_two_level(self.world, self.topology).all_reduce
 
-    def bucket_reducer(self, *, algorithm: str = "auto", wire: str = "fp32") -> BucketReducer:
+    def reduction(self, plan: ReductionPlan, *, gradient_bytes: int) -> Reduction:
         """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
-        reducer = self._make_bucket_reducer(algorithm=algorithm, wire=wire)
-        self._reducers.append(reducer)
-        return reducer
+        made = make_reduction(
+            self.world, plan, topology=self.topology, device=self.device, gradient_bytes=gradient_bytes,
+            note=self.note,
+        )  # fmt: skip
+        self._reducers.append(made.reducer)
+        return made
 
-    def _make_bucket_reducer(self, *, algorithm: str, wire: str) -> BucketReducer:
-        if self.num_ranks == 1:
-            return LocalReducer(wire=wire)
-        comm = self.world.duplicate()
-        if self.choose_algorithm(algorithm) == "flat":
-            return CollectiveReducer.flat(comm, topology=self.topology, wire=wire)
-        levels = make_two_level(self.world, self.topology)
-        return CollectiveReducer.hierarchical(comm, levels=levels, topology=self.topology, wire=wire)
+    def bucket_reducer(
+        self, *, algorithm: str = AUTO, wire: str = "fp32", gradient_bytes: int = 0
+    ) -> BucketReducer:
+        """The reducer of `reduction`, by the names in the recipe. Collective."""
+        plan = ReductionPlan(algorithm=algorithm, wire=wire)
+        return self.reduction(plan, gradient_bytes=gradient_bytes).reducer
 
     def updater(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        algorithm: str = "auto",
-        wire: str | WireFormat = WireFormat.FP32,
-        bucket_bytes: int = 4_000_000,
+        algorithm: str = AUTO,
+        wire: str = "fp32",
+        bucket_bytes: int | None = None,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
+        reduction: Reduction | None = None,
     ) -> AllReduceUpdater:
         """Wrap `optimizer`; the model's parameters and buffers become those of rank 0. Collective.
 
         In a plain Horovod script this is what `hvd.DistributedOptimizer` and the two broadcasts were:
-        `loss.backward()`, `step()` and `zero_grad()` stay.
+        `loss.backward()`, `step()` and `zero_grad()` stay. reduction: made before, by `reduction`; then
+        algorithm, wire and bucket_bytes are its own.
         """
         broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0)
+        if reduction is None:
+            plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
+            reduction = self.reduction(plan, gradient_bytes=gradient_bytes(model))
         return AllReduceUpdater(
-            optimizer, comm=self.world, bucket_bytes=bucket_bytes, loss_scale=loss_scale, clip_norm=clip_norm,
-            reducer=self.bucket_reducer(algorithm=algorithm, wire=WireFormat(wire).value),
+            optimizer, comm=self.world, reducer=reduction.reducer, bucket_bytes=reduction.bucket_bytes,
+            loss_scale=loss_scale, clip_norm=clip_norm,
         )  # fmt: skip
 
     def open_dataset(self, directory: str | Path) -> Dataset:
@@ -169,6 +174,26 @@ class Session:
         buffer = torch.tensor([float(value)], dtype=torch.float64)
         self.world.all_reduce(buffer)
         return float(buffer) / self.num_ranks
+
+    @overload
+    def all_reduce(self, value: torch.Tensor, *, op: Operation = "sum") -> torch.Tensor: ...
+    @overload
+    def all_reduce(self, value: Mapping[str, float], *, op: Operation = "sum") -> dict[str, float]: ...
+    def all_reduce(
+        self, value: torch.Tensor | Mapping[str, float], *, op: Operation = "sum"
+    ) -> torch.Tensor | dict[str, float]:
+        """Sum, mean or max of a tensor, or of numbers by name, over the ranks. Collective. See `all_reduce_values`."""
+        return all_reduce_values(self.world, value, op=op)
+
+    def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
+        """`model` with its batch normalisation over all ranks' samples. Collective; see `convert_sync_batch_norm`."""
+        if self.num_ranks == 1:
+            return model
+        comm = self.world.duplicate()
+        model = self.agreed(lambda: convert_sync_batch_norm(model, comm), os_error=UsageError)
+        if not communicates_in_forward(model):
+            self.note("batch normalisation over the ranks was asked for, the model has none")
+        return model
 
     def close(self) -> None:
         """Finish communication. Collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from hpctrain.comm import all_gather_json, check_same, on_rank_0
 from hpctrain.data import ORDER_NAME, Dataset
 from hpctrain.errors import DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
-from hpctrain.reduce import WireFormat
 from hpctrain.resilience import StopRequest
 from hpctrain.run.directory import prepare_run_directory, set_aside, set_aside_newer
 from hpctrain.run.parts import (
@@ -23,12 +22,14 @@ from hpctrain.run.parts import (
     build_schedule,
     build_settings,
     checkpoint_directory,
+    reduction_plan,
     total_steps,
 )
 from hpctrain.run.precision import loss_scale_for
 from hpctrain.run.recipe import Recipe
 from hpctrain.run.recipe_file import to_toml
 from hpctrain.run.record import environment_record, working_commit
+from hpctrain.run.reduction import Reduction, gradient_bytes
 from hpctrain.run.session import Session, start
 from hpctrain.run.summary import SUMMARY, finished_summary, summarize
 from hpctrain.telemetry import RecordWriter, tell, write_json
@@ -101,9 +102,6 @@ def carry_out(
     session.agreed(lambda: session.world.publish_in(directory / "watch"), os_error=LaunchError)
     if resume.anew:
         _start_anew(recipe, session)
-    wire = WireFormat(recipe.reduction.wire)
-    algorithm = session.choose_algorithm(recipe.reduction.algorithm)
-    environment = environment_record(session, algorithm=algorithm, wire=wire.value, commit=commit)
     dataset = open_same_dataset(recipe.data.train, session=session)
     held_out = open_same_dataset(recipe.data.held_out, session=session) if recipe.data.held_out else None
     if recipe.run.deterministic:
@@ -114,15 +112,23 @@ def carry_out(
         lambda: build_parts(recipe, task, session=session, dataset=dataset, held_out=held_out),
         os_error=RecipeError,
     )
-    _tell_start(recipe, session, algorithm=algorithm, dataset=dataset)
+    reduction = session.reduction(reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model))
+    environment = {
+        **environment_record(session, commit=commit),
+        "algorithm": reduction.algorithm,
+        "wire": reduction.wire,
+        "reduction": reduction.record,
+    }
+    if recipe.reduction.sync_batch_norm:
+        # The optimizer has the parameters already: the layers keep them.
+        parts = replace(parts, model=session.sync_batch_norm(parts.model))
+    _tell_start(recipe, session, reduction=reduction, dataset=dataset)
     updater = session.updater(
         parts.model,
         parts.optimizer,
-        algorithm=algorithm,
-        wire=wire,
-        bucket_bytes=max(1, int(recipe.reduction.bucket_mb * 1e6)),
+        reduction=reduction,
         loss_scale=loss_scale_for(
-            recipe.run.precision, wire=wire, max_skipped_in_row=recipe.optimizer.max_skipped_in_row
+            recipe.run.precision, wire=reduction.wire, max_skipped_in_row=recipe.optimizer.max_skipped_in_row
         ),
         clip_norm=recipe.optimizer.clip_norm,
     )
@@ -260,11 +266,11 @@ def _start_anew(recipe: Recipe, session: Session) -> None:
             tell(f"starting anew: what an earlier run left is in {place}")
 
 
-def _tell_start(recipe: Recipe, session: Session, *, algorithm: str, dataset: Dataset) -> None:
+def _tell_start(recipe: Recipe, session: Session, *, reduction: Reduction, dataset: Dataset) -> None:
     if session.rank == 0:
         tell(
             f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
-            f"{session.topology.describe()}, {session.world.backend}, {algorithm} reduction, "
-            f"{recipe.reduction.wire} on the wire, {session.device.type}; {dataset.num_samples:,} samples, "
+            f"{session.topology.describe()}, {session.world.backend}, {reduction.algorithm} reduction, "
+            f"{reduction.wire} on the wire, {session.device.type}; {dataset.num_samples:,} samples, "
             f"global batch {recipe.data.global_batch}"
         )

@@ -66,7 +66,7 @@ def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> No
         (minimal(optimizer={"lr": float("nan")}), "optimizer.lr"),
         (
             minimal(reduction={"wire": "fp8"}),
-            "reduction.wire: found \"fp8\": input should be 'fp32' or 'fp16'",
+            "reduction.wire: found \"fp8\": input should be 'auto', 'fp32', 'fp16', 'bf16'",
         ),
         (minimal(run={"steps": 3}), "set one of epochs and steps, not both"),
         (minimal(optimizer={"lr_scaling": "linear"}), "needs reference_batch"),
