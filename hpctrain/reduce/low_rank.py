@@ -51,8 +51,8 @@ class LowRankReducer:
         self,
         comm: Collective,
         *,
-        rank: int = 4,
-        start_step: int = 10,
+        rank: int = 16,
+        start_step: int = 20,
         topology: Topology | None = None,
     ) -> None:
         if rank < 1:

@@ -105,7 +105,7 @@ class TopKReducer:
         *,
         fraction: float = 0.01,
         value_dtype: torch.dtype | None = None,
-        start_step: int = 10,
+        start_step: int = 20,
         topology: Topology | None = None,
     ) -> None:
         if not 0 < fraction <= 1:
