@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test test-fast lint demo docs clean distclean
+.PHONY: help setup plan cluster-setup test test-fast lint demo docs bench-reduction clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -42,9 +42,12 @@ test-fast: setup ## the tests that start no MPI ranks
 docs: setup ## write docs/recipe.md from the code
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md
 
+bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; alone on the machine
+	$(BIN)python -m benchmarks.reduction --output benchmarks/results/reduction.json
+
 clean: ## remove what was made here; .venv and runs/ (your results) stay
 	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find hpctrain tests scripts examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find hpctrain tests scripts examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv; built wheels stay in the cache
 	rm -rf .venv

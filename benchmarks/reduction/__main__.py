@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.output is not None:
         content = records.write(arguments.output, made, repository=REPOSITORY)
         console.print(f"written: {arguments.output}")
-        if arguments.output == RESULTS:
+        if arguments.output.resolve() == RESULTS:
             page.refresh(PAGE, content)
     return 1 if failed else 0
 

@@ -1,0 +1,58 @@
+"""The reduction benchmark's machinery, with sizes at which a time says nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.reduction.bounds import bytes_out_of_a_node
+from benchmarks.reduction.figures import PEERS
+from benchmarks.reduction.places import OnCluster, OneNode
+from tests.cluster import Cluster
+
+pytestmark = pytest.mark.launches
+
+NUMEL = 30_000
+
+
+def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> None:
+    settings = {
+        "numel": NUMEL, "choices": [("hierarchical", "fp16"), ("hierarchical", "int8")],
+        "stream_bytes": 24_000, "num_rounds": 2, "seed": 1,
+    }  # fmt: skip
+    found = OnCluster(cluster).run("buffers", settings, timeout_s=120)
+    assert set(found) == {"hierarchical/fp16", "hierarchical/int8", "stream", *PEERS}
+    assert {len(of["seconds"]) for name, of in found.items() if name != "stream"} == {2}
+    assert len(found["stream"]["seconds"]) == 4  # twice a round: all is held against it
+
+
+def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
+    choices = [("hierarchical", "fp16"), ("ring", "fp16"), ("direct", "fp16")]
+    settings = {"numel": NUMEL, "choices": choices, "pause_s": 0.1}
+    before = cluster.bytes_sent()
+    found = OnCluster(cluster).run("counted_bytes", settings, timeout_s=120)
+    sent = [now - then for now, then in zip(cluster.bytes_sent().values(), before.values(), strict=True)]
+    for algorithm, wire in choices:
+        bound = bytes_out_of_a_node(algorithm, numel=NUMEL, elem_bytes=2, num_nodes=4, ranks_per_node=2)
+        counted = found[f"{algorithm}/{wire}"]["node_bytes"]
+        assert len(counted) == 4
+        assert min(counted) >= bound
+        # The counters are the ones that the cluster reads from outside.
+        assert all(part < whole for part, whole in zip(counted, sent, strict=True))
+
+
+def test_steps_of_every_method_end_in_the_same_parameters() -> None:
+    settings = {"workloads": ["mlp"], "num_rounds": 1, "block": 2, "seed": 1}
+    found = OneNode().run("training_steps", settings, timeout_s=120)["mlp"]
+    methods = {
+        "none",
+        "mpi-fp32",
+        "ours-fp32",
+        "ours-fp16",
+        "ddp-fp32",
+        "ddp-fp16",
+        "horovod-fp32",
+        "horovod-fp16",
+    }
+    assert {name: [len(block) for block in blocks] for name, blocks in found.items()} == dict.fromkeys(
+        methods, [2]
+    )
