@@ -14,7 +14,7 @@ from tests.ranks.wire_quality_cases import COURSES, Outcome, train
 
 NUM_RANKS = 4
 # Each is trained once with every task; bytes of a step as a share of those of fp32.
-MOST_BYTES = {"fp16": 0.51, "int8": 0.27, "low-rank": 0.45}
+MOST_BYTES = {"fp16": 0.51, "bf16": 0.51, "int8": 0.27, "low-rank": 0.45}
 # What a model that has learnt something reaches: a tenth of the digits are right by chance, and the bytes of the
 # text have an entropy of 3.1 nats each.
 LEARNT = {"digits": lambda accuracy: accuracy > 0.95, "characters": lambda nats: nats < 2.4}
