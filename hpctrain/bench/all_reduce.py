@@ -24,6 +24,8 @@ from hpctrain.topology import Topology
 # (algorithm, wire) -> a reducer in message spaces of its own. Collective. Raises UsageError, the same on
 # every rank, where the two cannot be had here.
 MakeReducer = Callable[[str, str], BucketReducer]
+# (algorithm, wire, bytes) -> the algorithm that runs; None: the reducer's one.
+RunsFor = Callable[[str, str, int], str | None]
 
 # A bucket, and at most as much again for what is on the wire.
 COPIES = 2.5
@@ -110,12 +112,14 @@ def measure_all_reduce(
     link_bytes_per_s: float | None = None,
     progress: Callable[[float], None] = lambda share: None,
     memory_bytes: float | None = None,
+    runs: RunsFor = lambda algorithm, wire, num_bytes: None,
 ) -> AllReduceMeasured:
     """Measure every cell that can run here. Collective; the same value on every rank.
 
     What cannot run, or would run as something that is measured anyway, is a note. memory_bytes: what the
     buckets of this rank may take; half of what is free, shared by the host's ranks, unless given. Where
-    not all reducers fit they are measured in groups, one after another, which is a note too.
+    not all reducers fit they are measured in groups, one after another, which is a note too. runs: the
+    algorithm that a reducer takes for a size, where that differs between sizes.
     Raises UsageError when nothing that was asked for can run.
     """
     notes: list[str] = []
@@ -145,6 +149,7 @@ def measure_all_reduce(
             row_of(
                 found, reducers[found.cell.algorithm, found.cell.wire], topology=topology, asked=asked,
                 link_bytes_per_s=link_bytes_per_s,
+                runs=runs(found.cell.algorithm, found.cell.wire, found.cell.num_bytes),
             )
             for found in measured
         ]  # fmt: skip
@@ -212,6 +217,7 @@ def row_of(
     topology: Topology,
     asked: AllReduceAsked,
     link_bytes_per_s: float | None,
+    runs: str | None = None,
 ) -> Row:
     """The line of a cell. With several in flight all of them count: their bytes, and the time of all."""
     cell, count = measured.cell, asked.in_flight
@@ -226,7 +232,7 @@ def row_of(
         )  # fmt: skip
     return Row(
         algorithm=cell.algorithm,
-        runs=reducer.algorithm,
+        runs=runs or reducer.algorithm,
         wire=cell.wire,
         wire_runs=reducer.wire,
         num_bytes=cell.num_bytes,

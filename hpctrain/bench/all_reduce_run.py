@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.bench.all_reduce import AllReduceAsked, AllReduceMeasured, measure_all_reduce
 from hpctrain.bench.document import document_head
 from hpctrain.bench.link import measure_link
-from hpctrain.bench.reducers import make_from
+from hpctrain.bench.reducers import ReducersHere
 from hpctrain.errors import UsageError
 from hpctrain.run.record import environment_record
 from hpctrain.run.session import Session
@@ -68,18 +68,20 @@ def all_reduce_on(
     session: Session,
     asked: AllReduceAsked,
     *,
+    reducers: ReducersHere,
     link: Link | None,
     progress: Callable[[float], None],
 ) -> AllReduceMeasured:
     """Measure with the reducers of `session`. Collective."""
     return measure_all_reduce(
         asked,
-        make_from(session, gradient_bytes=asked.in_flight * sum(asked.sizes_bytes)),
+        reducers,
         comm=session.world,
         topology=session.topology,
         device=session.device,
         link_bytes_per_s=None if link is None else link.bytes_per_s,
         progress=progress,
+        runs=lambda algorithm, wire, num_bytes: reducers.runs(algorithm, wire, num_bytes=num_bytes),
     )
 
 
@@ -88,6 +90,7 @@ def all_reduce_document(
     asked: AllReduceAsked,
     found: AllReduceMeasured,
     *,
+    reducers: ReducersHere,
     link: Link | None,
     commit: str | None,
 ) -> dict[str, Any]:
@@ -108,6 +111,10 @@ def all_reduce_document(
             "seed": asked.seed,
         },
         "link": None if link is None else {"bytes_per_s": link.bytes_per_s, "source": link.source},
+        "calibrations": [
+            {"algorithm": algorithm, "wire": wire, **record}
+            for (algorithm, wire), record in reducers.calibrations.items()
+        ],
         "notes": found.notes,
         "cells": [row.as_json() for row in found.rows],
     }

@@ -14,14 +14,16 @@ class Progress:
     def __init__(self, *, what: str, shown: bool) -> None:
         self._what = what
         self._shown = shown
-        self._started_s = time.monotonic()
+        self._started_s: float | None = None  # the first call: what came before was no part of the work
         self._in_place = sys.stderr.isatty()
         self._every_s = 0.5 if self._in_place else 10.0
-        self._told_s = self._started_s + FIRST_AFTER_S - self._every_s
+        self._told_s = time.monotonic() + FIRST_AFTER_S - self._every_s
         self._width = 0
 
     def __call__(self, share: float) -> None:
         now_s = time.monotonic()
+        if self._started_s is None:
+            self._started_s = now_s
         if not self._shown or now_s - self._told_s < self._every_s or share <= 0:
             return
         self._told_s = now_s

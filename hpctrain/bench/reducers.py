@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hpctrain.bench.all_reduce import MakeReducer
+from typing import Any, final
+
+from hpctrain.bench.sizes import describe_bytes
 from hpctrain.errors import UsageError
 from hpctrain.reduce.algorithm import (
     ALGORITHM_NAMES,
@@ -17,6 +19,7 @@ from hpctrain.reduce.low_rank import LowRankReducer
 from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.run.reduction import AUTO_WIRES, ReductionPlan, make_reduction
 from hpctrain.run.session import Session
 
 ALGORITHMS = ALGORITHM_NAMES
@@ -36,29 +39,74 @@ def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[
     return names
 
 
-def make_from(session: Session, *, gradient_bytes: int) -> MakeReducer:
-    """Reducers as a training run of this session has them. Collective, and so is what it returns.
+@final
+class ReducersHere:
+    """Reducers as a training run of this session has them: a `MakeReducer`. Collective.
 
-    gradient_bytes: of all buckets that one of them gets.
+    gradient_bytes: of all buckets that one of them gets. Where the algorithm or the wire is `auto` a calibration
+    is measured anew, as no file of an earlier run is looked at; `calibrations` has its numbers and the choice.
     """
-    maker = ReducerMaker(
-        session.world, topology=session.topology, device=session.device.type, gradient_bytes=gradient_bytes,
-        note=session.note,
-    )  # fmt: skip
 
-    def make(algorithm: str, wire: str) -> BucketReducer:
+    def __init__(self, session: Session, *, gradient_bytes: int) -> None:
+        self._session = session
+        self._gradient_bytes = gradient_bytes
+        self._maker = ReducerMaker(
+            session.world, topology=session.topology, device=session.device.type, gradient_bytes=gradient_bytes,
+            note=session.note,
+        )  # fmt: skip
+        self.calibrations: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def __call__(self, algorithm: str, wire: str) -> BucketReducer:
+        session = self._session
+        if algorithm != AUTO:
+            wires = AUTO_WIRES if wire == AUTO else (wire,)
+            for each in wires:
+                _check_runs(parse_algorithm(algorithm), wire=each, means=self._maker.means)
         if AUTO in (algorithm, wire):
-            return session.bucket_reducer(algorithm=algorithm, wire=wire)
-        asked = parse_algorithm(algorithm)
-        _check_runs(asked, wire=wire, means=maker.means)
+            return self._by_measurement(algorithm, wire)
         # From the first reduction on as they are in the middle of a training run.
         if wire == "top-k" and session.num_ranks > 1:
             return TopKReducer(session.world.duplicate(), topology=session.topology, start_step=0)
         if wire == "low-rank" and session.num_ranks > 1:
             return LowRankReducer(session.world.duplicate(), topology=session.topology, start_step=0)
-        return maker.make(asked, wire=wire)
+        return self._maker.make(parse_algorithm(algorithm), wire=wire)
 
-    return make
+    def _by_measurement(self, algorithm: str, wire: str) -> BucketReducer:
+        session = self._session
+        made = make_reduction(
+            session.world, ReductionPlan(algorithm=algorithm, wire=wire), topology=session.topology,
+            device=session.device, gradient_bytes=self._gradient_bytes, note=session.note,
+        )  # fmt: skip
+        self.calibrations[algorithm, wire] = made.record
+        return made.reducer
+
+    def runs(self, algorithm: str, wire: str, *, num_bytes: int) -> str | None:
+        """The algorithm that `auto` takes for a bucket of this size; None where nothing was chosen."""
+        ranges = self.calibrations.get((algorithm, wire), {}).get("ranges", [])
+        below = [entry["algorithm"] for entry in ranges if entry["from_bytes"] <= num_bytes]
+        return below[-1] if below else None
+
+    def lines(self) -> list[str]:
+        """Every choice and the numbers that it follows from, for a reader."""
+        lines = []
+        for (algorithm, wire), record in self.calibrations.items():
+            head = f"auto, {wire}" if algorithm == AUTO else f"{algorithm}, wire auto"
+            chosen = ", ".join(
+                f"from {describe_bytes(entry['from_bytes'])} {entry['algorithm']} ({entry['wire']})"
+                for entry in record.get("ranges", [])
+            )
+            lines.append(
+                f"{head}: {chosen}; buckets of {describe_bytes(record['bucket_bytes'])} ({record['source']})"
+            )
+            for entry in record.get("candidates", []):
+                rate = (
+                    "-" if entry["seconds_per_byte"] <= 0 else f"{1e-6 / entry['seconds_per_byte']:,.0f} MB/s"
+                )
+                lines.append(
+                    f"  {entry['algorithm']}, {entry['wire']}: latency {1e3 * entry['latency_s']:.3g} ms, {rate} in "
+                    f"large buckets, from {len(entry['measured'])} sizes"
+                )
+        return lines
 
 
 def _check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:

@@ -86,7 +86,7 @@ def allreduce_command(
     from hpctrain.bench.document import check_writable, write_document
     from hpctrain.bench.plot import check_plot, plot_all_reduce
     from hpctrain.bench.progress import Progress
-    from hpctrain.bench.reducers import ALGORITHMS, USUAL_WIRES, WIRES, parse_names
+    from hpctrain.bench.reducers import ALGORITHMS, USUAL_WIRES, WIRES, ReducersHere, parse_names
     from hpctrain.bench.sizes import parse_sizes
     from hpctrain.run.record import working_commit
     from hpctrain.run.session import start
@@ -110,15 +110,16 @@ def allreduce_command(
     with start(backend=backend, device=device, timeout_s=timeout_s) as session:
         progress = Progress(what="bench allreduce", shown=is_first)
         link = find_link(link_mbit, session=session)
-        found = all_reduce_on(session, asked, link=link, progress=progress)
-        document = all_reduce_document(session, asked, found, link=link, commit=commit)
+        reducers = ReducersHere(session, gradient_bytes=in_flight * sum(asked.sizes_bytes))
+        found = all_reduce_on(session, asked, reducers=reducers, link=link, progress=progress)
+        document = all_reduce_document(session, asked, found, reducers=reducers, link=link, commit=commit)
         if is_first:
             progress.end()
             title = (
                 f"all-reduce of float32 gradients: {session.topology.describe()}, {session.world.backend}, "
                 f"median of {repeats}" + (f"; link {link.describe()}" if link is not None else "")
             )
-            _show(all_reduce_table(found.rows, title=title), notes=found.notes)
+            _show(all_reduce_table(found.rows, title=title), notes=[*reducers.lines(), *found.notes])
             if json_path is not None:
                 write_document(json_path, document)
             if plot is not None and session.num_ranks > 1:

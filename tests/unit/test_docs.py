@@ -71,7 +71,7 @@ def test_every_command_shown_exists(name: str) -> None:
     assert len(shown) >= 5
     by_help: dict[tuple[str, ...], set[str]] = {}
     for words in shown:
-        group = words[1:3] if len(words) > 2 and words[1] in ("data", "checkpoint") else words[1:2]
+        group = words[1:3] if len(words) > 2 and words[1] in ("data", "checkpoint", "bench") else words[1:2]
         own = words[: words.index("--")] if "--" in words else words
         options = {word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)}
         by_help.setdefault(tuple(group), set()).update(options)
