@@ -17,12 +17,12 @@ NUMEL = 30_000
 def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> None:
     settings = {
         "numel": NUMEL, "choices": [("hierarchical", "fp16"), ("hierarchical", "int8")],
-        "stream_bytes": 24_000, "num_rounds": 2, "seed": 1,
+        "stream_bytes": 24_000, "num_rounds": 1, "seed": 1,
     }  # fmt: skip
     found = OnCluster(cluster).run("buffers", settings, timeout_s=120)
     assert set(found) == {"hierarchical/fp16", "hierarchical/int8", "stream", *PEERS}
-    assert {len(of["seconds"]) for name, of in found.items() if name != "stream"} == {2}
-    assert len(found["stream"]["seconds"]) == 4  # twice a round: all is held against it
+    assert {len(of["seconds"]) for name, of in found.items() if name != "stream"} == {1}
+    assert len(found["stream"]["seconds"]) == 2  # twice a round: all is held against it
 
 
 def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
@@ -53,6 +53,5 @@ def test_steps_of_every_method_end_in_the_same_parameters() -> None:
         "horovod-fp32",
         "horovod-fp16",
     }
-    assert {name: [len(block) for block in blocks] for name, blocks in found.items()} == dict.fromkeys(
-        methods, [2]
-    )
+    assert set(found) == methods
+    assert {tuple(len(block) for block in blocks) for blocks in found.values()} == {(2,)}
