@@ -113,7 +113,8 @@ class EngineReducer:
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, dtype=bucket.dtype) for part in planned.parts]
             self._buckets.append(planned)
-        if owed is not None:
+        # Of other parameters (a calibration's next size) nothing can be kept.
+        if owed is not None and owed.numel() == self._space():
             self._take_over(owed)
         return [b.mine if b.on_device is None else b.on_device for b in self._buckets]
 
