@@ -172,12 +172,11 @@ def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, i
     return records
 
 
-def sweep_records(
-    found: Mapping[str, Mapping[str, Sequence[float]]], *, place: str, auto: str
-) -> list[Record]:
+def sweep_records(found: Mapping[str, Mapping[str, Any]], *, place: str, auto: str) -> list[Record]:
     """Figure 4 at one place: `auto` against the best fixed choice of each size, and the worst size."""
     records = []
-    for numel, of in found.items():
+    for numel, one in found.items():
+        of: Mapping[str, Sequence[float]] = one["times"]
         rounds = len(of[auto])
         # A choice that was dropped after the first rounds has not been timed as often: it was slow.
         fixed = {name: median(s) for name, s in of.items() if name != auto and len(s) == rounds}
@@ -191,7 +190,10 @@ def sweep_records(
                 bar=1.10,
                 sense="at most",
                 unit="s/s",
-                samples={name: list(seconds) for name, seconds in of.items()},
+                samples={
+                    "auto runs": one["runs"],
+                    "seconds": {name: list(seconds) for name, seconds in of.items()},
+                },
             )
         )
     return records

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from benchmarks.reduction.peers import Family, Method
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.algorithm import AUTO, Algorithm
+from hpctrain.reduce.auto_choice import CalibrationFiles
 from hpctrain.reduce.buckets import GradientSpec, plan_buckets
 from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.pipeline import ReductionPipeline
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.run import Session
+from hpctrain.run.reduction import ReductionPlan
 
 BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8}
 CPU = torch.device("cpu")
@@ -34,10 +37,19 @@ def name_of(algorithm: str, wire: str) -> str:
     return f"{algorithm}/{wire}"
 
 
-def our_method(session: Session, *, numel: int, algorithm: str, wire: str) -> Method:
-    """Collective. The gradients lie in the bucket's memory, where backward puts them."""
+def our_method(
+    session: Session, *, numel: int, algorithm: str, wire: str, calibration: Path | None = None
+) -> Method:
+    """Collective. The gradients lie in the bucket's memory, where backward puts them.
+
+    calibration: file in which `auto` keeps what it has measured, as a run keeps it in its directory.
+    """
     buckets = plan_buckets([GradientSpec(numel, torch.float32)], bucket_bytes=max(1, 4 * numel))
-    reducer = _make(session, algorithm=algorithm, wire=wire)
+    auto = algorithm == AUTO
+    if auto:
+        reducer = _auto(session, num_bytes=4 * numel, wire=wire, calibration=calibration)
+    else:
+        reducer = _fixed(session, algorithm=algorithm, wire=wire)
     memory = reducer.plan(buckets, device=CPU)
     pipeline = ReductionPipeline(reducer.reduce, device=CPU)
 
@@ -52,23 +64,30 @@ def our_method(session: Session, *, numel: int, algorithm: str, wire: str) -> Me
     def close() -> None:
         pipeline.close()
         memory.clear()
-        reducer.close()
+        if not auto:  # that one is the session's
+            reducer.close()
 
     return Method(
         name=name_of(algorithm, wire), bits=BITS.get(wire, 0), fill=fill, reduce=reduce,
         result=lambda: memory[0][:numel], close=close, averages=False,
+        runs=f"{reducer.algorithm}, {reducer.wire}",
     )  # fmt: skip
 
 
 def available(session: Session, choices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Those of the choices that run here as themselves. Collective."""
     maker = ReducerMaker(session.world, topology=session.topology)
-    return [(name, wire) for name, wire in choices if name == "auto" or name in maker.candidates(wire=wire)]
+    return [(name, wire) for name, wire in choices if name == AUTO or name in maker.candidates(wire=wire)]
 
 
-def _make(session: Session, *, algorithm: str, wire: str) -> BucketReducer:
-    if algorithm == "auto":
-        return session.bucket_reducer(algorithm="auto", wire=wire)
+def _auto(session: Session, *, num_bytes: int, wire: str, calibration: Path | None) -> BucketReducer:
+    plan = ReductionPlan(
+        algorithm=AUTO, wire=wire, bucket_bytes=max(1, num_bytes), files=CalibrationFiles(run=calibration)
+    )
+    return session.reduction(plan, gradient_bytes=num_bytes).reducer
+
+
+def _fixed(session: Session, *, algorithm: str, wire: str) -> BucketReducer:
     maker = ReducerMaker(session.world, topology=session.topology)
     if algorithm not in maker.candidates(wire=wire):
         raise UsageError(f"{algorithm} with {wire} does not run here as itself: ask `available`")

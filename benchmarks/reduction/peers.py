@@ -32,6 +32,7 @@ class Method:
     result: the reduced gradients, shape (numel,); None: nothing is reduced. averages: whether that is the mean
     rather than the sum.
     bits: of one element on the wire. close: gives back what it holds; collective.
+    runs: what `auto` has chosen, in words.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Method:
     result: Callable[[], torch.Tensor] | None
     averages: bool = True
     close: Callable[[], None] = _nothing
+    runs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class OnCluster:
 
 def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout_s: float) -> list[str]:
     path = directory / "settings.json"
-    path.write_text(json.dumps({**settings, "timeout_s": timeout_s}))
+    path.write_text(json.dumps({**settings, "timeout_s": timeout_s, "directory": str(directory)}))
     module = [sys.executable, "-m", "benchmarks.reduction.ranks"]
     return [*module, case, str(path), str(directory / "result.json")]
 

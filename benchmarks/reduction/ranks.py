@@ -99,6 +99,7 @@ def sweep(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
         num_rounds=settings["num_rounds"],
         budget_s=settings["budget_s"],
         seed=settings["seed"],
+        calibration=Path(settings["directory"], "calibration.json"),
     )
     return run_sweep(ranks, session, asked)
 

@@ -52,7 +52,7 @@ class Scale:
 FULL = Scale()
 QUICK = replace(
     FULL, bytes_numel=50_000, times_numel=50_000, time_rounds=1, step_rounds=1, steps_per_block=1,
-    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, auto=("auto", "fp32"), timeout_s=120.0,
+    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, timeout_s=120.0,
 )  # fmt: skip
 
 Run = Callable[[OneNode, OnCluster | None, Scale], list[Record]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +26,10 @@ CARRIED_NUMEL = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """sizes: in elements, ascending. budget_s: of one size, from which on only FIRST_ROUNDS + 1 are made."""
+    """numels: ascending. budget_s: of one size, from which on only FIRST_ROUNDS + 1 are made.
+
+    calibration: a file that is not there yet: `auto` measures once, as in a run, and reads it for each size.
+    """
 
     choices: Sequence[tuple[str, str]]
     auto: tuple[str, str]
@@ -32,17 +37,18 @@ class Sweep:
     num_rounds: int
     budget_s: float
     seed: int
+    calibration: Path
 
 
-def run_sweep(ranks: Ranks, session: Session, sweep: Sweep) -> dict[str, dict[str, list[float]]]:
-    """Seconds by number of elements and choice. Collective; the same on every rank."""
+def run_sweep(ranks: Ranks, session: Session, sweep: Sweep) -> dict[str, dict[str, Any]]:
+    """Of each number of elements: `times`, seconds by choice, and `runs`, what auto chose. Collective."""
     order = random.Random(sweep.seed)
     auto = name_of(*sweep.auto)
     contenders = list(sweep.choices)
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for numel in sweep.numels:
-        times = _one_size(ranks, session, sweep, numel=numel, choices=contenders, order=order)
-        found[str(numel)] = times
+        times, runs = _one_size(ranks, session, sweep, numel=numel, choices=contenders, order=order)
+        found[str(numel)] = {"times": times, "runs": runs}
         if numel >= CARRIED_NUMEL:
             near = _near_the_best(times, auto=auto)
             contenders = [choice for choice in contenders if name_of(*choice) in near]
@@ -57,8 +63,11 @@ def _one_size(
     numel: int,
     choices: Sequence[tuple[str, str]],
     order: random.Random,
-) -> dict[str, list[float]]:
-    methods = [our_method(session, numel=numel, algorithm=a, wire=w) for a, w in (sweep.auto, *choices)]
+) -> tuple[dict[str, list[float]], str]:
+    methods = [
+        our_method(session, numel=numel, algorithm=name, wire=wire, calibration=sweep.calibration)
+        for name, wire in (sweep.auto, *choices)
+    ]
     values, zeros = ranks.values(numel), torch.zeros(numel)
     repeats = {}
     for method in methods:
@@ -81,7 +90,7 @@ def _one_size(
             spent_s += seconds * repeats[method.name]
     for method in methods:
         method.close()
-    return times
+    return times, methods[0].runs
 
 
 def _near_the_best(times: dict[str, list[float]], *, auto: str) -> set[str]:

@@ -100,7 +100,8 @@ def test_exposed_communication_is_taken_round_by_round() -> None:
 
 
 def test_auto_is_held_against_the_best_choice_that_was_timed_to_the_end() -> None:
-    found = {"1024": {"auto/auto": [2.0, 2.2, 2.1], "ring/fp16": [2.0, 2.0, 2.0], "flat/fp32": [1.0]}}
+    times = {"auto/auto": [2.0, 2.2, 2.1], "ring/fp16": [2.0, 2.0, 2.0], "flat/fp32": [1.0]}
+    found = {"1024": {"times": times, "runs": "ring"}}
     (record,) = sweep_records(found, place="one-node", auto="auto/auto")
     assert record.id == "reduction.4.one-node.4KiB"
     assert record.value == pytest.approx(1.05)
