@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,8 @@ from hpctrain.topology import Topology
 from hpctrain.version import __version__
 
 PACKAGES = ("torch", "mpi4py", "horovod")
-BUDGET_S = 1.5
+# Of the trials; the levels and what takes longer than predicted come on top, and all of it stays below 2 s.
+BUDGET_S = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +205,10 @@ def _measure(
     budget_s: float,
 ) -> tuple[Kept, list[str]]:
     found = calibrate(world, make=make, candidates=candidates, device=device, budget_s=budget_s)
+    began = time.perf_counter()
     levels = measure_levels(world, topology, device=device)
-    kept = Kept(measurements=found.measurements, levels=levels, seconds=found.seconds)
+    seconds = found.seconds + time.perf_counter() - began
+    kept = Kept(measurements=found.measurements, levels=levels, seconds=seconds)
     # Through JSON, as what a file holds: the run that measured and the one that reads it choose alike.
     mine = {"kept": kept.as_json(), "notes": list(found.notes)}
     told = broadcast_json(world, mine)

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -33,8 +34,9 @@ MAX_ROUNDS = 5
 # A trial of quick reductions is several of them, as ranks never begin one at the same moment.
 TRIAL_S = 5e-4
 MAX_REPEATS = 8
-# At most this share of what is left of the time goes into one size; the first round is always finished.
+# At most this share of what is left of the time goes into more rounds of one size, of a small one less.
 SHARE_OF_REST = 0.5
+SHARE_OF_SMALL = 0.15
 CLEARLY_SLOWER = 2.0
 # Below this size it is latency that is compared, which says little of large sizes.
 COMPARED_FROM_BYTES = 1 << 18
@@ -58,7 +60,7 @@ def calibrate(
     make: MakeReducer,
     candidates: Sequence[Candidate],
     device: torch.device,
-    budget_s: float = 1.5,
+    budget_s: float = 1.3,
     largest_bytes: int = LARGEST_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
@@ -103,13 +105,16 @@ class _Running:
     measured: list[tuple[int, float]] = field(default_factory=list)
     warm_up_s: float = 0.0
 
+    def fitted_s(self, num_bytes: int) -> float:
+        return Cost.fit(self.measured).at(num_bytes)
+
     def expected_s(self, num_bytes: int) -> float:
-        """What a reduction will hardly take longer than; 0 where nothing was measured."""
-        if not self.measured:
-            return 0.0
+        """What a reduction of a larger size will hardly take longer than."""
         last_bytes, last_s = self.measured[-1]
-        by_slope = Cost.fit(self.measured).at(num_bytes)
-        return by_slope if len(self.measured) > 2 else last_s * num_bytes / last_bytes
+        at_most = last_s * num_bytes / last_bytes
+        by_slope = self.fitted_s(num_bytes)
+        # Small sizes are all latency, and say little of larger ones.
+        return by_slope if len(self.measured) > 2 else (by_slope + at_most) / 2
 
 
 @final
@@ -170,8 +175,10 @@ class _Contest:
         if not self._plan(num_bytes):
             return False
         times: dict[Candidate, list[float]] = {one.candidate: [] for one in self._active}
-        stop_at_s = self._trials.left_s * (1 - SHARE_OF_REST)
+        share = SHARE_OF_REST if num_bytes >= COMPARED_FROM_BYTES else SHARE_OF_SMALL
+        stop_at_s = self._trials.left_s * (1 - share)
         for number in range(MAX_ROUNDS):
+            before_s = self._trials.left_s
             # In turns, another one first in each round: what drifts hits all alike.
             for place in range(len(self._active)):
                 one = self._active[(place + number) % len(self._active)]
@@ -179,25 +186,30 @@ class _Contest:
                 if self._trials.left_s > 0:
                     repeats = int(TRIAL_S / mine[0]) if mine else 1
                     mine.append(self._trials.time(one.reducer, repeats=max(1, min(MAX_REPEATS, repeats))))
-            if self._trials.left_s <= stop_at_s:
+            round_s = before_s - self._trials.left_s
+            if self._trials.left_s - round_s < stop_at_s:
                 break
         self._take(num_bytes, times)
         return self._trials.left_s > 0
 
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
-        """What the trials of a size came to. Of a size at which not all had their turn, nothing. Not collective."""
-        if all(times.values()):
-            for one in self._active:
+        """What the trials of a size came to. Not collective.
+
+        Who had no turn is left behind; a size at which one alone had its turn compares nothing.
+        """
+        first = not any(one.measured for one in self._active)
+        for one in self._active:
+            if first and not times[one.candidate] and one.warm_up_s:
+                times[one.candidate].append(one.warm_up_s)
+        found = [one for one in self._active if times[one.candidate]]
+        if len(found) > 1 or len(found) == len(self._active) or first:
+            for one in found:
                 # Of two the smaller: the first one still touches its memory for the first time.
                 one.measured.append((num_bytes, statistics.median_low(times[one.candidate])))
-        elif not any(one.measured for one in self._active):
-            for one in self._active:
-                found = times[one.candidate] or ([one.warm_up_s] if one.warm_up_s else [])
-                one.measured += [(num_bytes, statistics.median_low(found))] if found else []
-            missing = [one.candidate for one in self._active if not one.measured]
-            if missing:
-                names = ", ".join(f"{candidate.algorithm} with {candidate.wire}" for candidate in missing)
-                self._notes.append(f"not measured: {names}: the time was used up before")
+        missing = [one.candidate for one in self._active if not one.measured]
+        if missing:
+            names = ", ".join(f"{candidate.algorithm} with {candidate.wire}" for candidate in missing)
+            self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
         """Memory for one bucket, and, at the first size, a first reduction: that is when connections are made."""
@@ -223,24 +235,36 @@ class _Contest:
         return True
 
     def leave_behind(self, num_bytes: int) -> None:
-        """Go on without what took twice as long as the best at `num_bytes` and at the size before. Not collective."""
+        """Go on without what is twice as slow as the best: now, at the size before, and by its slope. Not collective.
+
+        By its slope, because a large latency says nothing of large buckets.
+        """
         if num_bytes < COMPARED_FROM_BYTES:
             return
         best = [min(one.measured[-back][1] for one in self._active) for back in (1, 2)]
+        best_ahead = min(one.fitted_s(LARGEST_BYTES) for one in self._active)
         self._active = [
             one
             for one in self._active
             if any(one.measured[-back][1] <= CLEARLY_SLOWER * best[back - 1] for back in (1, 2))
+            or one.fitted_s(LARGEST_BYTES) <= CLEARLY_SLOWER * best_ahead
         ]
-        if num_bytes * GROWTH[0] >= FEW_FROM_BYTES:
-            self._active.sort(key=lambda one: one.measured[-1][1])
-            del self._active[FEW:]
 
     def next_size(self, num_bytes: int) -> int | None:
-        """The largest step for which the time that is left reaches, or None. Not collective."""
+        """The largest step for which time and memory reach, or None. Not collective.
+
+        For a few candidates, that is: of more, those that were slowest are left behind. The best come first, so
+        that they have had their turn should the time end.
+        """
+        few = min(FEW, len(self._active))
         for factor in GROWTH:
             size = num_bytes * factor
-            if sum(one.expected_s(size) for one in self._active) <= self._trials.left_s:
+            ranked = sorted(self._active, key=lambda one: one.fitted_s(size))
+            num_most = few if size >= FEW_FROM_BYTES else len(ranked)
+            needed = list(accumulate(one.expected_s(size) for one in ranked))
+            num_timely = sum(seconds <= self._trials.left_s for seconds in needed)
+            if num_timely >= few:
+                self._active = ranked[: min(num_most, num_timely)]
                 return size
         return None
 

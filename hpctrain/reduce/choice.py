@@ -17,7 +17,8 @@ from hpctrain.reduce.cost import Candidate, Cost, Measurement
 DEFAULT_BUCKET_BYTES = 4_000_000
 SMALLEST_BUCKET_BYTES = 1 << 19
 LARGEST_BUCKET_BYTES = 1 << 25
-# Of a bucket's time, the share in which bytes travel. 8/9 is reached at 8 times Hockney's half-performance length.
+# Of the best rate that any bucket reaches. Where nothing but latency lowers it, 8/9 is reached at 8 times Hockney's
+# half-performance length, the size whose bytes take as long as its latency.
 EFFICIENCY = 8 / 9
 # So many buckets of a model at least, so that most of the reduction has backward to hide behind; the last one never
 # has (Li et al. 2020, arXiv:2006.15704: small buckets pay latency, large ones do not overlap).
@@ -115,20 +116,18 @@ class Choice:
     def bucket_bytes(self, *, gradient_bytes: int) -> int:
         """A bucket in which latency is a small share of the time, yet several of which make up the gradients.
 
-        The smallest power of two with an efficiency of 8/9: time of its bytes at the rate of large buckets, over
-        its predicted time. At most a quarter of `gradient_bytes`, a model's; between 512 KiB and 32 MiB.
+        The smallest power of two whose predicted rate, bytes by time, is 8/9 of the best of any. At most a quarter
+        of `gradient_bytes`, a model's; between 512 KiB and 32 MiB.
         """
         size = DEFAULT_BUCKET_BYTES
         if self.costs:
-            size = SMALLEST_BUCKET_BYTES
-            while size < LARGEST_BUCKET_BYTES and self._efficiency(size) < EFFICIENCY:
-                size *= 2
+            sizes = [SMALLEST_BUCKET_BYTES]
+            while sizes[-1] < LARGEST_BUCKET_BYTES:
+                sizes.append(2 * sizes[-1])
+            rates = [n / self.seconds(n) for n in sizes]
+            size = next(n for n, rate in zip(sizes, rates, strict=True) if rate >= EFFICIENCY * max(rates))
         quarter = math.ceil(gradient_bytes / LEAST_BUCKETS)
         return max(SMALLEST_BUCKET_BYTES, min(size, quarter))
-
-    def _efficiency(self, num_bytes: int) -> float:
-        slope = self.costs[self.choose(LARGEST_BUCKET_BYTES)].slope
-        return num_bytes * slope / self.seconds(num_bytes)
 
     def describe(self) -> str:
         """`flat up to 64 KB, then hierarchical-ring`."""

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from hpctrain.errors import UsageError
 
+# Of the time of the largest size measured, what at least counts as time of its bytes.
+LEAST_SHARE_OF_BYTES = 0.1
+
 
 class Candidate(NamedTuple):
     """A way to reduce, by the names of the recipe."""
@@ -70,12 +73,12 @@ class Cost:
             points.append((num_bytes, min(least[num_bytes], points[-1][1] if points else least[num_bytes])))
         points.reverse()
         first, last = points[0], points[-1]
-        # Of one size alone nothing says what of it is latency. Beyond the last size all of it counts as bytes
-        # where there is nothing better; a last pair that noise made level must not make large sizes free.
+        # Of one size alone nothing says what of it is latency: beyond it, all of it counts as bytes. Where noise
+        # made sizes look level, larger ones must not be free.
         slope = last[1] / last[0]
         latency = first[1]
         if len(points) > 1:
-            slope = max(_slope(points[-2], last), _slope(first, last))
+            slope = max(_slope(points[-2], last), _slope(first, last), LEAST_SHARE_OF_BYTES * slope)
             latency = max(0.0, first[1] - first[0] * _slope(first, points[1]))
         return cls(tuple(points), latency, slope)
 

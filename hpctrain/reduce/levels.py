@@ -44,23 +44,31 @@ def measure_levels(
     topology: Topology,
     *,
     device: torch.device,
+    budget_s: float = 0.4,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Level, ...]:
-    """The levels that have several members. Collective; the same on every rank. A few reductions for each."""
+    """The levels that have several members. Collective; the same on every rank.
+
+    A few reductions for each; fewer, and smaller ones, once `budget_s` is used up by the slowest rank's clock.
+    """
     found = []
+    began = clock()
     for axis in AXES:
         groups = topology.groups(axis)
         num_members = max(len(group) for group in groups)
         if num_members == 1:
             continue
-        timer = _Timer(world, world.split(groups), device=device, clock=clock)
-        timer.seconds(SOME_BYTES)  # connections are made
-        latency = statistics.median(timer.seconds(8) for _ in range(LATENCY_TRIALS))
+        timer = _Timer(
+            world, world.split(groups), device=device, clock=clock, began=began, budget_s=budget_s / len(AXES)
+        )
+        timer.seconds(8, trials=1)  # connections are made
+        latency = timer.seconds(8, trials=LATENCY_TRIALS)
         num_bytes = SOME_BYTES
-        seconds = min(timer.seconds(num_bytes) for _ in range(BANDWIDTH_TRIALS))
-        if seconds < QUICK_S:
+        seconds = timer.seconds(num_bytes, trials=BANDWIDTH_TRIALS)
+        if seconds < QUICK_S and timer.left_s > 0:
             num_bytes = MANY_BYTES
-            seconds = min(timer.seconds(num_bytes) for _ in range(BANDWIDTH_TRIALS))
+            seconds = timer.seconds(num_bytes, trials=BANDWIDTH_TRIALS)
+        began += budget_s / len(AXES)
         # All groups of the node axis share the links of their nodes.
         sharers = len(groups) if axis == "node" else 1
         sent = 2 * (num_members - 1) / num_members * num_bytes * sharers
@@ -73,25 +81,40 @@ class _Timer:
     """Times the all-reduce of one group beside those of all others; a rank in no group only waits for them."""
 
     def __init__(
-        self, world: World, group: Collective | None, *, device: torch.device, clock: Callable[[], float]
+        self,
+        world: World,
+        group: Collective | None,
+        *,
+        device: torch.device,
+        clock: Callable[[], float],
+        began: float,
+        budget_s: float,
     ) -> None:
         self._world = world
         self._group = group
         self._device = device
         self._clock = clock
+        self._began = began
+        self._budget_s = budget_s
+        self.left_s = budget_s
 
-    def seconds(self, num_bytes: int) -> float:
-        """Of the rank that took longest."""
+    def seconds(self, num_bytes: int, *, trials: int) -> float:
+        """Of the rank that took longest; the median of so many trials, or of those that there was time for."""
         buffer = torch.zeros(num_bytes // 4, device=self._device)
-        self._world.barrier()
-        begin = self._clock()
-        if self._group is not None:
-            self._group.all_reduce(buffer)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        seconds = torch.tensor([self._clock() - begin], dtype=torch.float64)
-        self._world.all_reduce(seconds, op=ReduceOp.MAX)
-        return max(float(seconds), 1e-9)
+        found: list[float] = []
+        while not found or (len(found) < trials and self.left_s > 0):
+            self._world.barrier()
+            begin = self._clock()
+            if self._group is not None:
+                self._group.all_reduce(buffer)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+            end = self._clock()
+            numbers = torch.tensor([end - begin, end - self._began], dtype=torch.float64)
+            self._world.all_reduce(numbers, op=ReduceOp.MAX)
+            found.append(max(float(numbers[0]), 1e-9))
+            self.left_s = self._budget_s - float(numbers[1])
+        return statistics.median_low(found)
 
 
 def levels_to_json(levels: tuple[Level, ...]) -> list[dict[str, Any]]:

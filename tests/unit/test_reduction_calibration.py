@@ -127,7 +127,7 @@ def test_known_costs_are_found_again_and_the_crossover_between_them() -> None:
 
 
 def test_what_is_clearly_slower_is_not_measured_at_larger_sizes() -> None:
-    _, made, _ = run({"good": link(1e-5, 1e-9), "also": link(1.5e-5, 1.2e-9), "sleeps": link(5e-3, 1e-9)})
+    _, made, _ = run({"good": link(1e-5, 1e-9), "also": link(1.5e-5, 1.2e-9), "sleeps": link(5e-3, 4e-9)})
     assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 24, 1 << 18]
     _, made, _ = run({f"a{n}": link(1e-5, 1e-9 * (1 + n / 10)) for n in range(6)})
     assert [reducer.largest for reducer in made[0]] == [1 << 24] * 4 + [1 << 21] * 2
@@ -150,6 +150,21 @@ def test_on_200_mbit_per_s_megabytes_are_still_measured() -> None:
     costs = {f"a{n}": link(1e-3, 3.5e-8 * (1 + n / 10)) for n in range(7)}
     found, _, _ = run(costs, num_ranks=2)
     assert max(m.num_bytes for m in found[0].measurements) >= 1 << 21
+
+
+def test_what_begins_slowly_and_sends_fast_is_followed_to_large_sizes() -> None:
+    found, _, _ = run({"quick": link(1e-5, 1e-9), "wide": link(2e-3, 5e-10)})
+    choice = Choice.of_measurements(found[0].measurements)
+    assert choice.choose(1 << 20) == Candidate("quick", "fp32")
+    assert choice.choose(1 << 24) == Candidate("wide", "fp32")
+
+
+def test_where_time_is_short_few_are_followed_to_large_sizes_rather_than_all_to_small_ones() -> None:
+    costs = {f"a{n}": link(1e-3, 6e-8 * (2 - n / 10)) for n in range(16)}
+    found, _, _ = run(costs, num_ranks=2)
+    large = {m.algorithm for m in found[0].measurements if m.num_bytes >= 1 << 21}
+    assert {"a15", "a14", "a13", "a12"} <= large
+    assert len(large) < len(costs)
 
 
 def test_more_candidates_than_the_time_allows_are_named() -> None:

@@ -145,8 +145,8 @@ def test_buckets_are_efficient_or_as_large_as_several_of_them_allow(
 ) -> None:
     choice = Choice.of_measurements(straight("flat", latency_s=latency_s, per_byte_s=per_byte_s))
     size = choice.bucket_bytes(gradient_bytes=gradient_bytes)
-    latency_share = latency_s / (latency_s + size * per_byte_s)
-    assert latency_share <= 1 / 9 + 1e-6 or size >= min(gradient_bytes / LEAST_BUCKETS, 1 << 25)
+    rates = [n / (latency_s + n * per_byte_s) for n in (size, 1 << 25)]
+    assert rates[0] >= 8 / 9 * rates[1] * (1 - 1e-6) or size >= gradient_bytes / LEAST_BUCKETS
     assert size == SMALLEST_BUCKET_BYTES or size <= gradient_bytes / LEAST_BUCKETS + 1
 
 

@@ -1,0 +1,39 @@
+"""The choice by measurement among real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import auto_cases
+from tests.ranks_launcher import run_ranks
+
+pytestmark = pytest.mark.launches
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: hpctrain runs without it"
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "nodes", "levels"),
+    [
+        ("mpi", ["a", "a"], ["local"]),
+        ("mpi", ["a", "a", "b", "b"], ["local", "node"]),
+        pytest.param("horovod", ["a", "b"], ["node"], marks=needs_horovod),
+    ],
+    ids=["mpi, one node", "mpi, two nodes", "horovod, two nodes"],
+)
+def test_all_ranks_choose_the_same_and_sum_right(
+    tmp_path: Path, backend: str, nodes: list[str], levels: list[str]
+) -> None:
+    outputs = run_ranks(len(nodes), auto_cases.choose_and_sum, str(tmp_path), nodes, backend=backend).outputs
+    assert outputs == [outputs[0]] * len(nodes)
+    found = outputs[0]
+    assert found["sums right"] == [True] * 2 * len(auto_cases.NUMELS)
+    assert found["same from the file"]
+    assert found["sources"][0].startswith("measured in ")
+    assert found["sources"][1] == f"from {tmp_path / 'reduction.json'}"
+    assert found["levels"] == levels
+    assert {wire for _, wire in found["choices"]} == {found["record"]["wire"]}
