@@ -13,7 +13,7 @@ from hpctrain.reduce.buckets import Bucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A block of a global tensor that this rank holds, for a checkpoint."""
+    """A block of a global tensor that this rank holds, for a checkpoint. The whole tensor: all ranks hold it."""
 
     name: str
     tensor: torch.Tensor

@@ -21,6 +21,7 @@ from hpctrain.comm import (
     make_two_level,
     open_world,
 )
+from hpctrain.comm.horovod_settings import NCCL_VARIABLES, HorovodBuild, nccl_in_effect, why_no_nccl
 from hpctrain.comm.totals import Operation, all_reduce_values
 from hpctrain.data import Dataset, Loader
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
@@ -56,11 +57,13 @@ class Session:
         world: Monitored,
         topology: Topology,
         device: torch.device,
+        horovod: HorovodBuild | None = None,
     ) -> None:
         self.identity = identity
         self.world = world
         self.mesh = Mesh(topology, world.rank)
         self.device = device
+        self._horovod = horovod
         self._hook_before: Callable[..., object] | None = None
         self.notes: list[str] = []  # what was fallen back from, and why
         self._reducers: list[
@@ -110,10 +113,22 @@ class Session:
         """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
         made = make_reduction(
             self.world, plan, topology=self.topology, device=self.device, gradient_bytes=gradient_bytes,
-            note=self.note,
+            nccl=self._nccl(plan.algorithm), note=self.note,
         )  # fmt: skip
         self._reducers.append(made.reducer)
         return made
+
+    def _nccl(self, asked: str) -> Algorithm | None:
+        """Which of Horovod's own two-level sums runs in this process; told where it is not the one asked for."""
+        device_type = self.device.type
+        found = nccl_in_effect(self._horovod, topology=self.topology, device_type=device_type)
+        if asked in NCCL_VARIABLES:
+            why = why_no_nccl(asked, build=self._horovod, topology=self.topology, device_type=device_type)
+            if why is not None:
+                self.note(f"reduction: {asked}: {why}")
+        elif found is not None:
+            self.note(f"reduction: Horovod's all-reduce runs {found}, as {NCCL_VARIABLES[found]} asks")
+        return Algorithm(found) if found is not None else None
 
     def bucket_reducer(
         self, *, algorithm: str = AUTO, wire: str = "fp32", gradient_bytes: int = 0
@@ -260,24 +275,28 @@ def start(
     ranks: int | None = None,
     threads_per_rank: int | None = None,
     timeout_s: float = 600.0,
+    algorithm: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Session:
     """Join the other ranks that mpirun or srun started; alone it is a session of one rank. Collective.
 
-    ranks: refuse to start with another number. timeout_s: a collective that takes longer ends the run with
+    ranks: refuse to start with another number. algorithm: of the reduction, which Horovod must know when it starts
+    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer ends the run with
     exit code 6; after `session.world.publish_in(shared_folder)` the message names the ranks that did not come.
     Raises LaunchError or TopologyError where launcher, environment and communication library disagree.
     """
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
     check_num_ranks(identity, ranks=ranks)
     _set_threads(threads_per_rank, identity)
-    opened = open_world(backend, identity=identity)
+    opened = open_world(backend, identity=identity, algorithm=algorithm)
     world = Monitored(opened.world, timeout_s=timeout_s)
     names = all_gather_json(world, [identity.node_name, identity.emulated])
     topology = Topology.from_node_names([name for name, _ in names], emulated=any(e for _, e in names))
     host, host_rank = socket.gethostname(), identity.host_rank or 0
     chosen_device, reason = choose_device(device, comm=world, host=host, host_rank=host_rank)
-    session = Session(identity=identity, world=world, topology=topology, device=chosen_device)
+    session = Session(
+        identity=identity, world=world, topology=topology, device=chosen_device, horovod=opened.horovod
+    )
     for note in (*opened.notes, *filter(None, [reason])):
         session.note(note)
     session.abort_on_uncaught_error()

@@ -78,6 +78,7 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume, stop: StopReques
         ranks=recipe.run.ranks,
         threads_per_rank=recipe.run.threads_per_rank,
         timeout_s=recipe.run.timeout_s,
+        algorithm=recipe.reduction.algorithm,
     ) as session:
         return carry_out(recipe, task, session=session, resume=resume, stop=stop, commit=commit)
 

@@ -12,6 +12,7 @@ from hpctrain.checkpoint import Checkpoint, Replicated, Shard, State
 from hpctrain.comm import Collective, raise_together
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import Updater
+from hpctrain.reduce.reducer import StateTensor
 from hpctrain.train.seeds import capture_generators, derive_seed, restore_generators, seed_generators
 
 
@@ -61,10 +62,7 @@ class TrainingState:
             items.append(
                 Shard(name=f"generators/{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0))
             )
-        items.extend(
-            Shard(name=f"updater/{t.name}", tensor=t.tensor, global_shape=t.global_shape, offset=t.offset)
-            for t in self.updater.state_tensors()
-        )
+        items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
         document = {
             "position": asdict(position),
             "optimizer": {
@@ -212,6 +210,14 @@ class TrainingState:
 
 
 SEPARATOR = "::"
+
+
+def _saved(held: StateTensor) -> Replicated | Shard:
+    """A reducer's tensor as the checkpoint takes it: one that is whole on a rank is whole on all."""
+    name = f"updater/{held.name}"
+    if tuple(held.tensor.shape) == held.global_shape:
+        return Replicated(name=name, tensor=held.tensor)
+    return Shard(name=name, tensor=held.tensor, global_shape=held.global_shape, offset=held.offset)
 
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
