@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.cluster import Cluster
-from tests.ranks_launcher import REPOSITORY, mpirun, rank_environment
+from tests.ranks_launcher import REPOSITORY, CommandResult, start_command
 
 
 class RanksFailed(RuntimeError):
@@ -33,11 +33,12 @@ class OneNode:
 
     def run(self, case: str, settings: Mapping[str, Any], *, timeout_s: float) -> Any:
         with tempfile.TemporaryDirectory() as name:
-            command = [*mpirun(self._num_ranks), *_command(case, settings, Path(name), timeout_s=timeout_s)]
-            environ = rank_environment({"GLOO_SOCKET_IFNAME": "lo"})
-            done = subprocess.run(
-                command, cwd=REPOSITORY, env=environ, timeout=timeout_s, capture_output=True, text=True, check=False
-            )  # fmt: skip
+            command = _command(case, settings, Path(name), timeout_s=timeout_s)
+            with start_command(self._num_ranks, command, env={"GLOO_SOCKET_IFNAME": "lo"}) as launched:
+                try:
+                    done = launched.wait(timeout_s=timeout_s)
+                except AssertionError as error:  # with the last lines, among them each rank's stacks
+                    raise RanksFailed(str(error)) from None
             return _result(done, Path(name))
 
 
@@ -53,9 +54,12 @@ class OnCluster:
             srun = ["srun", f"--nodes={self.cluster.plan.num_nodes}"]
             srun += [f"--ntasks-per-node={self._ranks_per_node}", "--kill-on-bad-exit"]
             command = _command(case, settings, Path(name), timeout_s=timeout_s)
-            done = self.cluster.run(
-                [*srun, *command], timeout_s=timeout_s, cwd=REPOSITORY, env={"GLOO_SOCKET_IFNAME": "eth0"}
-            )
+            try:
+                done = self.cluster.run(
+                    [*srun, *command], timeout_s=timeout_s, cwd=REPOSITORY, env={"GLOO_SOCKET_IFNAME": "eth0"}
+                )
+            except subprocess.TimeoutExpired as error:
+                raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from error
             return _result(done, Path(name))
 
 
@@ -66,7 +70,7 @@ def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout
     return [*module, case, str(path), str(directory / "result.json")]
 
 
-def _result(done: subprocess.CompletedProcess[str], directory: Path) -> Any:
+def _result(done: subprocess.CompletedProcess[str] | CommandResult, directory: Path) -> Any:
     path = directory / "result.json"
     if done.returncode != 0 or not path.exists():
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
