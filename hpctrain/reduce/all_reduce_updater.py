@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.buckets import Bucket, completed_order, plan_buckets
 from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
 from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer, StateTensor
+from hpctrain.reduce.reducer import BucketReducer, Chooser, StateTensor
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
 
@@ -55,6 +55,7 @@ class AllReduceUpdater:
         self._optimizer = optimizer
         self._comm = comm
         self._reducer = reducer
+        self._chooser = reducer if isinstance(reducer, Chooser) else None
         self._bucket_bytes = bucket_bytes
         self._clip_norm = clip_norm
         self._parameters = self._trainable()
@@ -150,7 +151,8 @@ class AllReduceUpdater:
         )
 
     def state(self) -> dict[str, Any]:
-        return {"loss_scale": asdict(self._scale), "order": self._order}
+        state = {"loss_scale": asdict(self._scale), "order": self._order}
+        return {**state, **({"reduction": self._chooser.choice_state()} if self._chooser is not None else {})}
 
     def state_tensors(self) -> list[StateTensor]:
         return self._reducer.state()
@@ -165,8 +167,14 @@ class AllReduceUpdater:
         self._scale = replace(
             self._scale, skipped_in_row=saved["skipped_in_row"], skipped_total=saved["skipped_total"]
         )
-        # Buckets as they were: the order of a sum may depend on an element's place in its bucket.
-        self._replan(state.get("order"))
+        # Reductions and buckets as they were: the order of a sum depends on the algorithm, and may on an
+        # element's place in its bucket.
+        chosen_anew = False
+        if self._chooser is not None and "reduction" in state:
+            before = self._chooser.choice_state()
+            self._bucket_bytes = self._chooser.recall(state["reduction"])
+            chosen_anew = self._chooser.choice_state() != before
+        self._replan(state.get("order"), chosen_anew=chosen_anew)
         self._reset()
         self._reducer.load_state(dict(tensors or {}))
         if self._scale.value != saved["value"]:
@@ -192,11 +200,11 @@ class AllReduceUpdater:
         buffers = self._reducer.plan(buckets, device=self._device)
         return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
-    def _replan(self, order: Sequence[int] | None) -> None:
-        """Buckets in another order. Collective; `order` is the same on every rank."""
+    def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
+        """Buckets in another order, or by other reductions. Collective; `order` is the same on every rank."""
         self._order = None if order is None else list(order)
         buckets = self._buckets_in_order()
-        if buckets != self._memory.buckets:
+        if chosen_anew or buckets != self._memory.buckets:
             self._memory = self._lay_out(buckets)
 
     def _reset(self) -> None:

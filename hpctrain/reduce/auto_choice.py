@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.comm import World, broadcast_json, on_rank_0
 from hpctrain.comm.probe import probe_started_mpi
-from hpctrain.errors import UsageError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.calibration import MakeReducer, calibrate
 from hpctrain.reduce.calibration_file import CalibrationKey, Kept, read_calibration, write_calibration
 from hpctrain.reduce.choice import EXACTNESS, Choice, roundings
@@ -46,7 +46,8 @@ class CalibrationFiles:
 class AutoChoice:
     """What a run reduces with. `choice` holds candidates of one wire, `wire`. The same on every rank.
 
-    source: where the numbers come from, in words.
+    source: where the numbers come from, in words. key: what they are valid for; None where nothing was measured.
+    bucket_bytes_asked: whether somebody asked for `bucket_bytes`.
     """
 
     choice: Choice
@@ -55,6 +56,29 @@ class AutoChoice:
     source: str
     levels: tuple[Level, ...] = ()
     seconds: float = 0.0
+    key: dict[str, Any] | None = None
+    bucket_bytes_asked: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: what `recalled` needs."""
+        return {"key": self.key, "ranges": self.choice.ranges_to_json(), "bucket_bytes": self.bucket_bytes}
+
+    def recalled(self, saved: Mapping[str, Any]) -> AutoChoice:
+        """The choice of the run that saved it, where it holds for this one; else this one's own. Pure.
+
+        It holds for the same ranks, libraries and ways to reduce, with the same wire. A bucket size that was
+        asked for stays.
+        """
+        if self.key is None or saved.get("key") != self.key:
+            return self
+        try:
+            choice = Choice.from_ranges(saved["ranges"])
+            bucket_bytes = self.bucket_bytes if self.bucket_bytes_asked else int(saved["bucket_bytes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's choice of reductions is damaged: {error}") from error
+        if any(candidate.wire != self.wire for candidate in choice.candidates) or bucket_bytes < 1:
+            return self
+        return replace(self, choice=choice, bucket_bytes=bucket_bytes, source="from the checkpoint")
 
     def describe(self) -> str:
         """`auto: flat up to 64 KB, then hierarchical-ring`."""
@@ -76,6 +100,7 @@ class Measured:
     source: str
     levels: tuple[Level, ...] = ()
     seconds: float = 0.0
+    key: dict[str, Any] | None = None
 
     def settle(self, *, gradient_bytes: int, bucket_bytes: int | None = None) -> AutoChoice:
         """Wire, bucket size and algorithms for a model with so many bytes of gradients. Pure.
@@ -92,7 +117,7 @@ class Measured:
             choice = choice.for_all_sizes(bucket_sizes(gradient_bytes, bucket_bytes=size))
         return AutoChoice(
             choice=choice, wire=wire, bucket_bytes=size, source=self.source, levels=self.levels,
-            seconds=self.seconds,
+            seconds=self.seconds, key=self.key, bucket_bytes_asked=bucket_bytes is not None,
         )  # fmt: skip
 
 
@@ -171,7 +196,7 @@ def find_choice(
             note(text)
     return Measured(
         choice=Choice.of_measurements(kept.measurements), source=source, levels=kept.levels,
-        seconds=kept.seconds,
+        seconds=kept.seconds, key=key.as_json(),
     )  # fmt: skip
 
 

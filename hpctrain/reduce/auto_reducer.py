@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -47,6 +47,18 @@ class AutoReducer:
         """The choice and its numbers, for the run's record."""
         return self._auto.record()
 
+    def choice_state(self) -> dict[str, Any]:
+        """The choice, as JSON, for a checkpoint."""
+        return self._auto.state()
+
+    def recall(self, saved: Mapping[str, Any]) -> int:
+        """Choose as the run did that saved `saved`, where its choice holds here. The bucket size to plan with.
+
+        Not collective; `saved` is the same on every rank. It counts from the next `plan` on.
+        """
+        self._auto = self._auto.recalled(saved)
+        return self._auto.bucket_bytes
+
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         # Here too, and not only in the reducers: ranks with other sizes would meet in other ones.
         check_same_plan(self._comm, buckets, how=f"{self.algorithm}, {self.wire}")
@@ -76,18 +88,22 @@ class AutoReducer:
         reducer, place = self._places[number]
         return reducer.reduce(place)
 
+    def _used(self) -> list[BucketReducer]:
+        """The reducers that the last plan has buckets for."""
+        return list(dict.fromkeys(reducer for reducer, _ in self._places))
+
     def settle(self, *, applied: bool, rescale: float) -> None:
-        for reducer in self._reducers.values():
+        for reducer in self._used():
             reducer.settle(applied=applied, rescale=rescale)
 
     def bytes_sent(self) -> int:
         return sum(reducer.bytes_sent() for reducer in self._reducers.values())
 
     def state(self) -> list[StateTensor]:
-        return [tensor for reducer in self._reducers.values() for tensor in reducer.state()]
+        return [tensor for reducer in self._used() for tensor in reducer.state()]
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        for reducer in self._reducers.values():
+        for reducer in self._used():
             reducer.load_state(tensors)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ others were measured at larger sizes than a candidate, it was left behind: it is
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,9 +70,8 @@ class Choice:
 
     def choose(self, num_bytes: int) -> Candidate:
         """For a bucket of so many bytes of uncast gradients."""
-        if len(self.ranges) == 1:
-            return self.ranges[0].candidate
-        return min(eligible(self.costs, num_bytes), key=lambda candidate: self.costs[candidate].at(num_bytes))
+        place = bisect_right(self.ranges, num_bytes, key=lambda entry: entry.begin)
+        return self.ranges[max(0, place - 1)].candidate
 
     def seconds(self, num_bytes: int) -> float:
         """Predicted for the candidate that is chosen; 0 where nothing was measured."""
@@ -129,6 +129,22 @@ class Choice:
         quarter = math.ceil(gradient_bytes / LEAST_BUCKETS)
         return max(SMALLEST_BUCKET_BYTES, min(size, quarter))
 
+    def ranges_to_json(self) -> list[dict[str, Any]]:
+        return [{"from_bytes": r.begin, **r.candidate._asdict()} for r in self.ranges]
+
+    @classmethod
+    def from_ranges(cls, value: Any) -> Choice:
+        """Of what `ranges_to_json` made. ValueError where it is something else."""
+        try:
+            ranges = tuple(
+                Range(int(v["from_bytes"]), Candidate(str(v["algorithm"]), str(v["wire"]))) for v in value
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"no ranges: {error}") from error
+        if not ranges or [r.begin for r in ranges] != sorted({0, *(r.begin for r in ranges)}):
+            raise ValueError("no ranges: they do not go up from 0")
+        return cls({}, ranges)
+
     def describe(self) -> str:
         """`flat up to 64 KB, then hierarchical-ring`."""
         parts = []
@@ -139,7 +155,7 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """For the run's record: what is chosen from which size on, and each candidate's numbers."""
         return {
-            "ranges": [{"from_bytes": r.begin, **r.candidate._asdict()} for r in self.ranges],
+            "ranges": self.ranges_to_json(),
             "candidates": [
                 {**candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
                  "measured": [{"bytes": size, "seconds": seconds} for size, seconds in cost.points]}

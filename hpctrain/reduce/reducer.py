@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,17 @@ class StateTensor:
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """A reducer that has chosen among ways whose sums differ in the last bits: a resumed run takes the same."""
+
+    def choice_state(self) -> dict[str, Any]:
+        """For a checkpoint: JSON, the same on every rank."""
+
+    def recall(self, saved: Mapping[str, Any]) -> int:
+        """Choose as before, from the next plan on; the bytes of a bucket to plan with. Not collective."""
 
 
 class BucketReducer(Protocol):

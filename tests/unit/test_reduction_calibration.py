@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.threads import run_threads
-from hpctrain.errors import BufferMismatch, CommunicationError, UsageError
-from hpctrain.reduce.auto_choice import CalibrationFiles, Measured, bucket_sizes, find_choice
+from hpctrain.errors import BufferMismatch, CheckpointError, CommunicationError, UsageError
+from hpctrain.reduce import AllReduceUpdater
+from hpctrain.reduce.auto_choice import AutoChoice, CalibrationFiles, Measured, bucket_sizes, find_choice
 from hpctrain.reduce.auto_reducer import AutoReducer
 from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, plan_buckets
 from hpctrain.reduce.calibration import Calibration, calibrate
@@ -255,7 +257,7 @@ def test_other_ranks_or_versions_measure_anew_and_keep_what_was_there(tmp_path: 
         ({"topology": Topology.from_node_names(["a", "b"])}, "ranks by node"),
         ({"versions": {"hpctrain": "2"}}, "versions"),
     ):
-        _, made, notes = find(files, **options)  # type: ignore[arg-type]
+        _, made, notes = find(files, **options)
         assert sorted(made) == ["direct", "flat"]
         assert len(notes) == 1
         assert f"measurements of other {name}" in notes[0]
@@ -406,6 +408,80 @@ def test_each_bucket_goes_to_the_reducer_of_its_size_and_sums_right() -> None:
 
     run_threads(3, on_rank)
     assert used == [["flat", "direct"]] * 3 or used == [["direct", "flat"]] * 3
+
+
+def updater_with(
+    world: World, auto: AutoChoice, *, made: list[str]
+) -> tuple[torch.nn.Module, AllReduceUpdater]:
+    topology = Topology.from_node_names(["a"] * world.num_ranks)
+    reducer = AutoReducer(auto, comm=world.duplicate(), make=make_real(world, topology, made=made))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 200), torch.nn.Linear(200, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, AllReduceUpdater(optimizer, comm=world, reducer=reducer, bucket_bytes=auto.bucket_bytes)
+
+
+def train(world: World, model: torch.nn.Module, updater: AllReduceUpdater, *, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(100 * step + world.rank))
+        updater.backward(model(x).square().mean(), weight=1 / world.num_ranks)
+        updater.step()
+
+
+def test_a_resumed_run_reduces_as_the_one_that_saved_whatever_it_would_choose_itself() -> None:
+    key = {"ranks": 5}
+    first = replace(by_size(), key=key).settle(gradient_bytes=30_000)
+    measured = [
+        replace(m, seconds=m.seconds * (1 if m.algorithm == "flat" else 100))
+        for m in by_size().choice.measurements
+    ]
+    own = Measured(choice=Choice.of_measurements(measured), source="told", key=key)
+    second = replace(own.settle(gradient_bytes=30_000), bucket_bytes=1_000)
+    assert second.choice.candidates != first.choice.candidates
+
+    def on_rank(world: World) -> tuple[bool, list[str], str, int]:
+        model, updater = updater_with(world, first, made=[])
+        train(world, model, updater, steps=range(2))
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        saved = json.loads(json.dumps(updater.state()))
+        num_buckets = len(updater.buckets)
+        train(world, model, updater, steps=range(2, 4))
+        updater.close()
+        made: list[str] = []
+        resumed, its_updater = updater_with(world, second, made=made)
+        resumed.load_state_dict(weights)
+        its_updater.load_state(saved)
+        assert len(its_updater.buckets) == num_buckets
+        train(world, resumed, its_updater, steps=range(2, 4))
+        its_updater.close()
+        pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+        same = all(torch.equal(a, b) for a, b in pairs)
+        return same, made, its_updater.state()["reduction"]["ranges"][-1]["algorithm"], num_buckets
+
+    for same, made, algorithm, _ in run_threads(5, on_rank):
+        assert same
+        assert made == ["flat", "direct"]
+        assert algorithm == "direct"
+
+
+def test_a_choice_for_other_ranks_or_another_wire_is_not_taken_over() -> None:
+    first = replace(by_size(), key={"ranks": 5}).settle(gradient_bytes=30_000)
+    for other in (
+        replace(by_size(), key={"ranks": 4}),
+        replace(by_size(wires=("fp16",)), key={"ranks": 5}),
+        replace(by_size(), key=None),
+    ):
+        own = other.settle(gradient_bytes=30_000)
+        assert own.recalled(first.state()) is own
+    with pytest.raises(CheckpointError, match="damaged"):
+        first.recalled({"key": {"ranks": 5}, "ranges": "?", "bucket_bytes": 3})
+
+
+def test_a_bucket_size_that_was_asked_for_stays_after_resume() -> None:
+    measured = replace(by_size(), key={"ranks": 5})
+    saved = measured.settle(gradient_bytes=30_000).state()
+    assert measured.settle(gradient_bytes=1, bucket_bytes=77).recalled(saved).bucket_bytes == 77
+    assert measured.settle(gradient_bytes=10**9).recalled(saved).bucket_bytes == saved["bucket_bytes"]
 
 
 def test_ranks_with_other_buckets_are_told_before_they_part() -> None:

@@ -43,15 +43,25 @@ def straight(algorithm: str, *, latency_s: float, per_byte_s: float, wire: str =
 def test_the_choice_is_the_candidate_that_costs_least(measured: list[Measurement], size: int) -> None:
     choice = Choice.of_measurements(measured)
     least = min(choice.costs[candidate].at(size) for candidate in eligible(choice.costs, size))
-    assert choice.costs[choice.choose(size)].at(size) == least
+    assert choice.costs[choice.choose(size)].at(size) == pytest.approx(least, rel=1e-6)
 
 
 @given(MEASUREMENTS, ANY_SIZE)
-def test_the_ranges_say_what_is_chosen(measured: list[Measurement], size: int) -> None:
+def test_the_ranges_alone_say_what_is_chosen(measured: list[Measurement], size: int) -> None:
     choice = Choice.of_measurements(measured)
-    named = [r.candidate for r in choice.ranges if r.begin <= size][-1]
-    cost, least = choice.costs[named].at(size), choice.seconds(size)
-    assert cost == pytest.approx(least, rel=1e-6)
+    again = Choice.from_ranges(json.loads(json.dumps(choice.ranges_to_json())))
+    assert again.choose(size) == choice.choose(size)
+    assert again.ranges_to_json() == choice.ranges_to_json()
+    assert again.describe() == choice.describe()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [None, [], [{}], [{"from_bytes": 1, "algorithm": "a", "wire": "fp32"}], [{"from_bytes": "x"}], 7],
+)
+def test_other_ranges_are_refused(damaged: object) -> None:
+    with pytest.raises(ValueError):
+        Choice.from_ranges(damaged)
 
 
 @given(POINTS, ANY_SIZE, ANY_SIZE)
