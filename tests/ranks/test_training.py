@@ -62,7 +62,7 @@ def curve(launch: RanksResult, which: str, rank: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
-@pytest.mark.parametrize("algorithm", ["flat", "hierarchical"])  # with 1 and 2 ranks both are flat
+@pytest.mark.parametrize("algorithm", training_cases.ALGORITHMS)  # 1 and 2 ranks have no second level
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-10), ("fp32", 1e-4)])
 def test_the_loss_curve_is_that_of_one_rank(
     launches: dict[tuple[str, int], RanksResult],
@@ -109,6 +109,17 @@ def test_resumed_is_bit_identical_to_never_stopped(
         assert whole["summary"]["skipped_steps"] == (2 if num_ranks > 1 else 0)
         assert resumed["losses"] == whole["losses"]  # the records of both stretches, to the last bit
         assert resumed["fingerprint"] == whole["fingerprint"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+def test_what_int8_has_lost_is_resumed_to_the_bit(
+    launches: dict[tuple[str, int], RanksResult], backend: str, num_ranks: int
+) -> None:
+    for output in launches[backend, num_ranks].outputs:
+        found = output["interruptions"]["int8"]
+        assert found["resumed"] == found["whole"]
+        assert found["same"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -20,6 +20,7 @@ from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology
 
 STEPS = 50
+ALGORITHMS = ("flat", "hierarchical", "ring")
 GLOBAL_BATCH = 50  # 1438 samples: 29 steps an epoch, the last with 38; 50 and 38 do not divide by 3 and 4
 
 
@@ -120,7 +121,7 @@ def numbers(world: World, directory: str) -> dict[str, Any]:
     where = Path(directory)
     found = {}
     for precision in ("fp64", "fp32"):
-        for algorithm in ("flat", "hierarchical"):
+        for algorithm in ALGORITHMS:
             name = f"{world.backend}-{world.num_ranks}-{precision}-{algorithm}"
             found[f"{precision} {algorithm}"] = train(
                 world, where, name, task=Classifier(), run={"precision": precision},
@@ -133,7 +134,8 @@ def interruptions(world: World, directory: str) -> dict[str, Any]:
     """Stopped at several steps and resumed, against never stopped: dropout, fp16 wire, micro-batches."""
     where = Path(directory)
     options: dict[str, dict[str, Any]] = {
-        "reduction": {"wire": "fp16", "algorithm": "auto"},
+        # Shared measurements: another run directory chooses alike.
+        "reduction": {"wire": "fp16", "algorithm": "auto", "calibration": str(where / "calibration.json")},
         "data": {"micro_batches": 2},
         "optimizer": {"clip_norm": 1.0},
         "checkpoint": {"every_steps": 20, "keep": 2},
@@ -159,7 +161,19 @@ def interruptions(world: World, directory: str) -> dict[str, Any]:
         )
         found[f"{step}"] = {"stopped": first["stopped"], "losses": second["losses"],
                             "fingerprint": second["fingerprint"]}  # fmt: skip
+    found["int8"] = _interrupted_int8(world, where, prefix=f"{prefix}-int8")
     return found
+
+
+def _interrupted_int8(world: World, where: Path, *, prefix: str) -> dict[str, Any]:
+    """The same with what int8 has lost, which a checkpoint holds."""
+    options = {"reduction": {"wire": "int8", "algorithm": "hierarchical"}, "checkpoint": {"every_steps": 20}}
+    whole = train(world, where, f"{prefix}-never", task=Classifier(), **options)
+    stop_after = 29 if world.rank == 0 else 0
+    train(world, where, prefix, task=Classifier(), stop_after=stop_after, **options)
+    resumed = train(world, where, prefix, task=Classifier(), resume="auto", **options)
+    return {"whole": whole["losses"], "resumed": resumed["losses"],
+            "same": whole["fingerprint"] == resumed["fingerprint"]}  # fmt: skip
 
 
 ELASTIC: dict[str, dict[str, Any]] = {"run": {"steps": 58}}  # two epochs
