@@ -29,7 +29,7 @@ class AllReduceUpdater:
     comm: the world, used from the calling thread for the small sums of a step.
     reducer: sums buckets over all ranks, from the reduction thread and, between steps, from this one; must not
         share `comm`'s message space. Whoever made it closes it, after the updater.
-    max_in_flight: reductions under way at a time.
+    max_in_flight: reductions under way at a time. overlap: False reduces in `step`, on the calling thread.
     weight default: a plain `loss.backward()` counts as 1/num_ranks, as Horovod averages.
 
     After backward a parameter's `.grad` is a view of its bucket, where the dtype allows; sparse gradients are
@@ -47,6 +47,7 @@ class AllReduceUpdater:
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
         max_in_flight: int = 4,
+        overlap: bool = True,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or none to clip nothing")
@@ -71,7 +72,9 @@ class AllReduceUpdater:
         self._memory = self._lay_out(self._buckets_in_order())
         self._distributed = comm.num_ranks > 1
         self._pipeline = (
-            ReductionPipeline(reducer.reduce, device=self._device, max_in_flight=max_in_flight)
+            ReductionPipeline(
+                reducer.reduce, device=self._device, max_in_flight=max_in_flight, overlap=overlap
+            )
             if self._distributed
             else None
         )
@@ -125,10 +128,13 @@ class AllReduceUpdater:
         sync_s = self._finish_reduction()
         waited_s = time.perf_counter() - started
         self._memory.check_untouched()
-        norm, finite = self._take_gradients()
+        # The sums are the same on every rank, so each squares a share of them.
+        square = self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
         started = time.perf_counter()
-        totals, finite, replan = self._agree(sums or {}, finite=finite)
+        totals, square, replan = self._agree(sums or {}, square=square)
         waited_s += time.perf_counter() - started
+        norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
+        finite = math.isfinite(norm) and self._take_gradients(norm)
         if finite:
             self._memory.give_out()
             self._optimizer.step()
@@ -251,28 +257,23 @@ class AllReduceUpdater:
         self._send_complete_buckets()
         return self._pipeline.wait() if self._pipeline is not None else 0.0
 
-    def _take_gradients(self) -> tuple[float, bool]:
-        """Unscale and clip the sums, each element once; the norm before clipping, and whether all is finite."""
-        inverse = 1.0 / self._scale.value
-        norm = self._memory.norm() * inverse
-        if not math.isfinite(norm):
-            return norm, False
+    def _take_gradients(self, norm: float) -> bool:
+        """Unscale and clip the sums, each element once; whether every parameter's dtype can hold its gradient."""
         clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-        self._memory.scale(inverse * clip)
-        return norm, self._memory.copy_out()
+        self._memory.scale(clip / self._scale.value)
+        return self._memory.copy_out()
 
-    def _agree(self, sums: Mapping[str, float], *, finite: bool) -> tuple[dict[str, float], bool, bool]:
-        """Add up the caller's numbers, and let any rank's overflow skip the step on all.
+    def _agree(self, sums: Mapping[str, float], *, square: float) -> tuple[dict[str, float], float, bool]:
+        """Add up the caller's numbers and the squares; a share that is not finite makes the sum so on all ranks.
 
         The last value: whether rank 0 has seen for the first time in what order gradients become ready.
         """
         keys = sorted(sums)
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
-        votes = [0.0 if finite else 1.0, float(news), *(sums[k] for k in keys)]
-        buffer = torch.tensor(votes, dtype=torch.float64)
+        buffer = torch.tensor([square, float(news), *(sums[k] for k in keys)], dtype=torch.float64)
         self._comm.all_reduce(buffer)
-        overflowed, replan, *totals = buffer.tolist()
-        return dict(zip(keys, totals, strict=True)), overflowed == 0, replan > 0
+        total, replan, *totals = buffer.tolist()
+        return dict(zip(keys, totals, strict=True)), total, replan > 0
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -102,15 +102,18 @@ class Measured:
     seconds: float = 0.0
     key: dict[str, Any] | None = None
 
-    def settle(self, *, gradient_bytes: int, bucket_bytes: int | None = None) -> AutoChoice:
+    def settle(
+        self, *, gradient_bytes: int, bucket_bytes: int | None = None, overlap: bool = True
+    ) -> AutoChoice:
         """Wire, bucket size and algorithms for a model with so many bytes of gradients. Pure.
 
-        bucket_bytes: as the recipe says, or None to choose.
+        bucket_bytes: as the recipe says, or None to choose. overlap: whether reductions run beside backward.
         """
-        guess = bucket_bytes or self.choice.bucket_bytes(gradient_bytes=gradient_bytes)
+        chosen = self.choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
+        guess = bucket_bytes or chosen
         wire = self.choice.fastest_wire(bucket_sizes(gradient_bytes, bucket_bytes=guess))
         choice = self.choice.for_wire(wire)
-        size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes)
+        size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
         if wire not in EXACTNESS:
             # It remembers what it lost, in the reducer that lost it: one reducer, so that nothing is lost when
             # another plan moves a parameter into a bucket of another size.

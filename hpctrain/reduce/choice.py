@@ -24,6 +24,7 @@ EFFICIENCY = 8 / 9
 # So many buckets of a model at least, so that most of the reduction has backward to hide behind; the last one never
 # has (Li et al. 2020, arXiv:2006.15704: small buckets pay latency, large ones do not overlap).
 LEAST_BUCKETS = 4
+BESIDE_GRADIENTS = 1 << 16
 # A wire that rounds more must save at least this share of the time.
 WORTH_ROUNDING = 0.05
 EXACTNESS = ("fp32", "fp16", "bf16")
@@ -113,12 +114,14 @@ class Choice:
         choice = self.for_wire(wire)
         return sum(choice.seconds(size) for size in sizes)
 
-    def bucket_bytes(self, *, gradient_bytes: int) -> int:
+    def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
         """A bucket in which latency is a small share of the time, yet several of which make up the gradients.
 
         The smallest power of two whose predicted rate, bytes by time, is 8/9 of the best of any. At most a quarter
-        of `gradient_bytes`, a model's; between 512 KiB and 32 MiB.
+        of `gradient_bytes`, a model's; between 512 KiB and 32 MiB. Without `overlap` one bucket, up to 32 MiB.
         """
+        if not overlap:
+            return max(SMALLEST_BUCKET_BYTES, min(gradient_bytes + BESIDE_GRADIENTS, LARGEST_BUCKET_BYTES))
         size = DEFAULT_BUCKET_BYTES
         if self.costs:
             sizes = [SMALLEST_BUCKET_BYTES]

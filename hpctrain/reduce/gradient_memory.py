@@ -111,12 +111,11 @@ class GradientMemory:
                     "made"
                 )
 
-    def norm(self) -> float:
-        """2-norm of all gradients in the buckets."""
-        if not self._rows:
-            return 0.0
-        norms = [torch.linalg.vector_norm(rows, dim=1) for rows in self._rows]
-        return float(torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64))
+    def square(self, *, share: int, num_shares: int) -> float:
+        """Sum of the squares of a share of the gradients in the buckets; all shares add up to the whole's."""
+        mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
+        norms = [torch.linalg.vector_norm(rows, dim=1) for rows in mine if rows.numel()]
+        return float(torch.cat(norms).double().square().sum()) if norms else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, in place."""

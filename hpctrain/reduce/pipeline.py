@@ -42,6 +42,7 @@ class ReductionPipeline:
         *,
         device: torch.device,
         max_in_flight: int = 4,
+        overlap: bool = True,
         shortest_wait_s: float = SHORTEST_WAIT_S,
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
@@ -57,8 +58,10 @@ class ReductionPipeline:
         self._busy_s = 0.0
         self._error: BaseException | None = None
         self._reduced: torch.cuda.Event | None = None
-        self._thread = threading.Thread(target=self._run, name="hpctrain-reduce", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if overlap:
+            self._thread = threading.Thread(target=self._run, name="hpctrain-reduce", daemon=True)
+            self._thread.start()
 
     def submit(self, number: int) -> None:
         """Reduce bucket `number`, some time before `wait` returns."""
@@ -70,6 +73,8 @@ class ReductionPipeline:
 
     def wait(self) -> float:
         """Wait until all submitted is reduced; seconds in which at least one reduction was under way."""
+        if self._thread is None and self._submitted:
+            self._run_once()
         with self._condition:
             self._condition.wait_for(lambda: self._pending == 0)
             busy_s, self._busy_s = self._busy_s, 0.0
@@ -86,7 +91,8 @@ class ReductionPipeline:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        self._thread.join(timeout=1.0)
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
 
     def _mark(self) -> torch.cuda.Event | None:
         """The present end of the calling thread's stream; None for buckets in host memory."""
@@ -103,21 +109,24 @@ class ReductionPipeline:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
         while self._await_work():
-            started = time.perf_counter()
-            error: BaseException | None = None
-            try:
-                self._work_off()
-            except BaseException as found:
-                error = found
-            with self._condition:
-                self._busy_s += time.perf_counter() - started
-                self._error = self._error or error
-                if self._error is not None:
-                    self._submitted.clear()
-                    self._pending = 0
-                else:
-                    self._pending -= self._done
-                self._condition.notify_all()
+            self._run_once()
+
+    def _run_once(self) -> None:
+        started = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            self._work_off()
+        except BaseException as found:
+            error = found
+        with self._condition:
+            self._busy_s += time.perf_counter() - started
+            self._error = self._error or error
+            if self._error is not None:
+                self._submitted.clear()
+                self._pending = 0
+            else:
+                self._pending -= self._done
+            self._condition.notify_all()
 
     def _await_work(self) -> bool:
         with self._condition:

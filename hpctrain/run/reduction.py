@@ -40,11 +40,12 @@ class ReductionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What it came to. record: the choice and its numbers, for the run's record."""
+    """What it came to. overlap: reduce beside backward. record: the choice and its numbers, for the run's record."""
 
     reducer: BucketReducer
     wire: str
     bucket_bytes: int
+    overlap: bool
     record: dict[str, Any]
 
     @property
@@ -59,13 +60,14 @@ def make_reduction(
     topology: Topology,
     device: torch.device,
     gradient_bytes: int,
+    overlap: bool = True,
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
     """The reducer that `plan` asks for, or the one that runs instead, which `note` is told. Collective.
 
     gradient_bytes: of all the gradients of one rank. With `auto`, a measurement of at most two seconds, unless a
-    file has one. nccl: what Horovod's NCCL was set to.
+    file has one. overlap: whether reductions are to run beside backward. nccl: what Horovod's NCCL was set to.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
@@ -73,18 +75,28 @@ def make_reduction(
     if AUTO not in (plan.algorithm, plan.wire):
         reducer = maker.make(parse_algorithm(plan.algorithm), wire=plan.wire)
         bucket_bytes = plan.bucket_bytes or DEFAULT_BUCKET_BYTES
-        record = {"source": "as asked for", "wire": plan.wire, "bucket_bytes": bucket_bytes}
-        return Reduction(reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, record=record)
+        record = {
+            "source": "as asked for",
+            "wire": plan.wire,
+            "bucket_bytes": bucket_bytes,
+            "overlap": overlap,
+        }
+        return Reduction(
+            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, record=record
+        )
     measured = find_choice(
         world, make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
         candidates=_candidates(plan, maker), topology=topology, device=device, files=plan.files, note=note,
     )  # fmt: skip
-    choice = measured.settle(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes)
+    choice = measured.settle(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes, overlap=overlap)
     auto = AutoReducer(
         choice, comm=world.duplicate(),
         make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
     )  # fmt: skip
-    return Reduction(reducer=auto, wire=choice.wire, bucket_bytes=choice.bucket_bytes, record=choice.record())
+    return Reduction(
+        reducer=auto, wire=choice.wire, bucket_bytes=choice.bucket_bytes, overlap=overlap,
+        record={**choice.record(), "overlap": overlap},
+    )  # fmt: skip
 
 
 def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:

@@ -113,10 +113,22 @@ class Session:
         """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
         made = make_reduction(
             self.world, plan, topology=self.topology, device=self.device, gradient_bytes=gradient_bytes,
-            nccl=self._nccl(plan.algorithm), note=self.note,
+            overlap=self._overlap(), nccl=self._nccl(plan.algorithm), note=self.note,
         )  # fmt: skip
         self._reducers.append(made.reducer)
         return made
+
+    def _overlap(self) -> bool:
+        """Whether reductions gain by running beside backward. Collective.
+
+        They wait for a network or a device, or have a core to run on. On one node whose ranks use every core they
+        would only take turns with backward, at the price of the turns.
+        """
+        mine = [socket.gethostname(), sorted(os.sched_getaffinity(0))]
+        everyone = all_gather_json(self.world, mine)
+        cores = len(mine[1]) / everyone.count(mine)
+        spare = all(all_gather_json(self.world, cores >= torch.get_num_threads() + 1))
+        return spare or self.topology.num_nodes > 1 or self.device.type != "cpu"
 
     def _nccl(self, asked: str) -> Algorithm | None:
         """Which of Horovod's own two-level sums runs in this process; told where it is not the one asked for."""
@@ -161,7 +173,7 @@ class Session:
             reduction = self.reduction(plan, gradient_bytes=gradient_bytes(model))
         return AllReduceUpdater(
             optimizer, comm=self.world, reducer=reduction.reducer, bucket_bytes=reduction.bucket_bytes,
-            loss_scale=loss_scale, clip_norm=clip_norm,
+            loss_scale=loss_scale, clip_norm=clip_norm, overlap=reduction.overlap,
         )  # fmt: skip
 
     def open_dataset(self, directory: str | Path) -> Dataset:
