@@ -15,8 +15,8 @@ from benchmarks.reduction.timing import Ranks
 from hpctrain.run import Session
 
 # A sample of small buckets is the mean of as many calls as fit in here.
-SAMPLE_S = 0.03
-MAX_REPEATS = 200
+SAMPLE_S = 0.06
+MAX_REPEATS = 400
 # After the first rounds only choices within this factor of the best are timed on; below CARRIED_NUMEL they
 # all come again with the next size, from there on time grows with the size for all alike.
 CONTENDER = 1.6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import final
@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.comm import Collective, ReduceOp, all_gather_json
 from hpctrain.reduce.buckets import Bucket, Slot
-from hpctrain.reduce.pipeline import LONGEST_WAIT_S, SHORTEST_WAIT_S
+from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.topology import Topology
 
@@ -86,25 +86,6 @@ def buckets_of(sizes_bytes: Sequence[int], *, in_flight: int = 1) -> list[Bucket
             number += len(bucket.slots)
             position += bucket.num_gradients
     return buckets
-
-
-def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
-    """Take all reductions as far as they go, in turns, until they have ended; waits as training does."""
-    under_way = list(reductions)
-    wait_s = SHORTEST_WAIT_S
-    while under_way:
-        got_on = False
-        for reduction in list(under_way):
-            try:
-                got_on |= next(reduction)
-            except StopIteration:
-                under_way.remove(reduction)
-                got_on = True
-        if got_on:
-            wait_s = SHORTEST_WAIT_S
-        else:
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
 @final

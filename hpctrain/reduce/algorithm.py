@@ -99,6 +99,8 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
     if algorithm in _TWO_LEVELS and topology.num_ranks == topology.num_nodes:
         ring = algorithm is Algorithm.HIERARCHICAL_RING
         return (Algorithm.RING if ring else Algorithm.DIRECT), topology.describe()
+    if algorithm is Algorithm.HIERARCHICAL_RING and topology.num_nodes == 1:
+        return Algorithm.HIERARCHICAL, topology.describe()
     if algorithm is Algorithm.HIERARCHICAL_FLAT:
         if wire in ("bf16", "int8"):
             return Algorithm.HIERARCHICAL, f"the backend cannot sum {wire}"

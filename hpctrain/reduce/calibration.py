@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import final
@@ -19,7 +19,7 @@ from hpctrain.comm import Collective, ReduceOp
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.buckets import Bucket, Slot
 from hpctrain.reduce.cost import Candidate, Cost, Measurement
-from hpctrain.reduce.pipeline import LONGEST_WAIT_S, SHORTEST_WAIT_S
+from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.reducer import BucketReducer
 
 # (algorithm, wire) -> a reducer in a message space of its own. Collective. UsageError, the same on every rank,
@@ -135,7 +135,7 @@ class _Trials:
         """Seconds of one reduction of bucket 0, of the rank that took longest."""
         begin = self._clock()
         for _ in range(repeats):
-            _run_to_end(reducer.reduce(0))
+            run_to_end([reducer.reduce(0)])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         end = self._clock()
@@ -204,8 +204,8 @@ class _Contest:
         found = [one for one in self._active if times[one.candidate]]
         if len(found) > 1 or len(found) == len(self._active) or first:
             for one in found:
-                # Of two the smaller: the first one still touches its memory for the first time.
-                one.measured.append((num_bytes, statistics.median_low(times[one.candidate])))
+                # Of two the larger: a time that was short once by luck is no promise.
+                one.measured.append((num_bytes, statistics.median_high(times[one.candidate])))
         missing = [one.candidate for one in self._active if not one.measured]
         if missing:
             names = ", ".join(f"{candidate.algorithm} with {candidate.wire}" for candidate in missing)
@@ -267,14 +267,3 @@ class _Contest:
                 self._active = ranked[: min(num_most, num_timely)]
                 return size
         return None
-
-
-def _run_to_end(reduction: Iterator[bool]) -> None:
-    """Take a reduction as far as it goes until it has ended; waits as training does."""
-    wait_s = SHORTEST_WAIT_S
-    for got_on in reduction:
-        if got_on:
-            wait_s = SHORTEST_WAIT_S
-        else:
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)

@@ -346,11 +346,14 @@ def _sum_within(buckets: Sequence[torch.Tensor], *, mine: int) -> None:
     """Each bucket's part = the sum of all, in the order of the ranks: nothing leaves the node."""
     if len(buckets) == 1:
         return
-    total = torch.empty(min(PIECE_ELEMS, buckets[0].numel()), dtype=buckets[0].dtype)
+    # The first two are read before anything is written: into one of them no copy is needed.
+    scratch = None if mine < 2 else torch.empty(min(PIECE_ELEMS, buckets[0].numel()), dtype=buckets[0].dtype)
     for piece in _pieces(buckets[0].numel()):
-        part = total[: piece.stop - piece.start]
-        torch.add(buckets[0][piece], buckets[1][piece], out=part)
-        for other in buckets[2:]:
-            part.add_(other[piece])
-        for bucket in buckets:
-            bucket[piece].copy_(part)
+        parts = [bucket[piece] for bucket in buckets]
+        total = parts[mine] if scratch is None else scratch[: parts[0].numel()]
+        torch.add(parts[0], parts[1], out=total)
+        for other in parts[2:]:
+            total.add_(other)
+        for part in parts:
+            if part is not total:
+                part.copy_(total)

@@ -11,11 +11,9 @@ from typing import final
 
 import torch
 
-Reduce = Callable[[int], Iterator[bool]]
+from hpctrain.reduce.patience import LONGEST_WAIT_S, SHORTEST_WAIT_S, Patience
 
-# Short enough to see a message soon, long enough to leave a shared core to backward.
-SHORTEST_WAIT_S = 20e-6
-LONGEST_WAIT_S = 200e-6
+Reduce = Callable[[int], Iterator[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +24,13 @@ class _Submitted:
 
 @final
 class ReductionPipeline:
-    """Runs the reductions `reduce(number)` on its own thread: up to `max_in_flight` at once, in turns.
+    """Runs the reductions `reduce(number)`: up to `max_in_flight` at once, in turns.
+
+    overlap: on a thread of its own, from `submit` on; else all of them in `wait`, on the thread that calls it.
 
     Every rank submits the same numbers in the same order; reductions begin in that order. Each is taken as
     far as it goes without waiting, then the next one has its turn. When none got on, the thread sleeps: 20 us
-    at first, longer each time, up to 200 us.
+    at first, longer each time, up to 200 us; once `wait` is called it looks on for a while first.
     An exception in a reduction is raised by the next `wait`, and by all after it; what else was under way or
     is submitted later is dropped. On CUDA the thread has a stream of its own: events order a reduction behind
     the stream that filled its bucket, and the stream that calls `wait` behind the reductions.
@@ -54,6 +54,7 @@ class ReductionPipeline:
         self._condition = threading.Condition()  # guards all that follows
         self._submitted: deque[_Submitted] = deque()
         self._pending = 0
+        self._awaited = False  # whether the thread that submits has nothing else to do
         self._closed = False
         self._busy_s = 0.0
         self._error: BaseException | None = None
@@ -73,10 +74,13 @@ class ReductionPipeline:
 
     def wait(self) -> float:
         """Wait until all submitted is reduced; seconds in which at least one reduction was under way."""
-        if self._thread is None and self._submitted:
+        if self._thread is None and self._has_work():
+            self._awaited = True
             self._run_once()
         with self._condition:
+            self._awaited = True
             self._condition.wait_for(lambda: self._pending == 0)
+            self._awaited = False
             busy_s, self._busy_s = self._busy_s, 0.0
             error = self._error
             reduced, self._reduced = self._reduced, None
@@ -134,26 +138,31 @@ class ReductionPipeline:
                 self._condition.wait_for(lambda: self._submitted or self._closed)
                 if self._closed:
                     return False
-                if self._error is None:
+                if self._has_work():
                     return True
+                self._condition.notify_all()
+
+    def _has_work(self) -> bool:
+        """Whether anything is to be reduced; after an error all that is submitted is dropped."""
+        with self._condition:
+            if self._error is not None:
                 self._submitted.clear()
                 self._pending = 0
-                self._condition.notify_all()
+            return bool(self._submitted)
 
     def _work_off(self) -> None:
         """Until nothing is under way and nothing submitted. `_done` counts what was finished."""
         self._done = 0
         under_way: list[Iterator[bool]] = []
-        wait_s = self._shortest_wait_s
+        patience = Patience(shortest_wait_s=self._shortest_wait_s, longest_wait_s=self._longest_wait_s)
         try:
             while self._take_up(under_way) or under_way:
                 if self._one_turn(under_way):
-                    wait_s = self._shortest_wait_s
+                    patience.got_on()
                 elif under_way:
                     with self._condition:
                         if not (self._submitted and len(under_way) < self._max_in_flight):
-                            self._condition.wait(timeout=wait_s)
-                    wait_s = min(2 * wait_s, self._longest_wait_s)
+                            patience.wait(self._condition.wait, eager=self._awaited)
                 if self._closed:
                     return
         finally:

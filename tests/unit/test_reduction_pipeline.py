@@ -37,12 +37,18 @@ class Script:
 
 
 @settings(max_examples=40, deadline=None)
-@given(turns=st.lists(st.lists(st.booleans(), max_size=6), max_size=8), max_in_flight=st.integers(1, 5))
+@given(
+    turns=st.lists(st.lists(st.booleans(), max_size=6), max_size=8),
+    max_in_flight=st.integers(1, 5),
+    overlap=st.booleans(),
+)
 def test_all_are_reduced_and_begin_in_the_order_of_submission(
-    turns: list[list[bool]], max_in_flight: int
+    turns: list[list[bool]], max_in_flight: int, overlap: bool
 ) -> None:
     script = Script(dict(enumerate(turns)))
-    with closing(ReductionPipeline(script.reduce, device=CPU, max_in_flight=max_in_flight)) as pipeline:
+    with closing(
+        ReductionPipeline(script.reduce, device=CPU, max_in_flight=max_in_flight, overlap=overlap)
+    ) as pipeline:
         for number in range(len(turns)):
             pipeline.submit(number)
         pipeline.wait()
@@ -105,7 +111,8 @@ def test_a_bucket_submitted_while_others_wait_begins_at_once() -> None:
     assert second_began.is_set()
 
 
-def test_an_error_is_raised_by_the_next_wait_and_ends_what_is_under_way() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_error_is_raised_by_the_next_wait_and_ends_what_is_under_way(overlap: bool) -> None:
     closed: list[int] = []
 
     def reduce(number: int) -> Iterator[bool]:
@@ -118,7 +125,7 @@ def test_an_error_is_raised_by_the_next_wait_and_ends_what_is_under_way() -> Non
         finally:
             closed.append(number)
 
-    with closing(ReductionPipeline(reduce, device=CPU, max_in_flight=2)) as pipeline:
+    with closing(ReductionPipeline(reduce, device=CPU, max_in_flight=2, overlap=overlap)) as pipeline:
         for number in range(3):
             pipeline.submit(number)
         with pytest.raises(CommunicationError, match="link is gone"):
