@@ -42,7 +42,7 @@ class Scale:
     steps_per_block: int = 10
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
-    sweep_rounds: int = 9
+    sweep_rounds: int = 15
     # It may choose a wire as well, never lossier than 16 bits; it is held against both.
     auto: Choice = ("auto", "auto")
     budget_s: float = 25.0

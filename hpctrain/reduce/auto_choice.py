@@ -16,7 +16,7 @@ from hpctrain.comm.probe import probe_started_mpi
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.calibration import MakeReducer, calibrate
 from hpctrain.reduce.calibration_file import CalibrationKey, Kept, read_calibration, write_calibration
-from hpctrain.reduce.choice import EXACTNESS, Choice, roundings
+from hpctrain.reduce.choice import EXACTNESS, Choice, doubts_between_nodes, roundings
 from hpctrain.reduce.cost import Candidate
 from hpctrain.reduce.levels import Level, levels_to_json, measure_levels
 from hpctrain.topology import Topology
@@ -198,7 +198,8 @@ def find_choice(
         for text in _write(world, files.paths, key=key, kept=kept):
             note(text)
     return Measured(
-        choice=Choice.of_measurements(kept.measurements), source=source, levels=kept.levels,
+        choice=Choice.of_measurements(kept.measurements, doubts=doubts_between_nodes(topology)),
+        source=source, levels=kept.levels,
         seconds=kept.seconds, key=key.as_json(),
     )  # fmt: skip
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.cost import Candidate, Cost, Measurement
+from hpctrain.topology import Topology
 
 DEFAULT_BUCKET_BYTES = 4_000_000
 SMALLEST_BUCKET_BYTES = 1 << 19
@@ -27,6 +28,8 @@ LEAST_BUCKETS = 4
 BESIDE_GRADIENTS = 1 << 16
 # A wire that rounds more must save at least this share of the time.
 WORTH_ROUNDING = 0.05
+# Below, latency decides, which is measured often.
+DOUBTED_FROM_BYTES = 1 << 18
 EXACTNESS = ("fp32", "fp16", "bf16")
 # No bucket is larger: what would be better there is of no interest.
 LARGEST_SIZE = 1 << 40
@@ -47,6 +50,7 @@ class Choice:
     costs: Mapping[Candidate, Cost]
     ranges: tuple[Range, ...]
     measurements: tuple[Measurement, ...] = ()
+    doubts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def only(cls, candidate: Candidate) -> Choice:
@@ -54,15 +58,18 @@ class Choice:
         return cls({}, (Range(0, candidate),))
 
     @classmethod
-    def of_measurements(cls, measurements: Sequence[Measurement]) -> Choice:
-        """UsageError if there are none."""
+    def of_measurements(
+        cls, measurements: Sequence[Measurement], *, doubts: Mapping[str, float] | None = None
+    ) -> Choice:
+        """UsageError if there are none. doubts: see `doubts_between_nodes`."""
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
         by_candidate: dict[Candidate, list[tuple[int, float]]] = {}
         for m in measurements:
-            by_candidate.setdefault(m.candidate, []).append((m.num_bytes, m.seconds))
+            doubt = (doubts or {}).get(m.algorithm, 1.0) if m.num_bytes >= DOUBTED_FROM_BYTES else 1.0
+            by_candidate.setdefault(m.candidate, []).append((m.num_bytes, m.seconds * doubt))
         costs = {candidate: Cost.fit(measured) for candidate, measured in by_candidate.items()}
-        return cls(costs, _ranges(costs), tuple(measurements))
+        return cls(costs, _ranges(costs), tuple(measurements), dict(doubts or {}))
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -84,7 +91,8 @@ class Choice:
             if self.ranges[0].candidate.wire == wire:
                 return self
             raise UsageError(f"nothing was measured with the wire {wire}")
-        return Choice.of_measurements([m for m in self.measurements if m.wire == wire])
+        mine = [m for m in self.measurements if m.wire == wire]
+        return Choice.of_measurements(mine, doubts=self.doubts)
 
     def for_all_sizes(self, bucket_bytes: Iterable[int]) -> Choice:
         """One candidate, whatever the size: the one that takes least time for these buckets together."""
@@ -197,6 +205,21 @@ def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidat
     """The candidates that were measured as far as any was, or at least at `num_bytes`; in order."""
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
+
+
+def doubts_between_nodes(topology: Topology) -> dict[str, float]:
+    """By algorithm, how many times faster it must have been measured than one that is sure, to be taken for it. Pure.
+
+    A second on a slow link holds few trials of large buckets, so what is known beforehand counts too. Over links
+    the bytes decide in the end, and two levels send the fewest; round a ring each link carries one stream at a
+    time, all others queue several at some link, and their times vary by more than a few trials show.
+    """
+    if topology.num_nodes == 1:
+        return {}
+    doubts = {"hierarchical": 1.1, "hierarchical-flat": 1.1, "direct": 1.1, "flat": 1.1}
+    if topology.num_ranks > topology.num_nodes:
+        doubts |= {"ring": 1.2, "direct": 1.3, "flat": 1.3}
+    return doubts
 
 
 def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:

@@ -1,0 +1,37 @@
+"""Between nodes an algorithm that sends more, or queues streams at a link, must show more to be chosen."""
+
+from __future__ import annotations
+
+from hpctrain.reduce.choice import Choice, doubts_between_nodes
+from hpctrain.reduce.cost import Measurement
+from hpctrain.topology import Topology
+
+CLUSTER = Topology.from_node_names(["a", "a", "b", "b"])
+
+
+def measured(**seconds: float) -> list[Measurement]:
+    return [
+        Measurement(algorithm=name.replace("_", "-"), wire="fp16", num_bytes=n, seconds=s * n / 2**20)
+        for name, s in seconds.items()
+        for n in (2**18, 2**20)
+    ]
+
+
+def chosen(*, ring: float, topology: Topology = CLUSTER) -> str:
+    found = measured(hierarchical_ring=0.1, ring=ring)
+    choice = Choice.of_measurements(found, doubts=doubts_between_nodes(topology))
+    assert choice.for_wire("fp16").choose(2**24) == choice.choose(2**24)
+    return choice.choose(2**24).algorithm
+
+
+def test_a_little_faster_is_not_enough_for_an_algorithm_that_sends_more() -> None:
+    assert chosen(ring=0.09) == "hierarchical-ring"
+    assert chosen(ring=0.08) == "ring"
+
+
+def test_on_one_node_only_the_time_counts() -> None:
+    assert chosen(ring=0.099, topology=Topology.from_node_names(["a", "a"])) == "ring"
+
+
+def test_nodes_of_one_rank_send_the_same_either_way() -> None:
+    assert chosen(ring=0.099, topology=Topology.from_node_names(["a", "b"])) == "ring"
