@@ -307,10 +307,11 @@ class HorovodWorld(Forwarding):
 
     def transport(self, topology: Topology) -> Transport | None:
         """MPI's, where Horovod runs over it: its own operations can only be waited for."""
-        if not self._hvd.mpi_enabled():
-            return None
-        from hpctrain.comm.mpi import open_transport
+        from hpctrain.comm.mpi import can_open_transport, open_transport
 
+        mine = bool(self._hvd.mpi_enabled()) and can_open_transport()
+        if not all(answer == b"1" for answer in self.all_gather_bytes(b"1" if mine else b"0")):
+            return None
         return open_transport(topology)
 
     def abort(self, exit_code: int) -> None:

@@ -92,6 +92,15 @@ def abort_all(exit_code: int) -> None:
     library.MPI_Abort(handle, ctypes.c_int(exit_code))
 
 
+def can_open_transport() -> bool:
+    """Whether this process has mpi4py and an MPI that runs and lets two threads communicate. Not collective."""
+    try:
+        mpi = _import_mpi(initialize=False)
+    except LaunchError:
+        return False
+    return bool(mpi.Is_initialized()) and mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+
+
 def open_transport(topology: Topology) -> Transport:
     """Messages of their own over all ranks, whoever has initialised MPI (Horovod may have). Collective.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from hpctrain.comm.transport import Pending
@@ -81,14 +82,14 @@ class MpiTransport:
 
     def _check_room(self, num_bytes: int) -> None:
         """Refuse on every rank of the node before MPI would, or the kernel at the first touch of a page."""
-        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
-        asked = self._node.allgather((num_bytes, free))
-        total = sum(wanted for wanted, _ in asked)
-        frees = [room for _, room in asked if room is not None]
-        if frees and total > min(frees):
+        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
+        asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
+        self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)
+        total, least_free = int(asked[:, 0].sum()), int(asked[:, 1].min())
+        if total > least_free:
             raise CommunicationError(
                 f"the ranks of node {self._topology.node_names[self._topology.node_of(self._rank)]} need "
-                f"{total / 1e6:.0f} MB of shared memory, {SHARED_MEMORY} has {min(frees) / 1e6:.0f} MB left: make it "
+                f"{total / 1e6:.0f} MB of shared memory, {SHARED_MEMORY} has {least_free / 1e6:.0f} MB left: make it "
                 "larger (containers: --shm-size), or choose the algorithm direct or flat",
                 agreed=False,
             )

@@ -31,6 +31,8 @@ CODEC_WIRES = ("fp32", "fp16", "bf16", "int8")
 SPARSE_WIRES = ("top-k", "low-rank")
 WIRE_NAMES = (AUTO, *CODEC_WIRES, *SPARSE_WIRES)
 
+# By the backends' own operations.
+_NOT_SUMMED = ("bf16", "int8")
 _TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIERARCHICAL_FLAT)
 
 
@@ -102,18 +104,21 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
     if algorithm is Algorithm.HIERARCHICAL_RING and topology.num_nodes == 1:
         return Algorithm.HIERARCHICAL, topology.describe()
     if algorithm is Algorithm.HIERARCHICAL_FLAT:
-        if wire in ("bf16", "int8"):
+        if wire in _NOT_SUMMED:
             return Algorithm.HIERARCHICAL, f"the backend cannot sum {wire}"
         if topology.num_nodes == 1:
             return Algorithm.FLAT, topology.describe()
         return None
-    if algorithm in _TWO_LEVELS and not means.messages:
-        return Algorithm.HIERARCHICAL_FLAT, f"the backend {means.backend} has no messages of our own here"
-    if algorithm in _TWO_LEVELS and not means.shared_memory:
-        return Algorithm.HIERARCHICAL_FLAT, "the ranks of a node cannot share enough memory"
+    if algorithm in _TWO_LEVELS and not (means.messages and means.shared_memory):
+        why = "the ranks of a node cannot share enough memory"
+        if not means.messages:
+            why = f"the backend {means.backend} has no messages of our own here"
+        if wire in _NOT_SUMMED:
+            return Algorithm.DIRECT, f"{why}, and cannot sum {wire} itself"
+        return Algorithm.HIERARCHICAL_FLAT, why
     if algorithm is Algorithm.RING and not means.messages:
         return Algorithm.DIRECT, f"the backend {means.backend} has no messages of our own here"
-    if algorithm is Algorithm.FLAT and wire in ("bf16", "int8"):
+    if algorithm is Algorithm.FLAT and wire in _NOT_SUMMED:
         return Algorithm.DIRECT, f"the backend cannot sum {wire}"
     return None
 

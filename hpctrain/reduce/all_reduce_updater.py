@@ -79,6 +79,7 @@ class AllReduceUpdater:
             else None
         )
         self._syncing = True
+        self._closed = False
         self._reset()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
@@ -123,6 +124,8 @@ class AllReduceUpdater:
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, *, sums: Mapping[str, float] | None = None) -> StepOutcome:
+        if self._closed:
+            raise UsageError("this updater is closed, and no rank's gradients reach another: make a new one")
         self._check_parameters()
         started = time.perf_counter()
         sync_s = self._finish_reduction()
@@ -187,14 +190,16 @@ class AllReduceUpdater:
             # What was fed back is in the unit of the buckets: gradients times the scale they were saved under.
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """As the Protocol says. False where a reduction hangs that still uses the reducer's memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline = None
-        self._memory.leave()
+        ended = self._pipeline is None or self._pipeline.close()
+        if not self._closed:
+            self._memory.leave()
+        self._closed = True
+        return ended
 
     # ------------------------------------------------------------------ how it is done
 

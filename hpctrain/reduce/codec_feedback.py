@@ -34,10 +34,17 @@ class CodecFeedback:
     skipped (gradients not finite) leaves no trace.
     """
 
-    def __init__(self, codec: Codec, *, numel: int, own: slice, dtype: torch.dtype) -> None:
-        """numel: of the part. own: the place in it of the slice that this rank sums."""
+    def __init__(
+        self, codec: Codec, *, numel: int, own: slice, num_gradients: int, dtype: torch.dtype
+    ) -> None:
+        """numel: of the part. own: the place in it of the slice that this rank sums.
+
+        num_gradients: the elements that are fed back, the first ones; behind them are flags, which must not
+        carry anything into a step to which they do not belong.
+        """
         self._codec = codec
         self.own = own
+        self._num_gradients = num_gradients
         # The own slice, which is not encoded on the way to an owner, holds the loss of its sum.
         self.lost = torch.zeros(numel, dtype=dtype)
         self._new = torch.zeros(numel, dtype=dtype)
@@ -49,6 +56,7 @@ class CodecFeedback:
         new = self._new[place]
         self._codec.decode(out, out=new)
         torch.sub(values, new, out=new)
+        new[max(0, self._num_gradients - first) :].zero_()
 
     def encode_sum(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
         self.encode(values, first=self.own.start, out=out)

@@ -27,13 +27,14 @@ from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.node_memory import NodeMemory
 from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.residuals import LOST
+from hpctrain.reduce.residuals import NAME as RESIDUAL
 from hpctrain.reduce.same_plan import check_same_plan
 from hpctrain.reduce.spans import Place, Span, chunks_of, cut
 from hpctrain.reduce.tiles import tiles
 from hpctrain.topology import Topology
 
 EXCHANGES = {"direct": direct, "ring": ring}
-LOST = "lost"
 # Values that a core keeps in its cache while it sums them: 256 KB of float32.
 PIECE_ELEMS = 65536
 
@@ -86,7 +87,7 @@ class EngineReducer:
         self._next_tag = 0
         self._bytes_sent = 0
         self._buckets: list[_Planned] = []
-        self._memory: NodeMemory | None = None
+        self._memory = NodeMemory(transport, place=self._place)
 
     @property
     def algorithm(self) -> str:
@@ -99,9 +100,8 @@ class EngineReducer:
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
         owed = self._owed()
-        self._memory = NodeMemory(
-            self._transport, place=self._place, sizes=[b.numel * b.dtype.itemsize for b in buckets]
-        )
+        if self._memory.lay_out([b.numel * b.dtype.itemsize for b in buckets]):
+            self._comm.barrier()
         self._buckets = []
         for number, bucket in enumerate(buckets):
             shared = [memory.view(bucket.dtype) for memory in self._memory.segments(number)]
@@ -111,7 +111,7 @@ class EngineReducer:
                 bucket=bucket, mine=mine, buckets=shared, on_device=on_device, parts=self._parts(bucket)
             )
             if self._keeps_losses:
-                planned.feedback = [self._feedback(part, dtype=bucket.dtype) for part in planned.parts]
+                planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
             self._buckets.append(planned)
         # Of other parameters (a calibration's next size) nothing can be kept.
         if owed is not None and owed.numel() == self._space():
@@ -125,23 +125,31 @@ class EngineReducer:
             return [Span(chunk.begin, chunk.begin) for chunk in chunks]
         return [cut(chunk, num_parts=self._place.num_carriers)[self._place.local] for chunk in chunks]
 
-    def _feedback(self, part: Span, *, dtype: torch.dtype) -> CodecFeedback:
+    def _feedback(self, part: Span, *, bucket: Bucket) -> CodecFeedback:
         own = cut(Span(0, part.numel), num_parts=self._place.num_nodes)[self._place.node]
-        return CodecFeedback(self._codec, numel=part.numel, own=slice(own.begin, own.end), dtype=dtype)
+        first_flag = bucket.first_flag if bucket.slots else bucket.numel
+        return CodecFeedback(
+            self._codec,
+            numel=part.numel,
+            own=slice(own.begin, own.end),
+            num_gradients=max(0, min(part.numel, first_flag - part.begin)),
+            dtype=bucket.dtype,
+        )
 
     def reduce(self, number: int) -> Iterator[bool]:
         what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
-        for got_on in self._reduce(number, what):
-            if got_on:
-                self._transport.got_on()
-            else:
-                self._transport.waits(what)
-            yield got_on
-        self._transport.got_on()
+        try:
+            for got_on in self._reduce(number, what):
+                if got_on:
+                    self._transport.got_on()
+                else:
+                    self._transport.waits(what)
+                yield got_on
+        finally:
+            self._transport.got_on()
 
     def _reduce(self, number: int, what: str) -> Iterator[bool]:
         bucket, memory = self._buckets[number], self._memory
-        assert memory is not None  # there are buckets, so there was a plan
         first_tag = self._take_tags(len(bucket.parts))
         self._transport.begun(what)
         if bucket.on_device is not None:
@@ -251,7 +259,7 @@ class EngineReducer:
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         """On as many nodes, what was lost goes on where it was; on other nodes its sum goes to the owners."""
-        saved = tensors.get(LOST)
+        saved = tensors.get(LOST, tensors.get(RESIDUAL))
         if not self._keeps_losses or saved is None:
             return
         if saved.dim() != 2 or saved.shape[1] != self._space():
@@ -259,7 +267,7 @@ class EngineReducer:
                 f"the checkpoint's losses of {self._codec.name} are of shape {tuple(saved.shape)}, this model needs "
                 f"(rows, {self._space()}): resume with the model and the frozen parameters it was made with"
             )
-        if saved.shape[0] != self._place.num_nodes + 1:
+        if LOST not in tensors or saved.shape[0] != self._place.num_nodes + 1:
             self._take_over(saved.double().sum(0))
             return
         for tile, lost, owned in self._losses():
@@ -302,7 +310,7 @@ class EngineReducer:
 
     def close(self) -> None:
         self._buckets = []
-        self._memory = None
+        self._memory = NodeMemory(self._transport, place=self._place)
         self._transport.close()
 
 

@@ -15,6 +15,7 @@ from hpctrain.reduce.spans import Place
 _ALIGNMENT = 64
 # A cache line for each flag: ranks that look at one do not slow the writing of another.
 _FLAG_BYTES = 64
+_SPARE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +35,40 @@ class NodeMemory:
     """Two flags and so many bytes for each bucket, on each rank of the node.
 
     A rank raises its own flags only, to the number of the round; so no flag need be taken down, and 64 bits last.
-    Collective over the node; a rank alone on its node has memory of its own.
+    A rank alone on its node has memory of its own.
     """
 
-    def __init__(self, transport: Transport, *, place: Place, sizes: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, *, place: Place) -> None:
         self._transport = transport
         self._local = place.local
         self._alone = len(place.locals) == 1
-        self._offsets = [2 * len(sizes) * _FLAG_BYTES]
+        self._memory: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        self._offsets: list[int] = []
+        self._flags: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        self._rounds: list[int] = []
+
+    def lay_out(self, sizes: Sequence[int]) -> bool:
+        """Zeroed memory for buckets of so many bytes, the same on every rank; what was there before is gone.
+
+        Collective over the node. True where memory that the ranks had was used again: then all ranks must meet
+        before any of them uses it, as others' flags may still be those of before.
+        """
+        offsets = [2 * len(sizes) * _FLAG_BYTES]
         for size in sizes:
-            self._offsets.append(self._offsets[-1] + _aligned(size))
-        self._sizes = list(sizes)
-        total = self._offsets[-1]
-        self._memory = [torch.zeros(total, dtype=torch.uint8)] if self._alone else transport.share(total)
-        self._flags: list[np.ndarray[Any, np.dtype[np.int64]]] = [
-            memory[: 2 * len(sizes) * _FLAG_BYTES].numpy().view(np.int64) for memory in self._memory
-        ]
+            offsets.append(offsets[-1] + _aligned(size))
+        again = bool(self._memory) and self._memory[self._local].numel() >= offsets[-1]
+        if again:
+            self._memory[self._local].zero_()
+        else:
+            # Room for the same gradients in other buckets: more flags, more gaps.
+            capacity = offsets[-1] + offsets[-1] // 16 + _SPARE_BYTES
+            own = torch.zeros(capacity, dtype=torch.uint8) if self._alone else None
+            self._memory = [own] if own is not None else self._transport.share(capacity)
+        self._sizes, self._offsets = list(sizes), offsets
+        self._flags = [memory[: offsets[0]].numpy().view(np.int64) for memory in self._memory]
         self._rounds = [0] * len(sizes)
+        return again
 
     def segments(self, number: int) -> list[torch.Tensor]:
         """The bytes of bucket `number` of each rank of the node, by local rank."""

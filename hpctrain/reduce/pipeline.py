@@ -90,13 +90,15 @@ class ReductionPipeline:
             torch.cuda.current_stream(self._device).wait_event(reduced)
         return busy_s
 
-    def close(self) -> None:
-        """End the thread. A reduction that hangs is not waited for."""
+    def close(self) -> bool:
+        """End the thread. A reduction that hangs is not waited for: False, and its bucket may still change."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout=1.0)
+        return not self._thread.is_alive()
 
     def _mark(self) -> torch.cuda.Event | None:
         """The present end of the calling thread's stream; None for buckets in host memory."""

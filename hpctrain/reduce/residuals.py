@@ -16,6 +16,8 @@ from hpctrain.reduce.buckets import Bucket, Slot
 from hpctrain.reduce.reducer import StateTensor
 
 NAME = "residual"
+# The same of the engine's codecs, in rows by node: see `EngineReducer.state`.
+LOST = "lost"
 
 
 def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
@@ -92,7 +94,7 @@ class Residuals:
         Raises CheckpointError if the residuals are of another model.
         """
         self._row.zero_()
-        saved = tensors.get(NAME)
+        saved = tensors.get(NAME, tensors.get(LOST))
         if saved is None:
             return
         if saved.dim() != 2 or saved.shape[1] != self._row.numel():
@@ -100,7 +102,7 @@ class Residuals:
                 f"the checkpoint's residuals are of shape {tuple(saved.shape)}, this model needs "
                 f"(ranks, {self._row.numel()}): resume with the model and the frozen parameters it was made with"
             )
-        if saved.shape[0] == self._num_ranks:
+        if NAME in tensors and saved.shape[0] == self._num_ranks:
             self._row.copy_(saved[self._rank])
         elif self._rank == 0:
             self._row.copy_(saved.sum(dim=0, dtype=torch.float64))

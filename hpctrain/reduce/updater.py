@@ -64,5 +64,8 @@ class Updater(Protocol):
         What `tensors` lacks begins as in a new run; names that are not known are passed over.
         """
 
-    def close(self) -> None:
-        """Take the hooks off the parameters and end the thread. Not collective."""
+    def close(self) -> bool:
+        """Take the hooks off the parameters and end the thread; whether it has ended. Not collective.
+
+        A closed updater makes no steps.
+        """

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +70,7 @@ class Session:
         self._reducers: list[
             BucketReducer
         ] = []  # in the order in which they were made, the same on all ranks
+        self._updaters: weakref.WeakSet[AllReduceUpdater] = weakref.WeakSet()
 
     @property
     def topology(self) -> Topology:
@@ -171,10 +173,12 @@ class Session:
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
             reduction = self.reduction(plan, gradient_bytes=gradient_bytes(model))
-        return AllReduceUpdater(
+        updater = AllReduceUpdater(
             optimizer, comm=self.world, reducer=reduction.reducer, bucket_bytes=reduction.bucket_bytes,
             loss_scale=loss_scale, clip_norm=clip_norm, overlap=reduction.overlap,
         )  # fmt: skip
+        self._updaters.add(updater)
+        return updater
 
     def open_dataset(self, directory: str | Path) -> Dataset:
         """Open a dataset on every rank, or raise the same DataError on all. Collective."""
@@ -226,8 +230,11 @@ class Session:
         """Finish communication. Collective."""
         if self._hook_before is not None:
             sys.excepthook = self._hook_before
-        while self._reducers:
-            self._reducers.pop(0).close()
+        # Their threads first: they use the reducers' memory.
+        ended = [updater.close() for updater in list(self._updaters)]
+        if all(all_gather_json(self.world, all(ended))):
+            while self._reducers:
+                self._reducers.pop(0).close()
         self.world.close()
 
     def __enter__(self) -> Session:

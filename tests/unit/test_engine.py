@@ -356,6 +356,48 @@ def test_losses_survive_another_plan_of_buckets() -> None:
     assert torch.allclose(before, after, atol=1e-6)
 
 
+def test_another_plan_uses_the_shared_memory_again() -> None:
+    def rank_main(world: ThreadsWorld) -> tuple[bool, list[torch.Tensor]]:
+        reducer = engine(world, topology_of((2, 1)), algorithm=Algorithm.HIERARCHICAL)
+        buckets = plan_buckets(SPECS, bucket_bytes=100)
+        begin = (
+            reducer.plan(plan_buckets(SPECS, bucket_bytes=10_000), device=CPU)[0].untyped_storage().data_ptr()
+        )
+        for _ in range(2):
+            buffers = reducer.plan(buckets, device=CPU)
+            assert all(not buffer.any() for buffer in buffers)
+            for buffer in buffers:
+                buffer.fill_(world.rank + 1)
+            sum_all(reducer, len(buckets))
+        found = [buffer.clone() for buffer in buffers]
+        same = buffers[0].untyped_storage().data_ptr() == begin
+        reducer.close()
+        return same, found
+
+    for same, buffers in run_threads(3, rank_main):
+        assert same
+        assert all(bool((buffer == 6).all()) for buffer in buffers)
+
+
+def test_flags_are_not_fed_back() -> None:
+    """What int8 lost of a count must not make a parameter look used in the next step."""
+
+    def rank_main(world: ThreadsWorld) -> float:
+        reducer = engine(world, topology_of((1,) * 9), algorithm=Algorithm.DIRECT, wire="int8", feedback=True)
+        (bucket,) = plan_buckets(SPECS[:1], bucket_bytes=1000)
+        (buffer,) = reducer.plan([bucket], device=CPU)
+        for used in (1.0, 0.0):
+            buffer.zero_()
+            buffer[bucket.first_flag] = used
+            sum_all(reducer, 1)
+            reducer.settle(applied=True, rescale=1.0)
+        flag = float(buffer[bucket.first_flag])
+        reducer.close()
+        return flag
+
+    assert run_threads(9, rank_main) == [0.0] * 9
+
+
 def test_losses_of_another_model_are_refused() -> None:
     def rank_main(world: ThreadsWorld) -> None:
         reducer = engine(world, topology_of((1, 1)), algorithm=Algorithm.DIRECT, wire="int8", feedback=True)

@@ -1,0 +1,69 @@
+"""What comes of an algorithm that is asked for, on all the means there may be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.reduce.algorithm import (
+    CODEC_WIRES,
+    NCCL_ALGORITHMS,
+    SPARSE_WIRES,
+    Algorithm,
+    Means,
+    candidates,
+    decide,
+    parse_algorithm,
+)
+from hpctrain.topology import Topology
+
+LAYOUTS = (["a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "a", "b", "b"])
+MEANS = [
+    Means(
+        backend="mpi", topology=Topology.from_node_names(names), messages=messages, shared_memory=shared,
+        device=device, nccl=nccl,
+    )
+    for names, messages, shared, device, nccl in itertools.product(
+        LAYOUTS, [True, False], [True, False], ["cpu", "cuda"], [None, *NCCL_ALGORITHMS]
+    )
+]  # fmt: skip
+WIRES = (*CODEC_WIRES, *SPARSE_WIRES)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("asked", list(Algorithm))
+def test_something_runs_and_what_runs_is_told(asked: Algorithm, wire: str) -> None:
+    for means in MEANS:
+        decision = decide(asked, wire=wire, means=means)
+        assert (decision.note is None) == (decision.algorithm is asked)
+        # What runs instead runs as itself.
+        assert decide(decision.algorithm, wire=wire, means=means).note is None
+        if decision.algorithm is not asked:
+            assert decision.note is not None
+            assert asked.value in decision.note
+            assert decision.algorithm.value in decision.note
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_auto_chooses_from_runs_as_itself(wire: str) -> None:
+    for means in MEANS:
+        found = candidates(wire=wire, means=means)
+        assert found
+        assert all(decide(algorithm, wire=wire, means=means).note is None for algorithm in found)
+
+
+def test_without_messages_or_memory_bytes_go_by_the_backends_exchange() -> None:
+    topology = Topology.from_node_names(["a", "a", "b", "b"])
+    for messages, shared in ((False, True), (True, False)):
+        means = Means(backend="horovod", topology=topology, messages=messages, shared_memory=shared)
+        assert (
+            decide(Algorithm.HIERARCHICAL, wire="fp32", means=means).algorithm is Algorithm.HIERARCHICAL_FLAT
+        )
+        assert decide(Algorithm.HIERARCHICAL, wire="int8", means=means).algorithm is Algorithm.DIRECT
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="hierarchical-ring"):
+        parse_algorithm("rings")
