@@ -14,10 +14,11 @@ import psutil
 import torch
 
 from hpctrain.bench.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
-from hpctrain.bench.cells import ELEMENT_BYTES, CellTimer, Measured
+from hpctrain.bench.cells import CellTimer, Measured
 from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.errors import UsageError
+from hpctrain.reduce.calibration import ELEMENT_BYTES
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.topology import Topology
 

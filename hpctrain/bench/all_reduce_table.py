@@ -48,15 +48,6 @@ def all_reduce_table(rows: Sequence[Row], *, title: str) -> Table:
     return table
 
 
-def best_by_size(rows: Sequence[Row]) -> dict[int, Row]:
-    """The fastest row of each size, by median."""
-    found: dict[int, Row] = {}
-    for row in rows:
-        if row.num_bytes not in found or row.seconds.median < found[row.num_bytes].seconds.median:
-            found[row.num_bytes] = row
-    return found
-
-
 def _what_ran(asked: str, ran: str) -> str:
     return asked if asked == ran else f"{asked}: {ran}"
 

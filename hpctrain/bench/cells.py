@@ -13,11 +13,10 @@ import torch
 
 from hpctrain.comm import Collective, ReduceOp, all_gather_json
 from hpctrain.reduce.buckets import Bucket, Slot
+from hpctrain.reduce.calibration import ELEMENT_BYTES
 from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.topology import Topology
-
-ELEMENT_BYTES = 4  # gradients are float32, whatever the wire makes of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

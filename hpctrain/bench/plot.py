@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hpctrain.bench.all_reduce import Row
 from hpctrain.bench.bandwidth import bound_seconds, bus_bandwidth
-from hpctrain.bench.cells import ELEMENT_BYTES
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.errors import UsageError
+from hpctrain.reduce.calibration import ELEMENT_BYTES
 from hpctrain.topology import Topology
 
 SUFFIXES = (".png", ".svg", ".pdf")

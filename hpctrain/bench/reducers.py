@@ -9,6 +9,8 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.algorithm import (
     ALGORITHM_NAMES,
     AUTO,
+    NCCL_ALGORITHMS,
+    SPARSE_WIRES,
     WIRE_NAMES,
     Algorithm,
     Means,
@@ -39,20 +41,33 @@ def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[
     return names
 
 
+def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
+    """The one of Horovod's own sums that was asked for, which it must know when it starts. UsageError for two."""
+    asked = [name for name in algorithms if name in NCCL_ALGORITHMS]
+    if len(asked) > 1:
+        raise UsageError(
+            f"--algorithms: {' and '.join(asked)} cannot be measured in one process, as Horovod runs the one that it "
+            "was started with: measure them one after another"
+        )
+    return asked[0] if asked else None
+
+
 @final
 class ReducersHere:
     """Reducers as a training run of this session has them: a `MakeReducer`. Collective.
 
     gradient_bytes: of all buckets that one of them gets. Where the algorithm or the wire is `auto` a calibration
     is measured anew, as no file of an earlier run is looked at; `calibrations` has its numbers and the choice.
+    nccl: the one of Horovod's own sums that the session was started for.
     """
 
-    def __init__(self, session: Session, *, gradient_bytes: int) -> None:
+    def __init__(self, session: Session, *, gradient_bytes: int, nccl: str | None = None) -> None:
         self._session = session
+        self._nccl = session.nccl(nccl or AUTO)
         self._gradient_bytes = gradient_bytes
         self._maker = ReducerMaker(
             session.world, topology=session.topology, device=session.device.type, gradient_bytes=gradient_bytes,
-            note=session.note,
+            nccl=self._nccl, note=session.note,
         )  # fmt: skip
         self.calibrations: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -61,7 +76,7 @@ class ReducersHere:
         if algorithm != AUTO:
             wires = AUTO_WIRES if wire == AUTO else (wire,)
             for each in wires:
-                _check_runs(parse_algorithm(algorithm), wire=each, means=self._maker.means)
+                check_runs(parse_algorithm(algorithm), wire=each, means=self._maker.means)
         if AUTO in (algorithm, wire):
             return self._by_measurement(algorithm, wire)
         # From the first reduction on as they are in the middle of a training run.
@@ -75,7 +90,7 @@ class ReducersHere:
         session = self._session
         made = make_reduction(
             session.world, ReductionPlan(algorithm=algorithm, wire=wire), topology=session.topology,
-            device=session.device, gradient_bytes=self._gradient_bytes, note=session.note,
+            device=session.device, gradient_bytes=self._gradient_bytes, nccl=self._nccl, note=session.note,
         )  # fmt: skip
         self.calibrations[algorithm, wire] = made.record
         return made.reducer
@@ -109,12 +124,14 @@ class ReducersHere:
         return lines
 
 
-def _check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
+def check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
     """UsageError, without the name of `asked`, where it would not run as itself."""
     if means.topology.num_ranks == 1:
         if asked is not Algorithm.FLAT:
             raise UsageError("one rank sends nothing, by any algorithm: see flat")
         return
+    if asked is Algorithm.FLAT and means.nccl is not None and wire not in SPARSE_WIRES:
+        raise UsageError(f"{means.nccl.value} would run instead: Horovod was started with it")
     decision = decide(asked, wire=wire, means=means)
     if decision.note is not None:
         reason = decision.note.rpartition(" is used: ")[2]

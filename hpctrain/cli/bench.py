@@ -86,7 +86,14 @@ def allreduce_command(
     from hpctrain.bench.document import check_writable, write_document
     from hpctrain.bench.plot import check_plot, plot_all_reduce
     from hpctrain.bench.progress import Progress
-    from hpctrain.bench.reducers import ALGORITHMS, USUAL_WIRES, WIRES, ReducersHere, parse_names
+    from hpctrain.bench.reducers import (
+        ALGORITHMS,
+        USUAL_WIRES,
+        WIRES,
+        ReducersHere,
+        nccl_to_start,
+        parse_names,
+    )
     from hpctrain.bench.sizes import parse_sizes
     from hpctrain.run.record import working_commit
     from hpctrain.run.session import start
@@ -98,6 +105,8 @@ def allreduce_command(
         wires=parse_names(wires, option="--wires", valid=WIRES, usual=USUAL_WIRES),
         repeats=repeats, warmup=warmup, in_flight=in_flight, seed=seed,
     )  # fmt: skip
+    # `all` measures the one that Horovod's variables ask for, if any.
+    nccl = None if algorithms.strip() == "all" else nccl_to_start(asked.algorithms)
     parse_link(link_mbit)
     if plot is not None:
         check_plot(plot)
@@ -107,10 +116,10 @@ def allreduce_command(
             if path is not None:
                 check_writable(path, option=option)
     commit = working_commit() if is_first else None  # asking git means a fork, which MPI does not like
-    with start(backend=backend, device=device, timeout_s=timeout_s) as session:
+    with start(backend=backend, device=device, timeout_s=timeout_s, algorithm=nccl) as session:
         progress = Progress(what="bench allreduce", shown=is_first)
         link = find_link(link_mbit, session=session)
-        reducers = ReducersHere(session, gradient_bytes=in_flight * sum(asked.sizes_bytes))
+        reducers = ReducersHere(session, gradient_bytes=in_flight * sum(asked.sizes_bytes), nccl=nccl)
         found = all_reduce_on(session, asked, reducers=reducers, link=link, progress=progress)
         document = all_reduce_document(session, asked, found, reducers=reducers, link=link, commit=commit)
         if is_first:

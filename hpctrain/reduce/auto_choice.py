@@ -46,7 +46,8 @@ class CalibrationFiles:
 class AutoChoice:
     """What a run reduces with. `choice` holds candidates of one wire, `wire`. The same on every rank.
 
-    source: where the numbers come from, in words. key: what they are valid for; None where nothing was measured.
+    source: where the numbers come from, in words. key: what they are valid for, as rank 0 found it; None where
+    nothing was measured.
     bucket_bytes_asked: whether somebody asked for `bucket_bytes`.
     """
 
@@ -183,6 +184,8 @@ def find_choice(
         topology=topology, backend=world.backend, device=device.type, candidates=tuple(candidates),
         versions=dict(versions if versions is not None else reduction_versions(world.backend)),
     )  # fmt: skip
+    # Rank 0's for all: where libraries differ between nodes, all ranks take over what was saved or none does.
+    key_of_all = broadcast_json(world, key.as_json())
     looked = _look(world, files, key=key)
     for text in looked.notes:
         note(text)
@@ -200,7 +203,7 @@ def find_choice(
     return Measured(
         choice=Choice.of_measurements(kept.measurements, doubts=doubts_between_nodes(topology)),
         source=source, levels=kept.levels,
-        seconds=kept.seconds, key=key.as_json(),
+        seconds=kept.seconds, key=key_of_all,
     )  # fmt: skip
 
 

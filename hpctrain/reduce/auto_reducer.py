@@ -54,7 +54,8 @@ class AutoReducer:
     def recall(self, saved: Mapping[str, Any]) -> int:
         """Choose as the run did that saved `saved`, where its choice holds here. The bucket size to plan with.
 
-        Not collective; `saved` is the same on every rank. It counts from the next `plan` on.
+        Not collective: `saved` and `AutoChoice.key` are the same on every rank, so all decide alike. It counts from
+        the next `plan` on.
         """
         self._auto = self._auto.recalled(saved)
         return self._auto.bucket_bytes

@@ -38,7 +38,7 @@ class Part:
     """One carrier's part of one chunk.
 
     values: shape (n,): this node's sum on entry; the sum over nodes in the own slice on leaving.
-    ends: n + 1 places where the slices of the owners begin and end. peers: world rank of each owner.
+    offsets: where the slice of each owner begins, and where the last one ends. peers: world rank of each owner.
     """
 
     values: torch.Tensor

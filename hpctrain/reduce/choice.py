@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hpctrain.errors import UsageError
@@ -25,6 +25,8 @@ EFFICIENCY = 8 / 9
 # So many buckets of a model at least, so that most of the reduction has backward to hide behind; the last one never
 # has (Li et al. 2020, arXiv:2006.15704: small buckets pay latency, large ones do not overlap).
 LEAST_BUCKETS = 4
+# A bucket holds more than gradients: a flag a parameter, and gaps that align them. So much room for these, so that
+# one bucket meant for all gradients does not become two.
 BESIDE_GRADIENTS = 1 << 16
 # A wire that rounds more must save at least this share of the time.
 WORTH_ROUNDING = 0.05
@@ -64,11 +66,13 @@ class Choice:
         """UsageError if there are none. doubts: see `doubts_between_nodes`."""
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
-        by_candidate: dict[Candidate, list[tuple[int, float]]] = {}
-        for m in measurements:
-            doubt = (doubts or {}).get(m.algorithm, 1.0) if m.num_bytes >= DOUBTED_FROM_BYTES else 1.0
-            by_candidate.setdefault(m.candidate, []).append((m.num_bytes, m.seconds * doubt))
-        costs = {candidate: Cost.fit(measured) for candidate, measured in by_candidate.items()}
+        doubted = [
+            replace(m, seconds=m.seconds * (doubts or {}).get(m.algorithm, 1.0))
+            if m.num_bytes >= DOUBTED_FROM_BYTES
+            else m
+            for m in measurements
+        ]
+        costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(doubted).items()}
         return cls(costs, _ranges(costs), tuple(measurements), dict(doubts or {}))
 
     @property
@@ -101,7 +105,7 @@ class Choice:
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0))
         best = min(among, key=lambda candidate: sum(self.costs[candidate].at(size) for size in sizes))
-        return Choice(self.costs, (Range(0, best),), self.measurements)
+        return Choice(self.costs, (Range(0, best),), self.measurements, self.doubts)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
         """The wire that takes least time for these buckets; one that rounds more only if it saves 5%."""
@@ -164,15 +168,19 @@ class Choice:
         return ", then ".join([*parts, self.ranges[-1].candidate.algorithm])
 
     def record(self) -> dict[str, Any]:
-        """For the run's record: what is chosen from which size on, and each candidate's numbers."""
-        return {
-            "ranges": self.ranges_to_json(),
-            "candidates": [
-                {**candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
-                 "measured": [{"bytes": size, "seconds": seconds} for size, seconds in cost.points]}
-                for candidate, cost in self.costs.items()
-            ],
-        }  # fmt: skip
+        """For the run's record: what is chosen from which size on, and each candidate's numbers as measured.
+
+        doubt: what the times from 256 KiB on are multiplied by when candidates are compared.
+        """
+        candidates = []
+        for candidate, points in _by_candidate(self.measurements).items():
+            cost = Cost.fit(points)
+            candidates.append({
+                **candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
+                "doubt": self.doubts.get(candidate.algorithm, 1.0),
+                "measured": [{"bytes": size, "seconds": seconds} for size, seconds in points],
+            })  # fmt: skip
+        return {"ranges": self.ranges_to_json(), "candidates": candidates}
 
 
 def roundings(wire: str) -> int:
@@ -220,6 +228,14 @@ def doubts_between_nodes(topology: Topology) -> dict[str, float]:
     if topology.num_ranks > topology.num_nodes:
         doubts |= {"ring": 1.2, "direct": 1.3, "flat": 1.3}
     return doubts
+
+
+def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[tuple[int, float]]]:
+    """(bytes, seconds) of each."""
+    found: dict[Candidate, list[tuple[int, float]]] = {}
+    for m in measurements:
+        found.setdefault(m.candidate, []).append((m.num_bytes, m.seconds))
+    return found
 
 
 def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:

@@ -164,7 +164,7 @@ class LowRankReducer:
     def settle(self, *, applied: bool, rescale: float) -> None:
         # The factors stay, also of a skipped step: they are where to look next, and any finite ones will do.
         self._residuals.settle(applied=applied and self._began, rescale=rescale)
-        self._steps += 1
+        self._steps += int(self._began)  # none where only the scale changed
         self._began = False
 
     # ------------------------------------------------------------------ state

@@ -219,7 +219,7 @@ class TopKReducer:
 
     def settle(self, *, applied: bool, rescale: float) -> None:
         self._residuals.settle(applied=applied and self._began, rescale=rescale)
-        self._steps += 1
+        self._steps += int(self._began)  # none where only the scale changed
         self._began = False
 
     def bytes_sent(self) -> int:

@@ -115,7 +115,7 @@ class Session:
         """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
         made = make_reduction(
             self.world, plan, topology=self.topology, device=self.device, gradient_bytes=gradient_bytes,
-            overlap=self._overlap(), nccl=self._nccl(plan.algorithm), note=self.note,
+            overlap=self._overlap(), nccl=self.nccl(plan.algorithm), note=self.note,
         )  # fmt: skip
         self._reducers.append(made.reducer)
         return made
@@ -132,7 +132,7 @@ class Session:
         spare = all(all_gather_json(self.world, cores >= torch.get_num_threads() + 1))
         return spare or self.topology.num_nodes > 1 or self.device.type != "cpu"
 
-    def _nccl(self, asked: str) -> Algorithm | None:
+    def nccl(self, asked: str) -> Algorithm | None:
         """Which of Horovod's own two-level sums runs in this process; told where it is not the one asked for."""
         device_type = self.device.type
         found = nccl_in_effect(self._horovod, topology=self.topology, device_type=device_type)

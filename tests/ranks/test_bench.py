@@ -119,6 +119,7 @@ def test_alone_it_is_one_rank_and_says_that_nothing_is_sent(tmp_path: Path) -> N
     ("options", "words"),
     [
         (["--algorithms", "rings"], "choose among auto, flat, ring"),
+        (["--algorithms", "nccl-hierarchical,flat,nccl-torus"], "cannot be measured in one process"),
         (["--wires", "fp8"], "choose among auto, fp32, fp16"),
         (["--sizes", "many"], "'many' is no size"),
         (["--plot", "a.jpg"], ".png, .svg, .pdf"),

@@ -193,6 +193,16 @@ class ErrorFeedbackCases:
 
         assert on_ranks(2, rank) == [True, True]
 
+    def test_a_new_loss_scale_between_steps_is_no_step(self) -> None:
+        def rank(world: World) -> bool:
+            steps = Steps.of(world, self.make, buckets=buckets_of()).run(GRADIENTS, count=2)
+            before = {name: t.tensor.clone() for name, t in steps.state().items() if name != "residual"}
+            steps.reducer.settle(applied=False, rescale=0.5)
+            after = steps.state()
+            return bool(before) and all(torch.equal(after[name].tensor, before[name]) for name in before)
+
+        assert on_ranks(2, rank) == [True, True]
+
     @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
     def test_of_a_parameter_that_no_rank_used_nothing_is_delivered_and_nothing_lost(
         self, num_ranks: int

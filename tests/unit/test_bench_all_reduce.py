@@ -7,6 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,11 @@ from hpctrain.bench.all_reduce_table import all_reduce_table
 from hpctrain.bench.cells import bucket_of, buckets_of
 from hpctrain.bench.link import measure_link
 from hpctrain.bench.plot import check_plot, plot_all_reduce
+from hpctrain.bench.reducers import check_runs, nccl_to_start
 from hpctrain.comm import World
 from hpctrain.comm.threads import ThreadsWorld, run_threads
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.algorithm import Algorithm, Means
 from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.topology import Topology
@@ -156,6 +158,24 @@ def test_nothing_that_can_run_is_an_error_with_the_reasons() -> None:
 
     with pytest.raises(UsageError, match=r"nothing that was asked for can run here: .*no flat today"):
         run_threads(4, case)
+
+
+def test_of_horovods_own_sums_one_is_named_to_horovod_and_two_are_refused() -> None:
+    assert nccl_to_start(("auto", "flat", "hierarchical")) is None
+    assert nccl_to_start(("flat", "nccl-torus")) == "nccl-torus"
+    with pytest.raises(
+        UsageError, match="nccl-torus and nccl-hierarchical cannot be measured in one process"
+    ):
+        nccl_to_start(("nccl-torus", "nccl-hierarchical"))
+
+
+def test_what_horovod_was_started_for_is_measured_under_its_name_alone() -> None:
+    means = Means(backend="horovod", topology=TWO_NODES, messages=True, nccl=Algorithm.NCCL_TORUS)
+    check_runs(Algorithm.NCCL_TORUS, wire="fp32", means=means)
+    with pytest.raises(UsageError, match="nccl-torus would run instead"):
+        check_runs(Algorithm.FLAT, wire="fp32", means=means)
+    with pytest.raises(UsageError, match="hierarchical would run instead"):
+        check_runs(Algorithm.NCCL_TORUS, wire="fp32", means=replace(means, nccl=None))
 
 
 def test_reasons_that_are_the_same_are_told_once() -> None:

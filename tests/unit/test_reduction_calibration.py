@@ -477,6 +477,22 @@ def test_a_choice_for_other_ranks_or_another_wire_is_not_taken_over() -> None:
         first.recalled({"key": {"ranks": 5}, "ranges": "?", "bucket_bytes": 3})
 
 
+def test_where_libraries_differ_between_nodes_all_ranks_decide_as_rank_0() -> None:
+    def on_rank(world: World) -> Measured:
+        return find_choice(
+            world, make=make_real(world, NODES, made=[]), candidates=CANDIDATES, topology=NODES, device=CPU,
+            versions={"mpi": f"of node {NODES.node_of(world.rank)}"}, budget_s=0.1,
+        )  # fmt: skip
+
+    ranks = run_threads(3, on_rank)
+    assert ranks[0].key is not None
+    assert ranks[0].key["versions"] == {"mpi": "of node 0"}
+    own = [rank.settle(gradient_bytes=30_000) for rank in ranks]
+    for node, source in enumerate(("from the checkpoint", own[0].source)):
+        saved = {**own[0].state(), "key": {**ranks[0].key, "versions": {"mpi": f"of node {node}"}}}
+        assert {one.recalled(json.loads(json.dumps(saved))).source for one in own} == {source}
+
+
 def test_a_bucket_size_that_was_asked_for_stays_after_resume() -> None:
     measured = replace(by_size(), key={"ranks": 5})
     saved = measured.settle(gradient_bytes=30_000).state()

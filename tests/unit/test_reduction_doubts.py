@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hpctrain.reduce.choice import Choice, doubts_between_nodes
-from hpctrain.reduce.cost import Measurement
+from hpctrain.reduce.cost import Candidate, Cost, Measurement
 from hpctrain.topology import Topology
 
 CLUSTER = Topology.from_node_names(["a", "a", "b", "b"])
@@ -35,3 +37,22 @@ def test_on_one_node_only_the_time_counts() -> None:
 
 def test_nodes_of_one_rank_send_the_same_either_way() -> None:
     assert chosen(ring=0.099, topology=Topology.from_node_names(["a", "b"])) == "ring"
+
+
+@pytest.mark.parametrize("one_for_all", [False, True])
+def test_the_record_holds_the_times_as_measured_and_the_doubts_beside_them(one_for_all: bool) -> None:
+    found = measured(hierarchical_ring=0.1, ring=0.09)
+    choice = Choice.of_measurements(found, doubts=doubts_between_nodes(CLUSTER)).for_wire("fp16")
+    if one_for_all:
+        choice = choice.for_all_sizes([2**20])
+    by_name = {entry["algorithm"]: entry for entry in choice.record()["candidates"]}
+    assert {name: entry["doubt"] for name, entry in by_name.items()} == {
+        "hierarchical-ring": 1.0,
+        "ring": 1.2,
+    }
+    ring = [(m.num_bytes, m.seconds) for m in found if m.algorithm == "ring"]
+    assert [(at["bytes"], at["seconds"]) for at in by_name["ring"]["measured"]] == ring
+    assert by_name["ring"]["seconds_per_byte"] == Cost.fit(ring).slope
+    assert by_name["ring"]["latency_s"] == Cost.fit(ring).latency_s
+    # It is the doubted cost that decides.
+    assert choice.costs[Candidate("ring", "fp16")].slope > Cost.fit(ring).slope
