@@ -12,6 +12,8 @@ from tests.cluster import Cluster
 pytestmark = pytest.mark.launches
 
 NUMEL = 30_000
+# Of the bound: headers, acknowledgements, barriers and Slurm's own traffic are counted too.
+MOST = 1.25
 
 
 def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> None:
@@ -27,15 +29,17 @@ def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> 
 
 def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
     choices = [("hierarchical", "fp16"), ("ring", "fp16"), ("direct", "fp16")]
-    settings = {"numel": NUMEL, "choices": choices, "pause_s": 0.1}
+    numel = 10 * NUMEL  # beside which what else is sent is little
+    settings = {"numel": numel, "choices": choices, "pause_s": 0.1}
     before = cluster.bytes_sent()
     found = OnCluster(cluster).run("counted_bytes", settings, timeout_s=120)
     sent = [now - then for now, then in zip(cluster.bytes_sent().values(), before.values(), strict=True)]
     for algorithm, wire in choices:
-        bound = bytes_out_of_a_node(algorithm, numel=NUMEL, elem_bytes=2, num_nodes=4, ranks_per_node=2)
+        bound = bytes_out_of_a_node(algorithm, numel=numel, elem_bytes=2, num_nodes=4, ranks_per_node=2)
         counted = found[f"{algorithm}/{wire}"]["node_bytes"]
         assert len(counted) == 4
         assert min(counted) >= bound
+        assert max(counted) <= MOST * bound
         # The counters are the ones that the cluster reads from outside.
         assert all(part < whole for part, whole in zip(counted, sent, strict=True))
 
