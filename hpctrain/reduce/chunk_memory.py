@@ -15,13 +15,19 @@ class ChunkMemory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._made: list[
+            torch.Tensor
+        ] = []  # lives as long as this does: messages may be on their way into it
 
     def loan(self) -> Loan:
         return Loan(self)
 
     def take(self, capacity: int) -> torch.Tensor:
         free = self._free.get(capacity)
-        return free.pop() if free else torch.empty(capacity, dtype=torch.uint8)
+        if free:
+            return free.pop()
+        self._made.append(torch.empty(capacity, dtype=torch.uint8))
+        return self._made[-1]
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self._free.setdefault(buffer.numel(), []).append(buffer)

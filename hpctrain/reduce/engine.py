@@ -17,7 +17,7 @@ from typing import final
 
 import torch
 
-from hpctrain.comm import Collective
+from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.transport import NUM_TAGS, Pending, Transport
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce.between import Part, Wire, direct, ring
@@ -35,6 +35,9 @@ from hpctrain.reduce.tiles import tiles
 from hpctrain.topology import Topology
 
 EXCHANGES = {"direct": direct, "ring": ring}
+# What reductions used that were broken off by an error: MPI and the node's other ranks may still write there, so it is
+# kept until the process ends.
+_BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 # Values that a core keeps in its cache while it sums them: 256 KB of float32.
 PIECE_ELEMS = 65536
 
@@ -85,6 +88,7 @@ class EngineReducer:
         self._in_flight = in_flight
         self._scratch = ChunkMemory()
         self._next_tag = 0
+        self._under_way = 0
         self._bytes_sent = 0
         self._buckets: list[_Planned] = []
         self._memory = NodeMemory(transport, place=self._place)
@@ -138,6 +142,7 @@ class EngineReducer:
 
     def reduce(self, number: int) -> Iterator[bool]:
         what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
+        self._under_way += 1
         try:
             for got_on in self._reduce(number, what):
                 if got_on:
@@ -145,6 +150,7 @@ class EngineReducer:
                 else:
                     self._transport.waits(what)
                 yield got_on
+            self._under_way -= 1  # not where it was broken off: messages may still arrive
         finally:
             self._transport.got_on()
 
@@ -309,6 +315,9 @@ class EngineReducer:
             lost.copy_(owed[position : position + lost.numel()]) if owned else lost.zero_()
 
     def close(self) -> None:
+        if any(all_gather_json(self._comm, self._under_way > 0)):
+            _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
+            return
         self._buckets = []
         self._memory = NodeMemory(self._transport, place=self._place)
         self._transport.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 
 from tests.ranks import reduction_cases
-from tests.ranks_launcher import run_ranks
+from tests.ranks_launcher import run_command, run_ranks
 
 pytestmark = pytest.mark.launches
 needs_horovod = pytest.mark.skipif(
@@ -44,3 +45,36 @@ def test_sums_are_within_their_bound(backend: str, num_ranks: int) -> None:
     if num_ranks == 4:
         for algorithm in ("flat", "ring", "direct", "hierarchical", "hierarchical-ring", "hierarchical-flat"):
             assert found[f"{algorithm} fp32 float32"]["ran"] == algorithm
+
+
+SESSION = """
+import sys
+if {without_mpi4py}: sys.modules["mpi4py"] = None
+import torch, hpctrain
+with hpctrain.start(backend={backend!r}, timeout_s=60) as session:
+    model = torch.nn.Sequential(*(torch.nn.Linear(500, 500) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    updater = session.updater(model, optimizer, algorithm={algorithm!r}, bucket_bytes=500_000)
+    updater.backward(model(torch.randn(4, 500)).square().mean(), weight=1 / session.num_ranks)
+    {then}
+"""
+
+
+def session_script(**parts: object) -> list[str]:
+    return [sys.executable, "-c", SESSION.format(**parts)]
+
+
+@needs_horovod
+def test_horovod_without_mpi4py_trains_with_its_own_operations() -> None:
+    then = "updater.step(); print(updater.step.__self__._reducer.algorithm)"
+    command = session_script(without_mpi4py=True, backend="horovod", algorithm="hierarchical-ring", then=then)
+    done = run_command(2, command, env={"HPCTRAIN_RANKS_PER_NODE": "2"}, expect=0)
+    assert "the backend horovod has no messages of our own here" in done.stdout + done.stderr
+
+
+def test_an_error_between_backward_and_step_ends_with_its_own_code() -> None:
+    """Reductions are under way in memory that the session gives back."""
+    then = 'session.all_reduce({"a" if session.rank else "b": 1.0})'
+    command = session_script(without_mpi4py=False, backend="mpi", algorithm="hierarchical", then=then)
+    done = run_command(4, command, env={"HPCTRAIN_RANKS_PER_NODE": "2"}, expect=6)
+    assert "must be the same on every rank" in done.stderr

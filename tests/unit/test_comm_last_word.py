@@ -1,4 +1,5 @@
-"""A rank whose Python stands still ends all the same, with a word; one that was suspended does not end."""
+"""A rank whose Python stands still in an operation ends all the same, with a word; one that was suspended, or that
+holds Python's lock elsewhere, does not end."""
 
 from __future__ import annotations
 
@@ -19,15 +20,19 @@ _RANK = """
 import ctypes, sys, time
 from pathlib import Path
 from hpctrain.comm.watch import Watcher, exit_now
-watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
+watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now, holds_lock=True)
 track = watcher.track(group="world", members=(0, 1))
 watcher.publish_in(Path(sys.argv[1]))
 time.sleep(1)
 Path(sys.argv[1], "ready").touch()
-with track.during("all_reduce"):
+with watcher.during(track, "all_reduce"):
     if sys.argv[3] == "hold":
         ctypes.PyDLL(None).sleep(60)  # with Python's lock
     time.sleep(1.5)
+if sys.argv[3] == "hold outside":
+    ctypes.PyDLL(None).sleep(8)
+    with watcher.during(track, "all_reduce"):
+        time.sleep(0.5)
 time.sleep(float(sys.argv[4]))
 watcher.end()
 print("done")
@@ -59,6 +64,13 @@ def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path)
     assert process.returncode == 6, told
     assert "rank 0 on" in told
     assert "its Python stands still inside the communication library" in told
+
+
+def test_a_rank_that_holds_the_lock_outside_any_operation_lives_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "2", "hold outside", "0")
+    stdout, told = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (0, "done\n"), told
+    assert told == ""
 
 
 def test_a_suspended_rank_goes_on(tmp_path: Path) -> None:

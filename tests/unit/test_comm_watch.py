@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from hpctrain.comm.positions import (
     GroupPosition,
     RankPosition,
     announce_ending,
+    ending_path,
     find_different,
     position_path,
     read_ending,
+    read_positions,
+    write_position,
 )
 from hpctrain.comm.track import Track
 from hpctrain.comm.watch import Watcher
@@ -24,11 +28,13 @@ from hpctrain.comm.watch import Watcher
 FOUR, SEVEN = "all_reduce (4 x float32) sum", "all_reduce (7 x float32) sum"
 
 
-def position(rank: int, signature: str | None, *, sequence: int = 3, waits: bool = True) -> RankPosition:
+def position(
+    rank: int, signature: str | None, *, sequence: int = 3, waits: bool = True, written: float = 0.0
+) -> RankPosition:
     place = GroupPosition(
         sequence=sequence, operation="all_reduce", waiting_s=2.5 if waits else None, signature=signature
     )
-    return RankPosition(rank=rank, host=f"h{rank}", pid=1, written=0.0, groups={"world": place})
+    return RankPosition(rank=rank, host=f"h{rank}", pid=1, written=written, groups={"world": place})
 
 
 def different(*positions: RankPosition, signature: str = FOUR) -> str | None:
@@ -52,13 +58,22 @@ def test_ranks_elsewhere_are_not_compared() -> None:
 
 
 def test_the_first_rank_to_end_the_run_is_the_one_that_counts(tmp_path: Path) -> None:
-    first = Ending(rank=1, host="b", leave_at=5.0, reason="late")
-    second = Ending(rank=0, host="a", leave_at=6.0, reason="late too")
+    first = Ending(rank=1, host="b", written=4.0, leave_at=5.0, reason="late")
+    second = Ending(rank=0, host="a", written=5.0, leave_at=6.0, reason="late too")
     assert read_ending(tmp_path) is None
     assert announce_ending(first, directory=tmp_path) == first
     assert announce_ending(second, directory=tmp_path) == first
     assert read_ending(tmp_path) == first
     assert [path.name for path in tmp_path.iterdir()] == ["ending.json"]
+
+
+def test_what_was_written_before_a_time_is_not_read(tmp_path: Path) -> None:
+    for rank, written in enumerate((99.0, 101.0)):
+        write_position(position(rank, FOUR, written=written), directory=tmp_path)
+    announce_ending(Ending(rank=1, host="b", written=99.0, leave_at=104.0, reason="late"), directory=tmp_path)
+    assert list(read_positions(tmp_path, ranks=(0, 1), since=100.0)) == [1]
+    assert read_ending(tmp_path, since=100.0) is None
+    assert read_ending(tmp_path, since=98.0) is not None
 
 
 class Rank:
@@ -127,4 +142,34 @@ def test_files_that_hang_do_not_hold_up_the_deadline(
         assert rank.ended.wait(8)
     assert [code for _, code in rank.how] == [6]
     assert "do not answer" in capfd.readouterr().err
+    rank.watcher.end()
+
+
+def test_what_an_earlier_attempt_left_counts_for_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 of that attempt waited in the same operation with another buffer, and had told that it leaves."""
+    ago = time.time() - 60
+    write_position(replace(position(1, SEVEN, sequence=1, written=ago), leaving=True), directory=tmp_path)
+    announce_ending(
+        Ending(rank=1, host="b", written=ago, leave_at=ago + 5, reason="an old reason"), directory=tmp_path
+    )
+    rank = Rank(0, timeout_s=3.0, directory=tmp_path)
+    assert not ending_path(tmp_path).exists()
+    with rank.track.during("all_reduce", signature=FOUR):
+        assert rank.ended.wait(15)
+    told = capfd.readouterr().err
+    assert rank.how[0] == ("abort", 6)  # rank 1 has not said that it leaves
+    assert "rank 1 has left no trace" in told
+    assert "different things" not in told
+    assert "old reason" not in told
+    rank.watcher.end()
+
+
+def test_an_ending_announced_while_this_rank_starts_is_kept(tmp_path: Path) -> None:
+    now = time.time()
+    announce_ending(Ending(rank=1, host="b", written=now, leave_at=now, reason="late"), directory=tmp_path)
+    rank = Rank(0, timeout_s=2.0, directory=tmp_path)
+    assert rank.ended.wait(10)
+    assert rank.how == [("leave", 6)]
     rank.watcher.end()

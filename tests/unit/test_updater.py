@@ -347,3 +347,17 @@ def test_sparse_gradients_are_reduced_as_dense_ones() -> None:
 
     for weight in on_threads(2, case):
         assert weight[:, 0].tolist() == [0.0, 0.0, 1, 1, 1, -1.0, 1, 1, 1, 1]
+
+
+def test_a_closed_updater_makes_no_steps() -> None:
+    """It would train each rank on its own gradients."""
+
+    def rank_main(world: World) -> None:
+        net, updater = make(world)
+        assert updater.close()
+        x, target = batch(0, torch.float64)
+        functional.cross_entropy(net(x), target).backward()
+        with pytest.raises(UsageError, match="closed"):
+            updater.step()
+
+    on_threads(2, rank_main)
