@@ -55,6 +55,7 @@ class Board:
         *,
         rank: int,
         timeout_s: float,
+        since: float,
         tracks: Callable[[], Sequence[Track]],
         step: Callable[[], int | None],
         reach: Reach,
@@ -62,12 +63,14 @@ class Board:
         look_around: Callable[[], None],
         notice: Callable[[], None],
     ) -> None:
-        """tracks: first the world's. show: tell the user, with the stacks. look_around: knock on the doors.
+        """since (epoch): what was written before counts for nothing; an earlier attempt of this run left it.
+        tracks: first the world's. show: tell the user, with the stacks. look_around: knock on the doors.
         notice: called when `ending` has come."""
         self.directory = directory
         self.rank = rank
         self.ending: Ending | None = None
         self._timeout_s = timeout_s
+        self._since = since
         self._tracks = tracks
         self._step = step
         self._reach = reach
@@ -86,9 +89,9 @@ class Board:
         self._over = threading.Event()
         self._writing = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
-        # What an earlier attempt of this run left there would speak for ranks that have not started yet.
-        for path in (call_path(directory, rank=rank), ending_path(directory)):
-            path.unlink(missing_ok=True)
+        call_path(directory, rank=rank).unlink(missing_ok=True)
+        if read_ending(directory, since=since) is None:  # an old one would keep a new one out
+            ending_path(directory).unlink(missing_ok=True)
         self._alarm = self._alarm_time()
         self.alarmed: float | None = None
         self.publish()
@@ -136,6 +139,9 @@ class Board:
         self._leaving = True
         self.publish()
 
+    def _read(self, ranks: Sequence[int]) -> dict[int, RankPosition]:
+        return read_positions(self.directory, ranks=ranks, since=self._since)
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -161,7 +167,7 @@ class Board:
         for track in self._tracks():
             self._compare(track)
         if self.ending is None:
-            self.ending = read_ending(self.directory)
+            self.ending = read_ending(self.directory, since=self._since)
             if self.ending is not None:
                 self._notice()
 
@@ -179,10 +185,12 @@ class Board:
         """Once all ranks have written their files: where the other hosts listen."""
         self._tries_left -= 1
         ranks = ranks_to_read(self._tracks()[0].members)
-        positions = read_positions(self.directory, ranks=ranks)
-        if len(positions) == len(ranks) or self._tries_left == 0:
+        positions = self._read(ranks)
+        if len(positions) < len(ranks) and self._tries_left:
+            return
+        # A host that is busy starting may answer later; one behind a firewall never does.
+        if self._reach.learn(positions.values(), timeout_s=min(2.0, self._timeout_s / 8)):
             self._tries_left = 0
-            self._reach.learn(positions.values(), timeout_s=min(2.0, self._timeout_s / 8))
 
     # ---- late operations
 
@@ -207,7 +215,7 @@ class Board:
 
     def absent(self, track: Track) -> list[Absence]:
         others = [rank for rank in track.members if rank != self.rank]
-        positions = read_positions(self.directory, ranks=others)
+        positions = self._read(others)
         now, usual_silence_s = time.time(), 3 * self.publish_s
         absent = find_absent(
             positions,
@@ -220,14 +228,14 @@ class Board:
         if absent:
             return absent
         outside = [rank for rank in self._tracks()[0].members if rank not in track.members]
-        positions = read_positions(self.directory, ranks=outside)
+        positions = self._read(outside)
         return find_silent(positions, now=now, usual_silence_s=usual_silence_s)
 
     def cut(self) -> list[str]:
         """Which hosts are cut off, by what this host and the others found. Empty: none, or not known."""
         here = self._reach.here
         findings: dict[str, dict[str, bool]] = {here: dict(self._reach.found)}
-        positions = read_positions(self.directory, ranks=ranks_to_read(self._tracks()[0].members))
+        positions = self._read(ranks_to_read(self._tracks()[0].members))
         for position in positions.values():
             if time.time() - position.written > self._timeout_s:
                 continue  # silent since before the operation began
@@ -254,7 +262,7 @@ class Board:
         others = [rank for rank in track.members if rank != self.rank]
         drawn = others if len(others) <= _RANKS_COMPARED else random.sample(others, _RANKS_COMPARED)
         wrong = find_different(
-            read_positions(self.directory, ranks=drawn),
+            self._read(drawn),
             rank=self.rank, group=track.group, sequence=sequence, signature=signature,
         )  # fmt: skip
         if wrong is not None and track.sequence == sequence and track.since is not None:
@@ -264,7 +272,10 @@ class Board:
 
     def announce(self, reason: str, *, grace_s: float) -> Ending:
         """Tell all ranks that the run ends in `grace_s`, unless another has said so before; what holds."""
-        asked = Ending(rank=self.rank, host=self._reach.here, leave_at=time.time() + grace_s, reason=reason)
+        now = time.time()
+        asked = Ending(
+            rank=self.rank, host=self._reach.here, written=now, leave_at=now + grace_s, reason=reason
+        )
         self.ending = announce_ending(asked, directory=self.directory)
         self._notice()
         return self.ending
@@ -272,5 +283,5 @@ class Board:
     def all_leave(self) -> bool:
         """Whether every rank of the world has told what it knows."""
         members = self._tracks()[0].members
-        positions = read_positions(self.directory, ranks=members)
+        positions = self._read(members)
         return len(positions) == len(members) and all(p.leaving for p in positions.values())

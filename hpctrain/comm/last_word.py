@@ -3,7 +3,8 @@
 Horovod's enqueue waits, with Python's lock held, while its own thread waits for a rank that is cut off: then no
 thread of ours runs, and no deadline of ours holds. A timer that the watcher winds again and again starts, when
 it is not wound any more, this file as a program of its own; that says what it finds in the ranks' files and on
-the network, and when it returns, the rank's process ends with the exit code.
+the network, and when it returns, the rank's process ends with the exit code. From its start to its end the process
+ignores SIGINT and SIGQUIT, as system(3) has it; that is also so for a rank which was suspended and goes on.
 
 glibc on Linux only; elsewhere `wind_up` gives None. The timer's thread runs two calls one after the other by
 contexts that are linked: system(command), then _exit(code). See makecontext(3), timer_create(2).
@@ -46,7 +47,10 @@ class _Times(ctypes.Structure):
 
 @final
 class LastWord:
-    """Runs `command` and then ends this process with `exit_code`, unless wound again in time. Runs once."""
+    """Runs `command` and then ends this process with `exit_code`, unless wound again or stopped in time.
+
+    Runs once. Calls must come one at a time.
+    """
 
     def __init__(self, command: Sequence[str], *, exit_code: int) -> None:
         self._c: Any = ctypes.CDLL(None, use_errno=True)
@@ -63,6 +67,7 @@ class LastWord:
         if self._c.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
             raise OSError(ctypes.get_errno(), "timer_create")
         self._wound = False
+        self._begun = False
 
     def _context(self, function: Any, argument: Any, *, link: int | None) -> int:
         """Address of a context that calls `function(argument)` and goes on with the one at `link`."""
@@ -79,29 +84,38 @@ class LastWord:
 
     def wind(self, seconds: float) -> None:
         """Have it begin in `seconds`, unless it has begun: then its memory is in use, and it stays so."""
-        left = _Times()
-        self._c.timer_gettime(self._timer, ctypes.byref(left))
-        if self._wound and not (left.left_s or left.left_ns):
-            return
-        self._wound = True
         self._set(seconds)
 
     def stop(self) -> None:
+        """Have it not begin, until it is wound again."""
         self._set(0.0)
 
     def _set(self, seconds: float) -> None:
+        if self._begun:
+            return
         whole = int(seconds)
-        times = _Times(left_s=whole, left_ns=int((seconds - whole) * 1e9))
-        self._c.timer_settime(self._timer, 0, ctypes.byref(times), None)
+        times, before = _Times(left_s=whole, left_ns=int((seconds - whole) * 1e9)), _Times()
+        self._c.timer_settime(self._timer, 0, ctypes.byref(times), ctypes.byref(before))
+        self._begun = self._wound and not (before.left_s or before.left_ns)
+        if self._begun:
+            self._c.timer_settime(self._timer, 0, ctypes.byref(_Times()), None)
+        self._wound = seconds > 0
 
 
 def wind_up(
-    *, directory: Path, rank: int, num_ranks: int, patience_s: float, look_s: float, exit_code: int
+    *,
+    directory: Path,
+    rank: int,
+    num_ranks: int,
+    patience_s: float,
+    look_s: float,
+    since: float,
+    exit_code: int,
 ) -> LastWord | None:
-    """A last word for this rank; None where the C library is another one."""
+    """A last word for this rank; None where the C library is another one. since: see `read_positions`."""
     if platform.libc_ver()[0] != "glibc" or platform.machine() not in ("x86_64", "aarch64"):
         return None
-    numbers = [str(value) for value in (rank, num_ranks, os.getpid(), patience_s, look_s)]
+    numbers = [str(value) for value in (rank, num_ranks, os.getpid(), patience_s, look_s, since)]
     try:
         # -I: neither this file's folder nor the user's go before the standard library.
         return LastWord([sys.executable, "-I", __file__, str(directory), *numbers], exit_code=exit_code)
@@ -112,7 +126,7 @@ def wind_up(
 def _speak(words: Sequence[str]) -> None:
     """The program. Returns when the rank must end; does not return when its Python runs after all."""
     directory, (rank, num_ranks, pid) = Path(words[0]), map(int, words[1:4])
-    patience_s, look_s = map(float, words[4:6])
+    patience_s, look_s, since = map(float, words[4:7])
     # Without torch, which the packages' own __init__ would load for seconds.
     root = Path(__file__).resolve().parent
     for name, path in (("hpctrain", root.parent), ("hpctrain.comm", root)):
@@ -128,19 +142,19 @@ def _speak(words: Sequence[str]) -> None:
 
     before, until = written(), time.monotonic() + patience_s
     here = os.uname().nodename
-    positions = read_positions(directory, ranks=ranks_to_read(range(num_ranks)))
+    positions = read_positions(directory, ranks=ranks_to_read(range(num_ranks)), since=since)
     doors = doors_of_others(positions.values(), here=here)
     found = knock(doors, timeout_s=look_s, own=host_addresses(), proof=Proof.CONNECTION)
-    while read_ending(directory) is None and time.monotonic() < until:
+    while read_ending(directory, since=since) is None and time.monotonic() < until:
         time.sleep(0.2)
     while written() != before:  # it was suspended, and is awake again
         time.sleep(1.0)
         if os.getppid() != pid:
             return
-    others = read_positions(directory, ranks=[rank, *ranks_to_read(range(num_ranks))])
+    others = read_positions(directory, ranks=[rank, *ranks_to_read(range(num_ranks))], since=since)
     findings = {position.host: position.reached for position in others.values() if position.reached}
     cut = find_cut({**findings, here: found}, here=here)
-    ending = read_ending(directory)
+    ending = read_ending(directory, since=since)
     reason = "" if ending is None else f" with rank {ending.rank} on {ending.host}: {ending.reason}"
     told = [
         f"hpctrain: rank {rank} on {here} ends{reason}",

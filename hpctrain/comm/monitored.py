@@ -47,9 +47,10 @@ def _describe_counts(counts: Sequence[int]) -> str:
 class MonitoredGroup:
     """A communicator whose operations a watcher follows."""
 
-    def __init__(self, inner: Collective, *, track: Track) -> None:
+    def __init__(self, inner: Collective, *, track: Track, watcher: Watcher) -> None:
         self._inner = inner
         self._track = track
+        self._watcher = watcher
 
     @property
     def backend(self) -> str:
@@ -102,7 +103,7 @@ class MonitoredGroup:
     def _during(self, operation: str, detail: str = "", *, same: str = "") -> Iterator[None]:
         """One operation under the deadline, to which all ranks must have brought the same."""
         signature = " ".join(filter(None, [operation, detail, same]))
-        with self._track.during(operation, detail, signature=signature):
+        with self._watcher.during(self._track, operation, detail, signature=signature):
             self.agree(signature)
             try:
                 yield
@@ -153,11 +154,12 @@ class Monitored(Forwarding):
             timeout_s=timeout_s,
             abort=lambda code: world.abort(code),
             leave=exit_now if processes else None,
+            holds_lock=world.backend == "horovod",
         )
         self._track = self._watcher.track(group="world", members=world.members)
         if directory is not None:
             self._watcher.publish_in(directory)
-        self._all = MonitoredGroup(world, track=self._track)
+        self._all = MonitoredGroup(world, track=self._track, watcher=self._watcher)
         self._group = self._all
         self._num_made = 0
 
@@ -175,25 +177,29 @@ class Monitored(Forwarding):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         signature = f"split {[list(group) for group in groups]}"
-        with self._track.during("split", signature=signature):
+        with self._watcher.during(self._track, "split", signature=signature):
             self._all.agree(signature)
             inner = self._world.split(groups)
         self._num_made += 1  # counted on every rank, so that all members give the group one name
         if inner is None:
             return None
         name = f"split {self._num_made} ({describe_ranks(inner.members)})"
-        return MonitoredGroup(inner, track=self._watcher.track(group=name, members=inner.members))
+        return self._monitored(inner, name=name)
 
     def duplicate(self) -> Collective:
-        with self._track.during("duplicate", signature="duplicate"):
+        with self._watcher.during(self._track, "duplicate", signature="duplicate"):
             self._all.agree("duplicate")
             inner = self._world.duplicate()
         self._num_made += 1
         name = f"duplicate {self._num_made}"
-        return MonitoredGroup(inner, track=self._watcher.track(group=name, members=inner.members))
+        return self._monitored(inner, name=name)
+
+    def _monitored(self, inner: Collective, *, name: str) -> Collective:
+        track = self._watcher.track(group=name, members=inner.members)
+        return MonitoredGroup(inner, track=track, watcher=self._watcher)
 
     def transport(self, topology: Topology) -> Transport | None:
-        with self._track.during("transport", signature="transport"):
+        with self._watcher.during(self._track, "transport", signature="transport"):
             self._all.agree("transport")
             inner = self._world.transport(topology)
         self._num_made += 1
@@ -208,6 +214,6 @@ class Monitored(Forwarding):
 
     def close(self) -> None:
         """Finish communication, still under the deadline, then stop watching. Collective."""
-        with self._track.during("close", signature="close"):
+        with self._watcher.during(self._track, "close", signature="close"):
             self._world.close()
         self._watcher.end()

@@ -50,6 +50,7 @@ class Ending:
 
     rank: int
     host: str
+    written: float  # epoch
     leave_at: float
     reason: str
 
@@ -86,11 +87,13 @@ def announce_ending(ending: Ending, *, directory: Path) -> Ending:
     return ending
 
 
-def read_ending(directory: Path) -> Ending | None:
+def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
+    """What was announced; None where nothing was, or only before `since` (epoch)."""
     try:
-        return Ending(**json.loads(ending_path(directory).read_text()))
+        ending = Ending(**json.loads(ending_path(directory).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return ending if ending.written >= since else None
 
 
 def write_position(position: RankPosition, *, directory: Path) -> None:
@@ -101,16 +104,19 @@ def write_position(position: RankPosition, *, directory: Path) -> None:
     os.replace(partial, path)
 
 
-def read_positions(directory: Path, *, ranks: Sequence[int]) -> dict[int, RankPosition]:
-    """What the ranks' files say; a rank whose file is missing or unreadable is left out."""
+def read_positions(directory: Path, *, ranks: Sequence[int], since: float = 0.0) -> dict[int, RankPosition]:
+    """What the ranks' files say. Left out: ranks whose file is missing, unreadable or older than `since`
+    (epoch), as an earlier attempt of the run leaves them."""
     found = {}
     for rank in ranks:
         try:
             fields = json.loads(position_path(directory, rank=rank).read_text())
             groups = {name: GroupPosition(**values) for name, values in fields.pop("groups").items()}
-            found[rank] = RankPosition(**fields, groups=groups)
+            position = RankPosition(**fields, groups=groups)
         except (OSError, ValueError, TypeError, KeyError):
             continue
+        if position.written >= since:
+            found[rank] = position
     return found
 
 

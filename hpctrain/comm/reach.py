@@ -215,12 +215,16 @@ class Reach:
         self.doors: tuple[Door, ...] = ()
         self.found: Mapping[str, bool] = {}
 
-    def learn(self, positions: Iterable[RankPosition], *, timeout_s: float) -> None:
-        """Take the doors of the hosts that answer now. Where a firewall is in the way, a later silence says
-        nothing."""
-        doors = doors_of_others(positions, here=self.here)
+    def learn(self, positions: Iterable[RankPosition], *, timeout_s: float) -> bool:
+        """Take the doors of the hosts that answer now, beside those that have answered before; whether all have.
+
+        Where a firewall is in the way, a later silence says nothing.
+        """
+        known = {door.host for door in self.doors}
+        doors = [door for door in doors_of_others(positions, here=self.here) if door.host not in known]
         answers = self._knock(doors, timeout_s=timeout_s, proof=Proof.GREETING)
-        self.doors = tuple(door for door in doors if answers.get(door.host))
+        self.doors = (*self.doors, *(door for door in doors if answers.get(door.host)))
+        return all(answers.get(door.host) for door in doors)
 
     def look(self, *, timeout_s: float) -> None:
         """Knock on every door that is known; a second time where nobody answered, as a packet may be lost."""

@@ -13,17 +13,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, final
 
-from hpctrain.comm.agreement import describe_ranks
 from hpctrain.comm.board import Board
 from hpctrain.comm.last_word import LastWord, wind_up
 from hpctrain.comm.links import find_cut
-from hpctrain.comm.positions import Absence, Ending
+from hpctrain.comm.positions import Ending
 from hpctrain.comm.reach import Reach
 from hpctrain.comm.track import Track
+from hpctrain.comm.verdict import describe_finding, describe_unknown, headline
 from hpctrain.errors import ExitCode
 
 __all__ = ["Track", "Watcher"]
@@ -34,6 +34,10 @@ T = TypeVar("T")
 _SUSPENDED_AFTER_S = 5.0
 _LATE_AFTER = 0.75  # of the limit
 _FILES_MAY_TAKE_S = 3.0
+# What ranks of this run have written is younger than this rank's start, but for differing clocks and slow starts.
+# A little, since no earlier attempt ended so shortly before: Python, torch and the library were started since.
+# Who is left out wrongly is read again as soon as it renews its file.
+_CLOCKS_DIFFER_S = 2.0
 # Behind the limit, when the other ranks have said what they found.
 _LAST_WORD_AFTER_S = 0.5
 _LAST_WORDS_MAY_TAKE_S = 3.0
@@ -44,7 +48,8 @@ class Watcher:
     """Watches every `Track` of one rank.
 
     abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank at once,
-    where ranks are processes; then all that have told what they know leave together.
+    where ranks are processes; then all that have told what they know leave together. holds_lock: the library may
+    wait with Python's lock held, so that this thread does not run; see `hpctrain.comm.last_word`.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Watcher:
         timeout_s: float,
         abort: Callable[[int], None],
         leave: Callable[[int], None] | None = None,
+        holds_lock: bool = False,
         directory: Path | None = None,
     ) -> None:
         self.rank = rank
@@ -63,6 +69,8 @@ class Watcher:
         self._grace_s = min(5.0, timeout_s / 12)
         self._abort = abort
         self._leave = leave
+        self._holds_lock = holds_lock
+        self._since = time.time() - _CLOCKS_DIFFER_S
         self._host = socket.gethostname()
         self._tracks: list[Track] = []
         self._ended = threading.Event()
@@ -70,6 +78,7 @@ class Watcher:
         self._reach: Reach | None = None
         self._board: Board | None = None
         self._last_word: LastWord | None = None
+        self._winding = threading.Lock()
         self._looking = threading.Lock()
         self._looked: float | None = None
         self._look_s = min(2.0, timeout_s / 12)
@@ -87,6 +96,7 @@ class Watcher:
             directory,
             rank=self.rank,
             timeout_s=self._timeout_s,
+            since=self._since,
             tracks=lambda: self._tracks,
             step=lambda: self.step,
             reach=self._reach,
@@ -96,13 +106,14 @@ class Watcher:
         )
         if before is not None:
             before.end()
-        if self._leave is not None and self._last_word is None and self._tracks:
+        if self._leave is not None and self._holds_lock and self._last_word is None and self._tracks:
             self._last_word = wind_up(
                 directory=directory.resolve(),
                 rank=self.rank,
                 num_ranks=len(self._tracks[0].members),
                 patience_s=self._board.publish_s + 2 * self._interval_s,
                 look_s=self._look_s,
+                since=self._since,
                 exit_code=int(ExitCode.COMMUNICATION),
             )
 
@@ -112,12 +123,23 @@ class Watcher:
         self._tracks = [*self._tracks, track]  # a new list: the watcher may be walking over the old one
         return track
 
+    @contextlib.contextmanager
+    def during(
+        self, track: Track, operation: str, detail: str = "", *, signature: str | None = None
+    ) -> Iterator[None]:
+        """`track.during`, for an operation that may wait with Python's lock held."""
+        try:
+            with track.during(operation, detail, signature=signature):
+                self._wind_last_word()
+                yield
+        finally:
+            self._wind_last_word()
+
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
         self._noticed.set()
-        if self._last_word is not None:
-            self._last_word.stop()
+        self._wind_last_word()
         if self._board is not None:
             self._board.end()
         if self._reach is not None:
@@ -160,10 +182,18 @@ class Watcher:
                 track.since += seconds
 
     def _wind_last_word(self) -> None:
-        """For the case that this thread does not come to run any more, because the library holds Python's lock."""
-        if self._last_word is not None:
-            waited_s = max((track.waited_s() for track in self._tracks), default=0.0)
-            self._last_word.wind(max(0.0, self._timeout_s - waited_s) + _LAST_WORD_AFTER_S)
+        """For the case that this thread does not come to run any more, because the library holds Python's lock.
+
+        Only in an operation: elsewhere the lock may be held for long without harm, by a file that is written.
+        """
+        if self._last_word is None:
+            return
+        with self._winding:  # the communicating threads wind it too
+            if self._ended.is_set() or self._longest() is None:
+                self._last_word.stop()
+            else:
+                waited_s = max(track.waited_s() for track in self._tracks)
+                self._last_word.wind(max(0.0, self._timeout_s - waited_s) + _LAST_WORD_AFTER_S)
 
     def _longest(self) -> Track | None:
         waiting = [track for track in self._tracks if track.since is not None]
@@ -211,7 +241,8 @@ class Watcher:
     def _end_run(self, track: Track | None, *, ending: Ending | None) -> None:
         board, code = self._board, int(ExitCode.COMMUNICATION)
         if self._last_word is not None:
-            self._last_word.stop()
+            with self._winding:
+                self._last_word.stop()
         told = None
         if board is not None:
             limit_s = min(_FILES_MAY_TAKE_S, max(1.0, self._timeout_s / 4))
@@ -221,8 +252,11 @@ class Watcher:
             if ending is not None:  # else the files hang: that was waiting enough
                 told = _within(limit_s, lambda: self._report(board, track))
         if told is None:
-            told = self._report_alone(track)
-        self._show(f"{self._headline(track, ending=ending)}\n{told}\nthis rank's threads are at")
+            told = self._report_alone()
+        head = headline(
+            track, ending=ending, rank=self.rank, host=self._host, step=self.step, timeout_s=self._timeout_s
+        )
+        self._show(f"{head}\n{told}\nthis rank's threads are at")
         if board is not None and ending is not None and self._leave_together(board, ending=ending, code=code):
             return
         with contextlib.suppress(
@@ -249,50 +283,19 @@ class Watcher:
         # Ranks that are threads: the one that announced it ends them all.
         return self._leave is None and ending.rank != self.rank
 
-    def _headline(self, track: Track | None, *, ending: Ending | None) -> str:
-        here = f"rank {self.rank} on {self._host}"
-        step = "" if self.step is None else f" in step {self.step}"
-        waited = "is in no operation" + step
-        if track is not None:
-            waited = f"has waited {track.waited_s():.1f} s{step} for {track.describe()}"
-        if track is not None and track.waited_s() > self._timeout_s:
-            return f"{here} {waited} (limit {self._timeout_s:g} s)"
-        if ending is not None and ending.rank == self.rank:
-            return f"{here} ends the run: {ending.reason}\nit {waited}"
-        if ending is not None:
-            return f"{here} ends with rank {ending.rank} on {ending.host}: {ending.reason}\nhere: {here} {waited}"
-        return f"{here} {waited} (limit {self._timeout_s:g} s)"
-
     def _report(self, board: Board, track: Track | None) -> str:
         # Another rank's end may come while this one still asks.
         if self._looking.acquire(timeout=self._look_s):
             self._looking.release()
         lines = board.cut()
         absent = [] if track is None else board.absent(track)
-        return self._told(lines, absent, track=track)
+        asked = len(self._reach.found) if self._reach is not None else 0
+        return describe_finding(lines, absent, waits=track is not None, num_asked=asked)
 
-    def _told(self, cut: list[str], absent: list[Absence], *, track: Track | None) -> str:
-        lines = list(cut)
-        if absent:
-            lines.append(f"did not come: {describe_ranks([absence.rank for absence in absent])}")
-            lines += [f"  {absence.text}" for absence in absent]
-        elif track is not None and not cut:
-            asked = len(self._reach.found) if self._reach is not None else 0
-            why = "network, or different buffers on the ranks"
-            if asked:
-                why = f"the {asked} other hosts that were asked answer"
-            lines.append(f"every rank came: the operation itself hangs ({why})")
-        elif track is not None:
-            lines.append("every rank came: the operation itself hangs")
-        return "\n".join(lines) or "this rank keeps nobody waiting, as far as it knows"
-
-    def _report_alone(self, track: Track | None) -> str:
+    def _report_alone(self) -> str:
         """What is known without the board."""
-        lines = [] if self._reach is None else find_cut({self._host: self._reach.found}, here=self._host)
-        why = "no directory for positions was given"
-        if self._board is not None:
-            why = f"the files in {self._board.directory} do not answer"
-        return "\n".join([*lines, f"which rank did not come is not known: {why}"])
+        cut = [] if self._reach is None else find_cut({self._host: self._reach.found}, here=self._host)
+        return describe_unknown(cut, directory=None if self._board is None else self._board.directory)
 
     def _show(self, message: str) -> None:
         stream = sys.__stderr__

@@ -33,7 +33,8 @@ def wait_for(paths: list[Path], *, srun: subprocess.Popen[bytes], timeout_s: flo
 
 
 @pytest.mark.parametrize(
-    ("backend", "algorithm"), [("mpi", "flat"), ("mpi", "hierarchical"), ("horovod", "flat")]
+    ("backend", "algorithm"),
+    [("mpi", "flat"), ("mpi", "hierarchical"), ("mpi", "engine"), ("horovod", "flat"), ("horovod", "engine")],
 )
 def test_a_cut_link_ends_every_rank_with_code_6_and_the_nodes_name(
     cluster: Cluster, tmp_path: Path, backend: str, algorithm: str

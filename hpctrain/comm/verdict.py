@@ -1,0 +1,50 @@
+"""What the watcher of one rank says at the end: texts made of what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.comm.agreement import describe_ranks
+from hpctrain.comm.positions import Absence, Ending
+from hpctrain.comm.track import Track
+
+
+def headline(
+    track: Track | None, *, ending: Ending | None, rank: int, host: str, step: int | None, timeout_s: float
+) -> str:
+    """Who ends, and what it was doing. track: of its longest wait, None in no operation."""
+    here = f"rank {rank} on {host}"
+    in_step = "" if step is None else f" in step {step}"
+    waited, limit = "is in no operation" + in_step, f"(limit {timeout_s:g} s)"
+    if track is not None:
+        waited = f"has waited {track.waited_s():.1f} s{in_step} for {track.describe()}"
+    if ending is None or (track is not None and track.waited_s() > timeout_s):
+        return f"{here} {waited} {limit}"
+    if ending.rank == rank:
+        return f"{here} ends the run: {ending.reason}\nit {waited}"
+    return f"{here} ends with rank {ending.rank} on {ending.host}: {ending.reason}\nhere: {here} {waited}"
+
+
+def describe_finding(cut: Sequence[str], absent: Sequence[Absence], *, waits: bool, num_asked: int) -> str:
+    """cut: lines of `find_cut`. waits: this rank is in an operation. num_asked: hosts that were knocked at."""
+    lines = list(cut)
+    if absent:
+        lines.append(f"did not come: {describe_ranks([absence.rank for absence in absent])}")
+        lines += [f"  {absence.text}" for absence in absent]
+    elif waits and not cut:
+        why = "network, or different buffers on the ranks"
+        if num_asked:
+            why = f"the {num_asked} other hosts that were asked answer"
+        lines.append(f"every rank came: the operation itself hangs ({why})")
+    elif waits:
+        lines.append("every rank came: the operation itself hangs")
+    return "\n".join(lines) or "this rank keeps nobody waiting, as far as it knows"
+
+
+def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
+    """Without positions. directory: where they would be; None: nowhere."""
+    why = "no directory for positions was given"
+    if directory is not None:
+        why = f"the files in {directory} do not answer"
+    return "\n".join([*cut, f"which rank did not come is not known: {why}"])
