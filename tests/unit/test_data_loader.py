@@ -203,10 +203,11 @@ def test_closing_early_joins_the_threads() -> None:
 
 
 def test_leaving_a_loop_early_leaves_no_threads() -> None:
+    before = loader_threads()  # another test's may be about to end
     for _ in Loader(Source(), global_batch=10).epoch(0):
         break
     gc.collect()
-    assert loader_threads() == []
+    assert set(loader_threads()) <= set(before)
 
 
 def test_a_program_that_ends_with_an_open_iterator_ends(tmp_path: Path) -> None:
