@@ -32,6 +32,7 @@ BESIDE_GRADIENTS = 1 << 16
 WORTH_ROUNDING = 0.05
 # Below, latency decides, which is measured often.
 DOUBTED_FROM_BYTES = 1 << 18
+DOUBTED_FROM_S = 4e-3
 EXACTNESS = ("fp32", "fp16", "bf16")
 # No bucket is larger: what would be better there is of no interest.
 LARGEST_SIZE = 1 << 40
@@ -67,9 +68,7 @@ class Choice:
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
         doubted = [
-            replace(m, seconds=m.seconds * (doubts or {}).get(m.algorithm, 1.0))
-            if m.num_bytes >= DOUBTED_FROM_BYTES
-            else m
+            replace(m, seconds=m.seconds * _doubt(m.candidate, doubts or {})) if _few_trials(m) else m
             for m in measurements
         ]
         costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(doubted).items()}
@@ -170,14 +169,14 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """For the run's record: what is chosen from which size on, and each candidate's numbers as measured.
 
-        doubt: what the times from 256 KiB on are multiplied by when candidates are compared.
+        doubt: what long times from 256 KiB on are multiplied by when candidates are compared.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
             cost = Cost.fit(points)
             candidates.append({
                 **candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
-                "doubt": self.doubts.get(candidate.algorithm, 1.0),
+                "doubt": _doubt(candidate, self.doubts),
                 "measured": [{"bytes": size, "seconds": seconds} for size, seconds in points],
             })  # fmt: skip
         return {"ranges": self.ranges_to_json(), "candidates": candidates}
@@ -215,18 +214,27 @@ def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidat
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
 
 
-def doubts_between_nodes(topology: Topology) -> dict[str, float]:
-    """By algorithm, how many times faster it must have been measured than one that is sure, to be taken for it. Pure.
+def _doubt(candidate: Candidate, doubts: Mapping[str, float]) -> float:
+    return doubts.get(candidate.algorithm, 1.0) * doubts.get(candidate.wire, 1.0)
 
-    A second on a slow link holds few trials of large buckets, so what is known beforehand counts too. Over links
-    the bytes decide in the end, and two levels send the fewest; round a ring each link carries one stream at a
-    time, all others queue several at some link, and their times vary by more than a few trials show.
+
+def _few_trials(measurement: Measurement) -> bool:
+    return measurement.num_bytes >= DOUBTED_FROM_BYTES and measurement.seconds >= DOUBTED_FROM_S
+
+
+def doubts_between_nodes(topology: Topology) -> dict[str, float]:
+    """By algorithm and wire, how many times faster they must have been measured than what is sure. Pure.
+
+    A second on a slow link holds few trials of large buckets, and short ones run on what the link's queues take
+    at once. So what is known beforehand counts too, for times that are so long that few were taken: over links
+    the bytes decide in the end; two levels send the fewest, 16 bits half of 32; and round a ring each link carries
+    one stream at a time, where all others queue several.
     """
     if topology.num_nodes == 1:
         return {}
-    doubts = {"hierarchical": 1.1, "hierarchical-flat": 1.1, "direct": 1.1, "flat": 1.1}
+    doubts = {"hierarchical": 1.15, "hierarchical-flat": 1.4, "direct": 1.15, "flat": 1.4, "fp32": 1.3}
     if topology.num_ranks > topology.num_nodes:
-        doubts |= {"ring": 1.2, "direct": 1.3, "flat": 1.3}
+        doubts |= {"ring": 1.4, "direct": 1.5, "flat": 1.5}
     return doubts
 
 
