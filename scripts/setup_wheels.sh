@@ -40,6 +40,9 @@ print("cp%d%d" % sys.version_info[:2], numpy.__version__.split(".")[0], mpi4py._
     key=${name}_key
     install_wheel "$name" "${!key}"
   done
+  # After h5py, and without what it asks for: pip would put the published h5py in the place of ours.
+  "$py" -c 'import hdf5plugin' 2>/dev/null ||
+    pip install -q -q --no-deps --only-binary :all: "hdf5plugin==$HDF5PLUGIN_VERSION"
 }
 
 wheels=()
