@@ -16,9 +16,10 @@ from hpctrain.comm.probe import probe_started_mpi
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.calibration import MakeReducer, calibrate
 from hpctrain.reduce.calibration_file import CalibrationKey, Kept, read_calibration, write_calibration
-from hpctrain.reduce.choice import EXACTNESS, Choice, doubts_between_nodes, roundings
+from hpctrain.reduce.choice import EXACTNESS, Choice, roundings
 from hpctrain.reduce.cost import Candidate
 from hpctrain.reduce.levels import Level, levels_to_json, measure_levels
+from hpctrain.reduce.link_floor import LinkFloor
 from hpctrain.topology import Topology
 from hpctrain.version import __version__
 
@@ -201,7 +202,7 @@ def find_choice(
         for text in _write(world, files.paths, key=key, kept=kept):
             note(text)
     return Measured(
-        choice=Choice.of_measurements(kept.measurements, doubts=doubts_between_nodes(topology)),
+        choice=Choice.of_measurements(kept.measurements, floor=LinkFloor.of(topology, kept.levels)),
         source=source, levels=kept.levels,
         seconds=kept.seconds, key=key_of_all,
     )  # fmt: skip

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.cost import Candidate, Cost, Measurement
-from hpctrain.topology import Topology
+from hpctrain.reduce.link_floor import LinkFloor
 
 DEFAULT_BUCKET_BYTES = 4_000_000
 SMALLEST_BUCKET_BYTES = 1 << 19
@@ -30,9 +30,8 @@ LEAST_BUCKETS = 4
 BESIDE_GRADIENTS = 1 << 16
 # A wire that rounds more must save at least this share of the time.
 WORTH_ROUNDING = 0.05
-# Below, latency decides, which is measured often.
-DOUBTED_FROM_BYTES = 1 << 18
-DOUBTED_FROM_S = 4e-3
+# Of candidates whose bytes decide alike, the one that was faster: so much of the measured time counts beside the floor.
+MEASURED_BESIDE_FLOOR = 0.01
 EXACTNESS = ("fp32", "fp16", "bf16")
 # No bucket is larger: what would be better there is of no interest.
 LARGEST_SIZE = 1 << 40
@@ -53,7 +52,7 @@ class Choice:
     costs: Mapping[Candidate, Cost]
     ranges: tuple[Range, ...]
     measurements: tuple[Measurement, ...] = ()
-    doubts: Mapping[str, float] = field(default_factory=dict)
+    floor: LinkFloor | None = None
 
     @classmethod
     def only(cls, candidate: Candidate) -> Choice:
@@ -62,17 +61,15 @@ class Choice:
 
     @classmethod
     def of_measurements(
-        cls, measurements: Sequence[Measurement], *, doubts: Mapping[str, float] | None = None
+        cls, measurements: Sequence[Measurement], *, floor: LinkFloor | None = None
     ) -> Choice:
-        """UsageError if there are none. doubts: see `doubts_between_nodes`."""
+        """UsageError if there are none. floor: of the links between nodes; no time below it counts."""
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
-        doubted = [
-            replace(m, seconds=m.seconds * _doubt(m.candidate, doubts or {})) if _few_trials(m) else m
-            for m in measurements
-        ]
-        costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(doubted).items()}
-        return cls(costs, _ranges(costs), tuple(measurements), dict(doubts or {}))
+        costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(measurements).items()}
+        if floor is not None:
+            costs = {c: _floored(cost, floor.seconds_per_byte(c)) for c, cost in costs.items()}
+        return cls(costs, _ranges(costs), tuple(measurements), floor)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -95,7 +92,7 @@ class Choice:
                 return self
             raise UsageError(f"nothing was measured with the wire {wire}")
         mine = [m for m in self.measurements if m.wire == wire]
-        return Choice.of_measurements(mine, doubts=self.doubts)
+        return Choice.of_measurements(mine, floor=self.floor)
 
     def for_all_sizes(self, bucket_bytes: Iterable[int]) -> Choice:
         """One candidate, whatever the size: the one that takes least time for these buckets together."""
@@ -104,7 +101,7 @@ class Choice:
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0))
         best = min(among, key=lambda candidate: sum(self.costs[candidate].at(size) for size in sizes))
-        return Choice(self.costs, (Range(0, best),), self.measurements, self.doubts)
+        return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
         """The wire that takes least time for these buckets; one that rounds more only if it saves 5%."""
@@ -169,14 +166,15 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """For the run's record: what is chosen from which size on, and each candidate's numbers as measured.
 
-        doubt: what long times from 256 KiB on are multiplied by when candidates are compared.
+        floor_seconds_per_byte: no time below size times this counts when candidates are compared; 0 where the
+        links set none.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
             cost = Cost.fit(points)
             candidates.append({
                 **candidate._asdict(), "latency_s": cost.latency_s, "seconds_per_byte": cost.slope,
-                "doubt": _doubt(candidate, self.doubts),
+                "floor_seconds_per_byte": self.floor.seconds_per_byte(candidate) if self.floor else 0.0,
                 "measured": [{"bytes": size, "seconds": seconds} for size, seconds in points],
             })  # fmt: skip
         return {"ranges": self.ranges_to_json(), "candidates": candidates}
@@ -214,28 +212,11 @@ def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidat
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
 
 
-def _doubt(candidate: Candidate, doubts: Mapping[str, float]) -> float:
-    return doubts.get(candidate.algorithm, 1.0) * doubts.get(candidate.wire, 1.0)
-
-
-def _few_trials(measurement: Measurement) -> bool:
-    return measurement.num_bytes >= DOUBTED_FROM_BYTES and measurement.seconds >= DOUBTED_FROM_S
-
-
-def doubts_between_nodes(topology: Topology) -> dict[str, float]:
-    """By algorithm and wire, how many times faster they must have been measured than what is sure. Pure.
-
-    A second on a slow link holds few trials of large buckets, and short ones run on what the link's queues take
-    at once. So what is known beforehand counts too, for times that are so long that few were taken: over links
-    the bytes decide in the end; two levels send the fewest, 16 bits half of 32; and round a ring each link carries
-    one stream at a time, where all others queue several.
-    """
-    if topology.num_nodes == 1:
-        return {}
-    doubts = {"hierarchical": 1.15, "hierarchical-flat": 1.4, "direct": 1.15, "flat": 1.4, "fp32": 1.3}
-    if topology.num_ranks > topology.num_nodes:
-        doubts |= {"ring": 1.4, "direct": 1.5, "flat": 1.5}
-    return doubts
+def _floored(cost: Cost, least: float) -> Cost:
+    """No size takes less than its bytes do at `least` seconds each; of equals the faster one stays the better."""
+    points = [(n, max(s, n * least) + MEASURED_BESIDE_FLOOR * s) for n, s in cost.points]
+    floored = Cost.fit(points)
+    return replace(floored, slope=max(floored.slope, least))
 
 
 def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[tuple[int, float]]]:

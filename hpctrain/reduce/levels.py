@@ -20,6 +20,9 @@ SOME_BYTES = 1 << 18
 MANY_BYTES = 1 << 22
 # A link that carries `SOME_BYTES` faster than this is too fast to be measured by so few.
 QUICK_S = 5e-3
+# One that carries it slower shows its own rate at once.
+SLOW_S = 0.1
+IN_A_ROW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,9 @@ def measure_levels(
         if seconds < QUICK_S and timer.left_s > 0:
             num_bytes = MANY_BYTES
             seconds = timer.seconds(num_bytes, trials=BANDWIDTH_TRIALS)
+        elif seconds < SLOW_S and timer.left_s > 0:
+            # One alone runs on what the link's queues and shapers take at once.
+            seconds = max(seconds, timer.seconds(num_bytes, trials=1, in_a_row=IN_A_ROW))
         began += budget_s / len(AXES)
         # All groups of the node axis share the links of their nodes.
         sharers = len(groups) if axis == "node" else 1
@@ -98,19 +104,26 @@ class _Timer:
         self._budget_s = budget_s
         self.left_s = budget_s
 
-    def seconds(self, num_bytes: int, *, trials: int) -> float:
-        """Of the rank that took longest; the median of so many trials, or of those that there was time for."""
+    def seconds(self, num_bytes: int, *, trials: int, in_a_row: int = 1) -> float:
+        """Of the rank that took longest; the median of so many trials, or of those that there was time for.
+
+        in_a_row: a trial is so many reductions without a pause, of which the first is not timed if there are several.
+        """
         buffer = torch.zeros(num_bytes // 4, device=self._device)
         found: list[float] = []
         while not found or (len(found) < trials and self.left_s > 0):
             self._world.barrier()
             begin = self._clock()
             if self._group is not None:
-                self._group.all_reduce(buffer)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+                for number in range(in_a_row):
+                    if number == 1:
+                        begin = self._clock()
+                    self._group.all_reduce(buffer)
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize(self._device)
             end = self._clock()
-            numbers = torch.tensor([end - begin, end - self._began], dtype=torch.float64)
+            spent = (end - begin) / max(1, in_a_row - 1)
+            numbers = torch.tensor([spent, end - self._began], dtype=torch.float64)
             self._world.all_reduce(numbers, op=ReduceOp.MAX)
             found.append(max(float(numbers[0]), 1e-9))
             self.left_s = self._budget_s - float(numbers[1])

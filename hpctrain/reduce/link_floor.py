@@ -1,0 +1,61 @@
+"""What a reduction between nodes takes at least: the bytes that leave a node, over the rate of its link. Pure.
+
+A trial can beat that: queues and shapers of a link take some hundred KB at once, however slow it is. A training step
+cannot. So no time below this counts when ways to reduce are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpctrain.reduce.cost import Candidate
+from hpctrain.reduce.levels import Level
+from hpctrain.topology import Topology
+
+WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+ELEMENT_BYTES = 4
+TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFloor:
+    """num_ranks, num_nodes: of the run. ranks_per_node: of its largest node. bytes_per_s: of a node's link."""
+
+    num_ranks: int
+    num_nodes: int
+    ranks_per_node: int
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, topology: Topology, levels: Iterable[Level]) -> LinkFloor | None:
+        """None on one node, and where the links were not measured."""
+        rates = [level.bytes_per_s for level in levels if level.axis == "node"]
+        if topology.num_nodes == 1 or not rates:
+            return None
+        return cls(
+            num_ranks=topology.num_ranks, num_nodes=topology.num_nodes,
+            ranks_per_node=max(len(group) for group in topology.groups("local")), bytes_per_s=rates[0],
+        )  # fmt: skip
+
+    def sent(self, candidate: Candidate) -> float:
+        """Bytes that leave the busiest node, by byte of uncast gradients; 0 where it is not known.
+
+        Two levels and a ring: Patarasuk, Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the backend's own: at
+        least what any all-reduce sends.
+        """
+        share = WIRE_BYTES.get(candidate.wire, 0) / ELEMENT_BYTES
+        if candidate.algorithm in (*TWO_LEVEL, "flat"):
+            return share * 2 * (self.num_nodes - 1) / self.num_nodes
+        if (
+            candidate.algorithm == "ring"
+        ):  # ranks of a node are neighbours: one of them sends to the next node
+            return share * 2 * (self.num_ranks - 1) / self.num_ranks
+        if candidate.algorithm == "direct":  # each sends a slice to every rank elsewhere, twice
+            elsewhere = self.num_ranks - self.ranks_per_node
+            return share * 2 * self.ranks_per_node * elsewhere / self.num_ranks
+        return 0.0
+
+    def seconds_per_byte(self, candidate: Candidate) -> float:
+        """Of uncast gradients."""
+        return self.sent(candidate) / self.bytes_per_s

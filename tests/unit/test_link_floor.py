@@ -1,0 +1,94 @@
+"""Between nodes no time counts that is shorter than the bytes that leave a node take at the link's rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.reduce.choice import Choice
+from hpctrain.reduce.cost import Candidate, Cost, Measurement
+from hpctrain.reduce.levels import Level
+from hpctrain.reduce.link_floor import LinkFloor
+from hpctrain.topology import Topology
+
+CLUSTER = Topology.from_node_names(["a", "a", "b", "b", "c", "c", "d", "d"])
+RATE = 1e8
+
+
+def floor(topology: Topology = CLUSTER) -> LinkFloor | None:
+    levels = [
+        Level(axis="local", num_members=2, latency_s=1e-6, bytes_per_s=1e10),
+        Level(axis="node", num_members=4, latency_s=1e-4, bytes_per_s=RATE),
+    ]
+    return LinkFloor.of(topology, levels)
+
+
+def measured(times: dict[Candidate, float]) -> list[Measurement]:
+    """times: seconds of a MiB."""
+    return [
+        Measurement(algorithm=c.algorithm, wire=c.wire, num_bytes=n, seconds=s * n / 2**20)
+        for c, s in times.items()
+        for n in (2**18, 2**20)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wire", "expected"),
+    [
+        ("hierarchical", "fp32", 2 * 3 / 4),
+        ("hierarchical-ring", "fp16", 3 / 4),
+        ("hierarchical-flat", "bf16", 3 / 4),
+        ("flat", "fp32", 2 * 3 / 4),
+        ("ring", "fp32", 2 * 7 / 8),
+        ("direct", "fp32", 2 * 2 * 6 / 8),
+        ("direct", "int8", 2 * 2 * 6 / 8 / 4),
+        ("nccl-torus", "fp16", 0),
+    ],
+)
+def test_bytes_that_leave_a_node_are_those_of_theory(algorithm: str, wire: str, expected: float) -> None:
+    found = floor()
+    assert found is not None
+    assert found.sent(Candidate(algorithm, wire)) == pytest.approx(expected)
+
+
+def test_there_is_none_on_one_node_or_without_a_rate() -> None:
+    assert floor(Topology.from_node_names(["a", "a"])) is None
+    assert LinkFloor.of(CLUSTER, []) is None
+
+
+def test_a_trial_that_ran_on_the_links_queues_does_not_make_fp32_the_faster_wire() -> None:
+    # 2**20 bytes: 1.57 MB at 100 MB/s take 15.7 ms in fp32, half of it in fp16.
+    fp32, fp16 = Candidate("hierarchical", "fp32"), Candidate("hierarchical", "fp16")
+    found = measured({fp32: 0.006, fp16: 0.0065})
+    assert Choice.of_measurements(found).fastest_wire([2**20]) == "fp32"
+    assert Choice.of_measurements(found, floor=floor()).fastest_wire([2**20]) == "fp16"
+    assert Choice.of_measurements(found, floor=floor()).seconds(2**24) >= 2**24 * 0.75 / RATE
+
+
+def test_where_the_bytes_decide_alike_the_one_that_was_faster_is_taken() -> None:
+    ring, direct = Candidate("hierarchical-ring", "fp16"), Candidate("hierarchical", "fp16")
+    for faster, slower in ((ring, direct), (direct, ring)):
+        choice = Choice.of_measurements(measured({slower: 0.005, faster: 0.004}), floor=floor())
+        assert choice.choose(2**20) == faster
+        assert choice.for_wire("fp16").choose(2**26) == faster
+
+
+def test_where_all_are_slower_than_their_bytes_only_the_time_counts() -> None:
+    flat, two_level = Candidate("flat", "fp16"), Candidate("hierarchical", "fp16")
+    choice = Choice.of_measurements(measured({two_level: 0.05, flat: 0.049}), floor=floor())
+    assert choice.choose(2**20) == flat
+
+
+@pytest.mark.parametrize("one_for_all", [False, True])
+def test_the_record_holds_the_times_as_measured_and_the_floor_beside_them(one_for_all: bool) -> None:
+    flat, direct = Candidate("flat", "fp16"), Candidate("direct", "fp16")
+    found = measured({flat: 0.002, direct: 0.001})
+    choice = Choice.of_measurements(found, floor=floor()).for_wire("fp16")
+    if one_for_all:
+        choice = choice.for_all_sizes([2**20])
+    by_name = {entry["algorithm"]: entry for entry in choice.record()["candidates"]}
+    assert by_name["flat"]["floor_seconds_per_byte"] == pytest.approx(0.75 / RATE)
+    assert by_name["direct"]["floor_seconds_per_byte"] == pytest.approx(1.5 / RATE)
+    times = [(m.num_bytes, m.seconds) for m in found if m.algorithm == "direct"]
+    assert [(at["bytes"], at["seconds"]) for at in by_name["direct"]["measured"]] == times
+    assert by_name["direct"]["seconds_per_byte"] == Cost.fit(times).slope
+    assert choice.choose(2**20) == flat
