@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.reduction import page, records
+from benchmarks import results_file as records
+from benchmarks.reduction import page
 from benchmarks.reduction.places import OnCluster, OneNode, RanksFailed
-from benchmarks.reduction.records import Record
 from benchmarks.reduction.runs import FIGURES, FULL, QUICK, Scale
+from benchmarks.results_file import Record
 from tests.cluster import Cluster, ClusterPlan, why_not
 from tests.cluster.cluster import CLUSTERS
 from tests.ranks_launcher import REPOSITORY

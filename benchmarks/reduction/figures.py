@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.reduction.bounds import bytes_out_of_a_node
-from benchmarks.reduction.records import Record
+from benchmarks.results_file import Record
 
 Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
 Steps = Mapping[str, Sequence[Sequence[float]]]  # of a method: seconds, (rounds, steps)

@@ -11,7 +11,7 @@ from benchmarks.reduction.figures import bytes_records, step_records, sweep_reco
 from benchmarks.reduction.models import WORKLOADS
 from benchmarks.reduction.ours import name_of
 from benchmarks.reduction.places import OnCluster, OneNode
-from benchmarks.reduction.records import Record
+from benchmarks.results_file import Record
 
 Choice = tuple[str, str]
 ALGORITHMS = ("hierarchical", "hierarchical-ring", "hierarchical-flat", "direct", "ring", "flat")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.reduction import page, records
+from benchmarks import results_file as records
+from benchmarks.reduction import page
 from benchmarks.reduction.bounds import bytes_out_of_a_node
 from benchmarks.reduction.figures import bytes_records, step_records, sweep_records, time_records
-from benchmarks.reduction.records import Record
+from benchmarks.results_file import Record
 
 ABOUT = {"machine": {}, "versions": {}}
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/results/reduction.json` holds, and how it is put together."""
+"""What the files of `benchmarks/results/` hold, and how they are put together."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, Literal
 
 
@@ -34,8 +35,8 @@ class Record:
 
 
 def figure_of(record_id: str) -> str:
-    """`reduction.2` of `reduction.2.200mbit.ours-16`."""
-    return ".".join(record_id.split(".")[:2])
+    """`reduction.2` of `reduction.2.200mbit.ours-16`, `data.1` of `data.1a`."""
+    return ".".join(record_id.split(".")[:2]).rstrip(ascii_lowercase)
 
 
 def merged(
@@ -52,10 +53,23 @@ def merged(
     return {**about, "records": records}
 
 
-def write(path: Path, records: Sequence[Record], *, repository: Path) -> dict[str, Any]:
-    """Put the records into the file; what it holds afterwards."""
+def write(
+    path: Path,
+    records: Sequence[Record],
+    *,
+    repository: Path,
+    benchmark: str = "reduction",
+    versions: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Put the records into the file; what it holds afterwards.
+
+    benchmark: the folder of benchmarks/ that they come from: a commit is marked where that, or hpctrain,
+    differs from it. versions: of what was measured beside the usual.
+    """
     old = json.loads(path.read_text()) if path.exists() else None
-    content = merged(old, [record.as_json() for record in records], about=about_this_run(repository))
+    about = about_this_run(repository, benchmark=benchmark)
+    about["versions"] |= versions or {}
+    content = merged(old, [record.as_json() for record in records], about=about)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_compact(content))
     return content
@@ -81,14 +95,15 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
-def about_this_run(repository: Path) -> dict[str, Any]:
+def about_this_run(repository: Path, *, benchmark: str) -> dict[str, Any]:
     """Machine, versions, commit."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "hpctrain", "benchmarks/reduction")
+    paths = ("hpctrain", f"benchmarks/{benchmark}")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
     return {
         "machine": {
             "processor": _processor(),
