@@ -3,7 +3,8 @@
 from hpctrain.data.batch import Batch
 from hpctrain.data.loader import Batches, Loader, Samples
 from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
-from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Span, batch_spans, rank_share
+from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Order, Span, batch_spans, rank_share
+from hpctrain.data.orders import Blocks, Fixed, OrderSpec, Sequential, Shuffled, Stratified, Weighted
 from hpctrain.data.pack import Existing, pack_arrays, pack_tokens
 from hpctrain.data.read import Dataset, Verify
 from hpctrain.data.verify import Damage, verify
@@ -12,20 +13,28 @@ __all__ = [
     "ORDER_NAME",
     "Batch",
     "Batches",
+    "Blocks",
     "Damage",
     "Dataset",
     "EpochOrder",
     "Existing",
     "FieldSpec",
+    "Fixed",
     "Kind",
     "LastBatch",
     "Loader",
     "Manifest",
+    "Order",
+    "OrderSpec",
     "Samples",
+    "Sequential",
     "ShardEntry",
+    "Shuffled",
     "Span",
+    "Stratified",
     "TokenWindows",
     "Verify",
+    "Weighted",
     "batch_spans",
     "pack_arrays",
     "pack_tokens",

@@ -3,8 +3,8 @@
     for batch in Loader(Dataset.open("digits/train"), global_batch=64).epoch(0):
         batch.fields["image"]
 
-The global batches of an epoch depend on seed, epoch and batch size only; a rank takes its contiguous part of
-each. The place in an epoch is counted in samples, so a run can go on from it with another number of ranks, or
+The global batches of an epoch depend on order, seed, epoch and batch size only; a rank takes its contiguous
+part of each. The place in an epoch is counted in samples, so a run can go on from it with another number of ranks, or
 another batch size. Never communicates.
 """
 
@@ -19,8 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.batch_plan import BatchPlan, plan_batch
 from hpctrain.data.manifest import FieldSpec
-from hpctrain.data.order import EpochOrder, LastBatch, Span, num_batches, rank_share
+from hpctrain.data.order import LastBatch, Order, Span, num_batches
+from hpctrain.data.orders import OrderSpec, Sequential, Shuffled
+from hpctrain.data.place import Place
 from hpctrain.data.prefetch import Prefetch
 from hpctrain.errors import DataError, RecipeError
 
@@ -56,7 +59,8 @@ class Loader:
     """Makes the iterators of epochs. One loader serves one rank.
 
     global_batch: samples over all ranks in one step; the ranks' parts differ by at most one.
-    last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch.
+    order: which sample when, see `hpctrain.data.orders`; `shuffle` is short for the two simplest ones.
+    last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch, or fill it up.
     prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
     num_threads: threads that make batches.
     pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with its work.
@@ -72,6 +76,7 @@ class Loader:
         num_ranks: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        order: OrderSpec | None = None,
         last_batch: LastBatch | str = LastBatch.KEEP,
         prefetch_bytes: int = PREFETCH_BYTES,
         num_threads: int = 1,
@@ -82,13 +87,15 @@ class Loader:
         self.rank = rank
         self.num_ranks = num_ranks
         self.seed = seed
-        self.shuffle = shuffle
+        self.order: OrderSpec = order if order is not None else Shuffled() if shuffle else Sequential()
         self.last_batch = LastBatch(last_batch)
         self.num_threads = num_threads
         self.wait_s = 0.0
         """Seconds that the consumer waited for a batch, over all epochs."""
+        self.current_epoch = 0
         self.position = 0
         """Samples of the current epoch, over all ranks, in the batches handed out so far."""
+        self._goes_on = False
         self._check()
         # The largest part that a rank gets decides: every rank prefetches alike.
         batch_bytes = -(-global_batch // num_ranks) * sum(
@@ -111,8 +118,17 @@ class Loader:
         if self.batches_per_epoch == 0:
             raise RecipeError(
                 f"a global batch of {self.global_batch} samples is never full with "
-                f"{self.dataset.num_samples} samples: make it smaller, or keep the last batch"
+                f"{self.num_positions} samples: make it smaller, or keep the last batch"
             )
+        self._order(0)  # raises where the order does not fit the dataset
+
+    def _order(self, epoch: int) -> Order:
+        return self.order.for_epoch(epoch, num_samples=self.dataset.num_samples, seed=self.seed)
+
+    @property
+    def num_positions(self) -> int:
+        """Length of an epoch, in samples over all ranks: the dataset's, but for orders that draw."""
+        return self.order.num_positions(num_samples=self.dataset.num_samples)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -121,7 +137,7 @@ class Loader:
     def remaining_batches(self, *, start: int) -> int:
         """Global batches from position `start` (in samples) to the end of an epoch."""
         return num_batches(
-            self.dataset.num_samples, global_batch=self.global_batch, last_batch=self.last_batch, start=start
+            self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
         )
 
     def epoch(self, epoch: int = 0, *, start: int = 0) -> Batches:
@@ -130,31 +146,75 @@ class Loader:
         The threads start at once. To end before the last batch, close the iterator, or use a `with` block.
         Raises DataError if the epoch has fewer samples than `start`.
         """
-        if not 0 <= start <= self.dataset.num_samples:
+        if not 0 <= start <= self.num_positions:
             raise DataError(
                 f"a run is to go on at sample {start} of an epoch, the dataset has "
-                f"{self.dataset.num_samples}: was it packed again since the checkpoint was written?"
+                f"{self.num_positions}: was it packed again since the checkpoint was written?"
             )
-        order = EpochOrder(
-            num_samples=self.dataset.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle
-        )
-        self.position = start
-        return Batches(self, order=order, start=start)
+        self.current_epoch, self.position = epoch, start
+        self._goes_on = False
+        return Batches(self, order=self._order(epoch), start=start)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.epoch(0))
+        """Epoch 0, or what follows the place that `load_state_dict` set."""
+        if not self._goes_on:
+            return iter(self.epoch(0))
+        if self.remaining_batches(start=self.position) == 0:
+            return iter(self.epoch(self.current_epoch + 1))
+        return iter(self.epoch(self.current_epoch, start=self.position))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch handed out, as plain JSON: the same on every rank."""
+        return Place(
+            order=self.order.name,
+            num_samples=self.dataset.num_samples,
+            seed=self.seed,
+            epoch=self.current_epoch,
+            position=self.position,
+        ).as_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a place that `state_dict` told, of a loader with any number of ranks and any batch size.
+
+        The next `iter(loader)` begins there; the seed becomes the place's. Raises DataError for what is no
+        such state, or one of another order or another number of samples.
+        """
+        place = Place.of_json(state)
+        place.check_fits(order=self.order.name, num_samples=self.dataset.num_samples)
+        if place.position > self.num_positions:
+            raise DataError(f"the saved position {place.position} is behind the epoch's {self.num_positions}")
+        self.seed, self.current_epoch, self.position = place.seed, place.epoch, place.position
+        self._goes_on = True
 
     def __len__(self) -> int:
         return self.batches_per_epoch
 
-    def load(self, order: EpochOrder, *, span: Span) -> Batch:
+    def load(self, order: Order, *, span: Span) -> Batch:
         """Read this rank's part of the global batch at positions `span`; the threads do this a batch."""
-        share = rank_share(span.start, span.stop, rank=self.rank, num_ranks=self.num_ranks)
-        indices = order.at(share.start, share.stop)
+        return self.read(
+            plan_batch(
+                order, span=span, global_batch=self.global_batch, last_batch=self.last_batch, rank=self.rank,
+                num_ranks=self.num_ranks,
+            )
+        )  # fmt: skip
+
+    def read(self, plan: BatchPlan) -> Batch:
+        """Gather a plan's samples into tensors."""
+        return Batch(
+            fields=self._tensors(plan.indices),
+            epoch=plan.epoch,
+            start=plan.start,
+            num_samples=plan.num_samples,
+            num_padded=plan.num_padded,
+            global_samples=plan.global_samples,
+        )
+
+    def _tensors(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Field -> tensor of shape (len(indices), *sample_shape)."""
         tensors, direct = {}, {}
         for name, spec in self.dataset.fields.items():
             if spec.dtype not in _WIDENED:
-                shape = (share.num_samples, *spec.shape)
+                shape = (len(indices), *spec.shape)
                 tensors[name] = torch.empty(shape, dtype=torch_dtype(spec), pin_memory=self._pin)
                 direct[name] = tensors[name].numpy()
         arrays = self.dataset.gather(indices, out=direct)
@@ -162,19 +222,13 @@ class Loader:
             if name not in tensors:
                 tensor = torch.from_numpy(np.asarray(arrays[name]).astype(_WIDENED[spec.dtype]))
                 tensors[name] = tensor.pin_memory() if self._pin else tensor
-        return Batch(
-            fields={name: tensors[name] for name in self.dataset.fields},
-            epoch=order.epoch,
-            start=span.start,
-            num_samples=share.num_samples,
-            global_samples=span.num_samples,
-        )
+        return {name: tensors[name] for name in self.dataset.fields}
 
 
 class Batches:
     """Iterator over one rank's batches of one epoch. A context manager; `close()` ends its threads."""
 
-    def __init__(self, loader: Loader, *, order: EpochOrder, start: int) -> None:
+    def __init__(self, loader: Loader, *, order: Order, start: int) -> None:
         self._loader = loader
         self._counted_wait_s = 0.0
         self.num_batches = loader.remaining_batches(start=start)
