@@ -11,37 +11,52 @@ import json
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from hpctrain.data.manifest_entries import (
+    DTYPES,
+    LENGTH_SUFFIX,
+    FieldSpec,
+    FieldStatistics,
+    Model,
+    Positive,
+    ShardEntry,
+    StoredField,
+    TokenWindows,
+    WindowList,
+)
 from hpctrain.errors import DataError
 
+__all__ = [
+    "DTYPES",
+    "LENGTH_SUFFIX",
+    "MANIFEST_NAME",
+    "MANIFEST_VERSION",
+    "PARTIAL_SUFFIX",
+    "SHARD_PREFIX",
+    "TOKENS_FIELD",
+    "FieldSpec",
+    "FieldStatistics",
+    "Kind",
+    "Manifest",
+    "ShardEntry",
+    "StoredField",
+    "TokenWindows",
+    "WindowList",
+    "read_manifest",
+    "sync_directory",
+    "write_manifest",
+]
+
 MANIFEST_NAME = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 SHARD_PREFIX = "shard-"
 PARTIAL_SUFFIX = ".partial"
 TOKENS_FIELD = "tokens"
-
-# What a field may be: numpy's names. uint64 is left out, torch cannot compute with it.
-DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
-    *("float16", "float32", "float64"),
-)
-
-NonNegative = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 class Kind(str, Enum):
@@ -51,88 +66,22 @@ class Kind(str, Enum):
     TOKENS = "tokens"
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Manifest(Model):
+    """A whole dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1.
 
-
-class FieldSpec(_Model):
-    """One field of a sample: numpy dtype name and shape, without the sample dimension."""
-
-    dtype: str
-    shape: tuple[Positive, ...]
-
-    @field_validator("dtype")
-    @classmethod
-    def _known_dtype(cls, value: str) -> str:
-        if value not in DTYPES:
-            raise ValueError(f"dtype {value!r} is not one of {', '.join(DTYPES)}")
-        return value
-
-    @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """The dtype of the bytes that are hashed and written: little-endian."""
-        return np.dtype(self.dtype).newbyteorder("<")
-
-    @property
-    def sample_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
-
-class StoredField(_Model):
-    """One field in one shard: the HDF5 dataset, its place in the file, and the hash of each block.
-
-    hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` of the dataset's little-endian row-major
-    bytes; the last block may be shorter.
+    indexed: the files are others' and stay where they are; their paths may lead out of the directory.
+    statistics: field -> statistics; empty if not computed. windows: set if window starts are listed.
     """
 
-    dataset: str
-    offset: NonNegative
-    num_bytes: NonNegative
-    hashes: tuple[Hash, ...]
-
-
-class ShardEntry(_Model):
-    """One HDF5 file. structure_hash covers the bytes of the file that are in none of its datasets."""
-
-    file: str
-    samples: Positive
-    file_bytes: Positive
-    structure_hash: Hash
-    fields: dict[str, StoredField]
-
-    @field_validator("file")
-    @classmethod
-    def _plain_name(cls, value: str) -> str:
-        # A manifest from elsewhere must not make us read outside its directory.
-        if not value or value in (".", "..") or "/" in value or "\0" in value:
-            raise ValueError(f"shard file {value!r} is not a plain file name")
-        return value
-
-
-class TokenWindows(_Model):
-    """How samples are cut from the stream: sample i holds tokens [i * stride, i * stride + window + 1)."""
-
-    window: Positive
-    stride: Positive
-
-    def tokens_for(self, samples: int) -> int:
-        """Tokens that `samples` consecutive windows span."""
-        return (samples - 1) * self.stride + self.window + 1
-
-    def windows_in(self, tokens: int) -> int:
-        """Windows that fit in `tokens` consecutive tokens."""
-        return 0 if tokens <= self.window else (tokens - self.window - 1) // self.stride + 1
-
-
-class Manifest(_Model):
-    """A whole dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1."""
-
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     kind: Kind
     samples: Positive
     block_bytes: Positive
     fields: dict[str, FieldSpec]
     tokens: TokenWindows | None = None
+    windows: WindowList | None = None
+    indexed: bool = False
+    statistics: dict[str, FieldStatistics] = Field(default_factory=dict)
     attributes: dict[str, JsonValue] = Field(default_factory=dict)
     shards: tuple[ShardEntry, ...]
 
@@ -146,56 +95,128 @@ class Manifest(_Model):
             spec = self.fields.get(TOKENS_FIELD)
             if len(self.fields) != 1 or spec is None or spec.shape != (self.tokens.window + 1,):
                 raise ValueError(f"kind 'tokens' has one field {TOKENS_FIELD!r} of shape (window + 1,)")
+            if spec.kind != "array":
+                raise ValueError(f"tokens are of kind 'array', not {spec.kind!r}")
+        if (self.windows is not None) != self.is_split:
+            raise ValueError("windows are listed if they are split at documents, and only then")
+        lengths = {name + LENGTH_SUFFIX for name, spec in self.fields.items() if spec.kind == "ragged"}
+        if lengths & set(self.fields):
+            raise ValueError(
+                f"fields {', '.join(sorted(lengths & set(self.fields)))} are named as lengths are"
+            )
+        if not set(self.statistics) <= set(self.fields):
+            raise ValueError("statistics of a field that the dataset does not have")
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples:
             raise ValueError(f"{self.samples} samples in all, but the shards add up to {total}")
-        if len({shard.file for shard in self.shards}) != len(self.shards):
+        if len({shard.key for shard in self.shards}) != len(self.shards):
             raise ValueError("a shard is listed twice")
         for shard in self.shards:
             self._check_shard(shard)
         return self
 
     def _check_shard(self, shard: ShardEntry) -> None:
-        if set(shard.fields) != set(self.fields):
+        # A manifest from elsewhere must not make us read outside its directory, unless that is its purpose.
+        if not self.indexed and not shard.is_plain_name:
+            raise ValueError(f"shard file {shard.file!r} is not a plain file name")
+        if shard.fields.keys() != self.fields.keys():
             raise ValueError(
                 f"shard {shard.file} has fields {', '.join(sorted(shard.fields))}; "
                 f"the dataset has {', '.join(sorted(self.fields))}"
             )
         for name, stored in shard.fields.items():
+            self._check_stored(name, stored, shard)
+
+    def _check_stored(self, name: str, stored: StoredField, shard: ShardEntry) -> None:
+        where = f"field {name!r} of shard {shard.file}"
+        if stored.whole and (shard.samples != 1 or stored.first_row or self.tokens is not None):
+            raise ValueError(f"{where} is one sample a dataset: the shard can have but one sample")
+        if self.fields[name].kind == "array" and not self.is_split:
             expected = self.stored_bytes(name, samples=shard.samples)
             if stored.num_bytes != expected:
                 raise ValueError(
-                    f"field {name!r} of shard {shard.file} has {stored.num_bytes} bytes, "
-                    f"{shard.samples} samples make {expected}"
+                    f"{where} has {stored.num_bytes} bytes, {shard.samples} samples make {expected}"
                 )
-            if stored.offset + stored.num_bytes > shard.file_bytes:
-                raise ValueError(f"field {name!r} of shard {shard.file} ends behind the end of the file")
-            blocks = -(-stored.num_bytes // self.block_bytes)
-            if len(stored.hashes) != blocks:
-                raise ValueError(
-                    f"field {name!r} of shard {shard.file} has {len(stored.hashes)} hashes, not {blocks}"
-                )
+        if stored.offset is not None:
+            skipped = 0 if stored.whole else stored.first_row * self._row_bytes(name, stored, shard)
+            if stored.offset + skipped + stored.num_bytes > shard.file_bytes:
+                raise ValueError(f"{where} ends behind the end of the file")
+        blocks = -(-stored.num_bytes // self.block_bytes)
+        if len(stored.hashes) not in (0, blocks):
+            raise ValueError(f"{where} has {len(stored.hashes)} hashes, not {blocks}")
+
+    def _row_bytes(self, name: str, stored: StoredField, shard: ShardEntry) -> int:
+        if self.tokens is not None:
+            return np.dtype(self.fields[name].dtype).itemsize
+        return stored.num_bytes // shard.samples
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the samples are token windows that end at documents, listed in `windows`."""
+        return self.tokens is not None and self.tokens.boundaries == "split"
+
+    @property
+    def batch_fields(self) -> dict[str, FieldSpec]:
+        """What a batch holds: the fields, and after each ragged one its lengths, `<name>.length`."""
+        found: dict[str, FieldSpec] = {}
+        for name, spec in self.fields.items():
+            found[name] = spec
+            if spec.kind == "ragged":
+                found[name + LENGTH_SUFFIX] = FieldSpec(dtype="int64", shape=())
+        return found
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
-        """Shape of the HDF5 dataset that holds field `name` of a shard with that many samples."""
+        """Shape of field `name` of a shard of so many samples (kind `array`, boundaries ignored).
+
+        That is the shape of the HDF5 dataset of a packed shard; one in an indexed file may have more rows.
+        """
         if self.tokens is not None:
             return (self.tokens.tokens_for(samples),)
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Bytes of that HDF5 dataset."""
+        """Bytes of an array of that shape."""
         shape = self.stored_shape(name, samples=samples)
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
+
+    def entry_shape(self, name: str, entry: ShardEntry) -> tuple[int, ...]:
+        """Shape of the rows that `entry` has of field `name` (kind `array`): of `num_bytes` bytes.
+
+        A whole dataset that is one sample has no dimension of samples. Split tokens: as many as are stored.
+        """
+        stored, spec = entry.fields[name], self.fields[name]
+        if stored.whole:
+            return spec.shape
+        if self.is_split:
+            return (stored.num_bytes // np.dtype(spec.dtype).itemsize,)
+        return self.stored_shape(name, samples=entry.samples)
 
     @property
     def fingerprint(self) -> str:
         """Tells datasets apart: a hash over fields, counts and the hashes of all content."""
-        return _checksum(self.model_dump(mode="json"))
+        exclude: dict[str, Any] = {"statistics": True}
+        if self.version == 1:  # as it was computed then: checkpoints hold it
+            exclude |= _NOT_IN_VERSION_1
+        return _checksum(self.model_dump(mode="json", exclude=exclude))
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all shard files."""
-        return sum(shard.file_bytes for shard in self.shards)
+        """Bytes of all shard files, each counted once."""
+        return sum({shard.file: shard.file_bytes for shard in self.shards}.values())
+
+
+_NOT_IN_VERSION_1: dict[str, Any] = {
+    "windows": True,
+    "indexed": True,
+    "tokens": {"boundaries", "documents"},
+    "fields": {"__all__": {"kind", "classes"}},
+    "shards": {
+        "__all__": {
+            "modified_ns": True,
+            "fields": {"__all__": {"whole", "first_row", "member", "big_endian"}},
+        }
+    },
+}
 
 
 def _checksum(document: dict[str, Any]) -> str:
