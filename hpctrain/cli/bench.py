@@ -1,4 +1,4 @@
-"""`hpctrain bench`: allreduce, step."""
+"""`hpctrain bench`: allreduce, step, data."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
+from hpctrain.cli.bench_data import data_command
+from hpctrain.cli.bench_show import show
 from hpctrain.errors import StoppedEarly, UsageError
-from hpctrain.launch import TERMINAL_VARIABLE, Launcher, identify
-from hpctrain.launch.launchers import find_launcher
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from hpctrain.launch import Launcher, identify
 
 INTERRUPTED = 130  # as a shell says it of a command that Ctrl-C ended
-PLAIN_WIDTH = 140
 
 bench_app = typer.Typer(
-    help="""Measure what this machine and network give: reductions, and whole training steps.
+    help="""Measure what this machine and network give: reductions, whole training steps, reading.
 
 \b
   hpctrain launch -n 4 -- hpctrain bench allreduce                 every algorithm, fp32 and fp16
   hpctrain bench step examples/digits.toml --ranks 1,2,4           samples/s and efficiency by number of ranks
+  hpctrain bench data digits/train                                 samples/s, MB/s, share of the raw read speed
 """,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -128,7 +126,7 @@ def allreduce_command(
                 f"all-reduce of float32 gradients: {session.topology.describe()}, {session.world.backend}, "
                 f"median of {repeats}" + (f"; link {link.describe()}" if link is not None else "")
             )
-            _show(all_reduce_table(found.rows, title=title), notes=[*reducers.lines(), *found.notes])
+            show(all_reduce_table(found.rows, title=title), notes=[*reducers.lines(), *found.notes])
             if json_path is not None:
                 write_document(json_path, document)
             if plot is not None and session.num_ranks > 1:
@@ -225,23 +223,10 @@ def step_command(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    _show(table, notes=[])
+    show(table, notes=[])
 
 
-def _show(table: Table, *, notes: list[str]) -> None:
-    from rich.console import Console
-
-    # mpirun gives rank 0 a terminal of its own making, 80 columns wide, also when its output goes to a file.
-    launched = find_launcher(os.environ) is not None
-    on_terminal = sys.stdout.isatty() and (not launched or TERMINAL_VARIABLE in os.environ)
-    console = Console(
-        highlight=False,
-        force_terminal=on_terminal,
-        width=None if on_terminal and not launched else PLAIN_WIDTH,
-    )
-    console.print(table)
-    for note in notes:
-        typer.echo(note)
+bench_app.command("data")(data_command)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

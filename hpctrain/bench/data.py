@@ -1,0 +1,281 @@
+"""`hpctrain bench data`: how fast a dataset is read here, and how fast its bytes can be read at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.bench.data_raw import RawReader
+from hpctrain.bench.page_cache import cached_share, evict
+from hpctrain.bench.spread import Spread, spread_of
+from hpctrain.bench.step_wait import StepWait, wait_behind
+from hpctrain.data import Dataset, EpochOrder, LastBatch, Loader
+from hpctrain.data.loader import PREFETCH_BYTES
+from hpctrain.errors import UsageError
+
+# Of one reading, unless a number of batches is asked for.
+READ_BYTES = 256 << 20
+LEAST_BATCHES = 8
+
+
+class Reader(str, Enum):
+    """loader: batches as training gets them. gather: the reading in them alone. raw: their bytes, nothing else."""
+
+    LOADER = "loader"
+    GATHER = "gather"
+    RAW = "raw"
+
+
+class Cache(str, Enum):
+    """warm: the page cache has what earlier rounds read. cold: the files are put out of it before each reading."""
+
+    WARM = "warm"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataAsked:
+    """batch: samples of one. num_batches: of one reading; None: the epoch's, at most 256 MiB of them.
+
+    step_s: the training step that waits for batches. num_steps: of those; 0: none.
+    open_options: keywords of `Dataset.open`.
+    """
+
+    directory: Path
+    batch: int = 64
+    num_batches: int | None = None
+    shuffle: bool = True
+    repeats: int = 5
+    warmup: int = 1
+    cache: Cache = Cache.WARM
+    step_s: float = 0.1
+    num_steps: int = 20
+    num_threads: int = 1
+    prefetch_bytes: int = PREFETCH_BYTES
+    seed: int = 0
+    open_options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("batch", self.batch, 1), ("repeats", self.repeats, 1), ("warmup", self.warmup, 0),
+            ("num_threads", self.num_threads, 1), ("num_batches", self.num_batches or 1, 1),
+            ("step_s", self.step_s, 0), ("num_steps", self.num_steps, 0),
+        ):  # fmt: skip
+            if value < least:
+                raise UsageError(f"{name} is {value}: at least {least} is needed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRow:
+    """One reader's rounds. num_bytes: of one reading; for `raw` those that were read from the files.
+
+    share_of_raw: the raw reading's time over this reader's, medians; None if nothing could be read raw.
+    """
+
+    reader: Reader
+    seconds: Spread
+    samples_s: tuple[float, ...]
+    num_batches: int
+    num_samples: int
+    num_bytes: int
+    share_of_raw: float | None
+
+    @property
+    def batches_per_s(self) -> float:
+        return self.num_batches / self.seconds.median
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.seconds.median
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds.median
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataMeasured:
+    """rows: loader, gather, raw. cached: share of the files in the page cache when the cold readings began."""
+
+    rows: list[DataRow]
+    wait: StepWait | None
+    notes: list[str]
+    num_samples: int
+    sample_bytes: int
+    num_shards: int
+    cached: float | None = None
+
+
+def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda share: None) -> DataMeasured:
+    """Each reader reads the same batches, once a round, in another order each round; then the steps.
+
+    Round r reads the first batches of epoch r. Cold: each reading opens the dataset anew, and puts its files
+    out of the page cache first. Raises DataError, UsageError.
+    """
+    opened = _open(asked)
+    sample_bytes = sum(spec.sample_bytes for spec in opened.fields.values())
+    num_samples, num_shards = opened.num_samples, len(opened.manifest.shards)
+    num_batches = batches_to_read(asked, num_samples=num_samples, sample_bytes=sample_bytes)
+    files = sorted({(opened.directory / shard.file).resolve() for shard in opened.manifest.shards})
+    # Cold: opened anew each time, since its maps would hold the pages.
+    dataset = opened if asked.cache is Cache.WARM else None
+    random = Random(asked.seed)
+    times: dict[Reader, list[float]] = {reader: [] for reader in Reader}
+    num_bytes: dict[Reader, int] = {}
+    cached: list[float | None] = []
+    left_out: dict[str, str] = {}
+    rounds = asked.warmup + asked.repeats
+    for number in range(rounds):
+        readers = list(Reader)
+        random.shuffle(readers)
+        indices = _order(asked, num_samples=num_samples, epoch=number).at(
+            0, min(num_samples, num_batches * asked.batch)
+        )
+        for place, reader in enumerate(readers):
+            opened = dataset if dataset is not None else _open(asked)
+            prepare = _PREPARE[reader](opened, asked, indices, number, left_out)
+            if asked.cache is Cache.COLD:
+                evict(files)
+                cached.append(cached_share(files))
+            begin = time.perf_counter()
+            read_bytes = prepare()
+            seconds = time.perf_counter() - begin
+            del opened, prepare
+            if number >= asked.warmup:
+                times[reader].append(seconds)
+            num_bytes[reader] = read_bytes
+            progress((number + (place + 1) / len(readers)) / (rounds + 1))
+    notes = [f"raw reads without {name}: {reason}" for name, reason in left_out.items()]
+    if num_bytes[Reader.RAW] == 0:
+        notes.append(
+            "nothing of a sample has a plain place in the files: there is no raw speed to compare with"
+        )
+    raw_s = spread_of(times[Reader.RAW]).median if num_bytes[Reader.RAW] else None
+    rows = [
+        DataRow(
+            reader=reader,
+            seconds=spread_of(times[reader]),
+            samples_s=tuple(times[reader]),
+            num_batches=num_batches,
+            num_samples=len(indices),
+            num_bytes=num_bytes[reader],
+            share_of_raw=None if raw_s is None else raw_s / spread_of(times[reader]).median,
+        )
+        for reader in Reader
+        if num_bytes[reader]
+    ]
+    opened = dataset if dataset is not None else _open(asked)
+    if asked.cache is Cache.COLD:
+        evict(files)
+    return DataMeasured(
+        rows=rows,
+        wait=_behind_steps(opened, asked, epoch=rounds),
+        notes=notes,
+        num_samples=num_samples,
+        sample_bytes=sample_bytes,
+        num_shards=num_shards,
+        cached=max((share for share in cached if share is not None), default=None),
+    )
+
+
+def batches_to_read(asked: DataAsked, *, num_samples: int, sample_bytes: int) -> int:
+    """Batches of one reading. Raises UsageError if the dataset cannot fill them."""
+    in_epoch = -(-num_samples // asked.batch)
+    if asked.num_batches is None:
+        wanted = max(LEAST_BATCHES, READ_BYTES // max(1, asked.batch * sample_bytes))
+        return min(in_epoch, wanted)
+    if asked.num_batches > in_epoch:
+        raise UsageError(
+            f"{asked.num_batches} batches of {asked.batch} samples were asked for; an epoch of "
+            f"{num_samples} samples has {in_epoch}"
+        )
+    return asked.num_batches
+
+
+def _behind_steps(dataset: Dataset, asked: DataAsked, *, epoch: int) -> StepWait | None:
+    if not asked.num_steps:
+        return None
+    with _loader(dataset, asked).epoch(epoch) as batches:
+        return wait_behind(
+            iter(batches), step=lambda batch: time.sleep(asked.step_s), step_s=asked.step_s,
+            num_steps=asked.num_steps + 1,
+        )  # fmt: skip
+
+
+def _open(asked: DataAsked) -> Dataset:
+    return Dataset.open(asked.directory, **asked.open_options)
+
+
+def _order(asked: DataAsked, *, num_samples: int, epoch: int) -> EpochOrder:
+    return EpochOrder(num_samples=num_samples, seed=asked.seed, epoch=epoch, shuffle=asked.shuffle)
+
+
+def _loader(dataset: Dataset, asked: DataAsked) -> Loader:
+    return Loader(
+        dataset, global_batch=asked.batch, seed=asked.seed, shuffle=asked.shuffle, last_batch=LastBatch.KEEP,
+        prefetch_bytes=asked.prefetch_bytes, num_threads=asked.num_threads,
+    )  # fmt: skip
+
+
+Read = Callable[[], int]
+"""One reading; the bytes that it read. Only this is timed."""
+
+
+def _through_loader(
+    dataset: Dataset, asked: DataAsked, indices: NDArray[np.int64], epoch: int, left_out: dict[str, str]
+) -> Read:
+    loader = _loader(dataset, asked)
+
+    def read() -> int:
+        num_bytes = num_samples = 0
+        with loader.epoch(epoch) as batches:
+            for batch in batches:
+                num_bytes += batch.num_bytes
+                num_samples += batch.num_samples
+                if num_samples >= len(indices):
+                    break
+        return num_bytes
+
+    return read
+
+
+def _through_gather(
+    dataset: Dataset, asked: DataAsked, indices: NDArray[np.int64], epoch: int, left_out: dict[str, str]
+) -> Read:
+    def read() -> int:
+        return sum(
+            array.nbytes
+            for part in _in_batches(indices, asked.batch)
+            for array in dataset.gather(part).values()
+        )
+
+    return read
+
+
+def _raw(
+    dataset: Dataset, asked: DataAsked, indices: NDArray[np.int64], epoch: int, left_out: dict[str, str]
+) -> Read:
+    raw = RawReader(dataset, indices=indices)
+    left_out.update(raw.left_out)
+
+    def read() -> int:
+        with raw:
+            return sum(raw.read(part) for part in _in_batches(indices, asked.batch))
+
+    return read
+
+
+_PREPARE = {Reader.LOADER: _through_loader, Reader.GATHER: _through_gather, Reader.RAW: _raw}
+
+
+def _in_batches(indices: NDArray[np.int64], batch: int) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, len(indices), batch):
+        yield indices[start : start + batch]
