@@ -174,7 +174,7 @@ def block_samples_for(sample_bytes: int) -> int:
 
 
 def _content(array: NDArray[np.generic]) -> str:
-    return str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array)))
+    return str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data))
 
 
 def _check_count(what: str, *, found: int, num_samples: int) -> None:

@@ -25,10 +25,10 @@ class Place:
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> Place:
         """Raises DataError unless it is what `as_json` made."""
-        values = {}
+        values: dict[str, Any] = {}
         for field in fields(cls):
             kind = str if field.name == "order" else int
-            value = document.get(field.name) if isinstance(document, Mapping) else None
+            value: Any = document.get(field.name) if isinstance(document, Mapping) else None
             if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
                 raise DataError(
                     f"this is no place in the data: its {field.name} is {value!r}, not "
