@@ -1,7 +1,8 @@
-"""Makes items ahead of their consumer in threads: in order, at most `depth` of them at a time.
+"""Makes items ahead of their consumer in threads: in order, bounded in number and in bytes.
 
 Threads, not processes: forked workers under MPI hang or corrupt (pytorch#13787, horovod#2898), and gathering
-from a memory map releases the interpreter lock for most of its time.
+from a memory map releases the interpreter lock for most of its time. Python that holds the lock has workers
+of its own (`hpctrain.data.workers`), for which each of these threads waits.
 """
 
 from __future__ import annotations
@@ -10,45 +11,91 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteBound(Generic[T]):
+    """Bound on the bytes of the items that are ready or being made; one item is always allowed.
+
+    max_bytes: the bound.
+    num_bytes: bytes of an item that is made.
+    expected_bytes: what an item takes at most; None if that is not known before one is made. Then the first
+    is made alone, and each later one is expected to be like the largest so far.
+    making_bytes: what an item takes beside itself only while it is made, such as the input of a transform.
+
+    Where items turn out larger than all before them, what is already being made may pass the bound by that
+    growth; nothing new is begun until it fits again.
+    """
+
+    max_bytes: int
+    num_bytes: Callable[[T], int]
+    expected_bytes: int | None = None
+    making_bytes: int = 0
+
+
 class _Shared(Generic[T]):
     """What the consumer and its threads share. It does not know the consumer, which can so be collected."""
 
-    def __init__(self, make: Callable[[int], T], *, num_items: int, depth: int) -> None:
+    def __init__(
+        self, make: Callable[[int], T], *, num_items: int, depth: int | None, bound: ByteBound[T] | None
+    ) -> None:
         self.make = make
         self.num_items = num_items
         self.condition = threading.Condition()
-        self.free = depth  # items that may still be begun
+        self.depth = num_items if depth is None else max(1, depth)
+        self.bound = bound
+        self.largest_bytes = bound.expected_bytes if bound is not None else 0  # None: not known yet
+        self.held_bytes: dict[int, int] = {}  # of the items that were begun and not yet taken
         self.next_item = 0
         self.ready: dict[int, T | BaseException] = {}
         self.stopped = False
 
+    def _reserve_bytes(self) -> int:
+        """What the next item may take while it is made."""
+        if self.bound is None:
+            return 0
+        return self.bound.making_bytes + (self.largest_bytes or 0)
+
+    def _has_room(self) -> bool:
+        if not self.held_bytes:
+            return True
+        if len(self.held_bytes) >= self.depth or self.largest_bytes is None:
+            return False
+        if self.bound is None:
+            return True
+        return sum(self.held_bytes.values()) + self._reserve_bytes() <= self.bound.max_bytes
+
     def claim(self) -> int | None:
         """Wait for room, then take the next number: each number taken has room, none waits for another."""
         with self.condition:
-            while not self.stopped and self.next_item < self.num_items and self.free == 0:
+            while not self.stopped and self.next_item < self.num_items and not self._has_room():
                 self.condition.wait()
             if self.stopped or self.next_item >= self.num_items:
                 return None
-            self.free -= 1
+            self.held_bytes[self.next_item] = self._reserve_bytes()
             self.next_item += 1
             return self.next_item - 1
 
     def put(self, number: int, item: T | BaseException) -> None:
+        num_bytes = 0
+        if self.bound is not None and not isinstance(item, BaseException):
+            num_bytes = self.bound.num_bytes(item)
         with self.condition:
             if not self.stopped:
                 self.ready[number] = item
+                self.held_bytes[number] = num_bytes
+                self.largest_bytes = max(self.largest_bytes or 0, num_bytes)
             self.condition.notify_all()
 
     def take(self, number: int) -> T | BaseException:
         with self.condition:
             while number not in self.ready:
                 self.condition.wait()
-            self.free += 1
+            del self.held_bytes[number]
             self.condition.notify_all()
             return self.ready.pop(number)
 
@@ -81,15 +128,24 @@ def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
 class Prefetch(Generic[T]):
     """Iterator over make(0), ..., make(num_items - 1), made ahead by threads.
 
-    At most `depth` items exist that the consumer has not taken yet, half-made ones included. An exception
-    of `make` is raised where its item would have come; nothing comes after it. `close()` (also at the end of
-    a `with` block, and when the iterator is collected) stops the threads and waits for them.
+    At most `depth` items exist that the consumer has not taken yet, half-made ones included, and they take at
+    most what `bound` says. An exception of `make` is raised where its item would have come; nothing comes
+    after it. `close()` (also at the end of a `with` block, and when the iterator is collected) stops the
+    threads and waits for them.
     """
 
-    def __init__(self, make: Callable[[int], T], *, num_items: int, depth: int, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], T],
+        *,
+        num_items: int,
+        depth: int | None = None,
+        bound: ByteBound[T] | None = None,
+        num_threads: int = 1,
+    ) -> None:
         self.wait_s = 0.0
         self._next = 0
-        self._shared = _Shared(make, num_items=num_items, depth=max(1, depth))
+        self._shared = _Shared(make, num_items=num_items, depth=depth, bound=bound)
         self._threads = [
             threading.Thread(target=_work, args=(self._shared,), name=f"hpctrain-data-{number}", daemon=True)
             for number in range(min(max(1, num_threads), num_items))

@@ -1,0 +1,100 @@
+"""Arrays in anonymous shared memory, handed to another process as a file descriptor and a description.
+
+The memory has no name in any filesystem: when the last process that maps it or holds its descriptor ends,
+however it ends, the kernel frees it. Imports neither torch nor the rest of the package (see `transform`).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import DataError
+
+# Cache lines; every dtype's size divides it.
+_ALIGNED_BYTES = 64
+# A message is one datagram; Linux takes 208 KiB of them if nothing else is configured.
+MAX_MESSAGE_BYTES = 64 << 10
+_PARAGRAPH_BYTES = 1 << 30
+
+INDICES = ":indices"
+"""Name under which the samples' numbers travel beside the fields of a batch."""
+
+Description = list[dict[str, Any]]
+"""Name, dtype, shape and first byte of each array: plain JSON."""
+
+
+def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
+    """Copy arrays into new shared memory; returns its descriptor, which the caller closes, and what it holds.
+
+    Raises DataError if the memory cannot be had.
+    """
+    description: Description = []
+    end = 0
+    for name, array in arrays.items():
+        first_byte = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        description.append(
+            {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "first_byte": first_byte}
+        )
+        end = first_byte + array.nbytes
+    descriptor = os.memfd_create("hpctrain-batch")
+    try:
+        os.ftruncate(descriptor, max(1, end))
+        for entry, array in zip(description, arrays.values(), strict=True):
+            # write() instead of a map: the kernel fills the pages without one fault for each.
+            _write(descriptor, np.ascontiguousarray(array), at=entry["first_byte"])
+    except OSError as error:
+        os.close(descriptor)
+        raise DataError(
+            f"a batch of {end} bytes does not fit into shared memory: {error.strerror}. Use fewer workers, a "
+            "smaller prefetch, or a larger memory limit"
+        ) from error
+    return descriptor, description
+
+
+def _write(descriptor: int, array: NDArray[Any], *, at: int) -> None:
+    content = array.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done : done + _PARAGRAPH_BYTES], at + done)
+
+
+def map_arrays(descriptor: int, description: Description) -> dict[str, NDArray[Any]]:
+    """The arrays in shared memory, as private copies: what is written to them reaches no other process."""
+    memory = mmap.mmap(
+        descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+    )  # unmapped with the last array
+    return {
+        entry["name"]: np.ndarray(
+            tuple(entry["shape"]), dtype=entry["dtype"], buffer=memory, offset=entry["first_byte"]
+        )
+        for entry in description
+    }
+
+
+def send(control: socket.socket, message: Mapping[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
+    """Send a message as JSON, with descriptors. Raises OSError if nobody is there any more."""
+    content = json.dumps(message).encode()
+    if len(content) > MAX_MESSAGE_BYTES:
+        raise DataError(f"a message of {len(content)} bytes is too long: the batch has too many fields")
+    socket.send_fds(control, [content], list(descriptors), socket.MSG_NOSIGNAL)
+
+
+def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and the descriptors that came with it; None once the other side is gone."""
+    try:
+        content, descriptors, _, _ = socket.recv_fds(
+            control, MAX_MESSAGE_BYTES, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        )
+    except ConnectionError:
+        return None
+    if not content:
+        return None
+    return json.loads(content), descriptors

@@ -1,0 +1,86 @@
+"""A worker: receives batches, transforms them, sends them back. Knows no MPI, and ends with its parent.
+
+Started by `hpctrain.data.workers`, without the rest of the package: it imports numpy, the user's module, and
+what that imports.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data.shared_arrays import INDICES, map_arrays, receive, send, write_arrays
+from hpctrain.data.transform import BatchTransform, TransformContext, find_transform
+from hpctrain.errors import HpctrainError
+
+_LONGEST_TEXT = 8000
+
+
+def main(control_descriptor: int, lifeline: int) -> int:
+    """Serve the parent until it closes the control socket; `lifeline` is a pipe that only it holds open."""
+    _end_with_parent(lifeline)
+    # Ctrl-C reaches every process of the terminal: the parent decides what becomes of the run.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=control_descriptor)
+    start = receive(control)
+    if start is None:
+        return 0
+    sys.path[:] = start[0]["sys_path"]
+    try:
+        transform = find_transform(start[0]["transform"])
+    except HpctrainError as error:
+        send(control, {"error": str(error)[:_LONGEST_TEXT]})
+        return 0
+    send(control, {"ready": True})
+    while (received := receive(control)) is not None:
+        message, (descriptor,) = received
+        _answer(control, transform, message, descriptor)
+    return 0
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Have the kernel end this process when the parent is gone, even in the midst of the user's code.
+
+    The pipe's closing raises SIGIO, whose default is to end the process; a watching thread would wait for the
+    interpreter lock. Not PR_SET_PDEATHSIG: that follows the parent's thread, which may end with its epoch.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    closed_before = select.poll()
+    closed_before.register(lifeline, select.POLLIN)
+    if closed_before.poll(0):
+        os._exit(0)
+
+
+def _answer(
+    control: socket.socket, transform: BatchTransform, message: dict[str, Any], descriptor: int
+) -> None:
+    try:
+        arrays = map_arrays(descriptor, message["arrays"])
+    finally:
+        os.close(descriptor)
+    indices = arrays.pop(INDICES).astype(np.int64)
+    context = TransformContext(
+        seed=message["seed"], epoch=message["epoch"], start=message["start"], indices=indices
+    )
+    try:
+        made, description = write_arrays(transform(arrays, context=context))
+    except HpctrainError as error:
+        cause = error.__cause__
+        text = "".join(traceback.format_exception(cause))[-_LONGEST_TEXT:] if cause is not None else ""
+        send(control, {"error": str(error)[:_LONGEST_TEXT], "traceback": text})
+        return
+    try:
+        send(control, {"arrays": description}, descriptors=(made,))
+    finally:
+        os.close(made)
