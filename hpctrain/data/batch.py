@@ -20,6 +20,8 @@ class Batch:
     not count: `real()` is the batch without them, `valid` tells them apart.
     start: position of the global batch in the epoch, in samples.
     global_samples: samples of all ranks in the global batch, those that only fill it not counted.
+    num_skipped: samples of this rank that are left out, since they lie in damaged blocks (`OnDamage.SKIP`).
+    global_skipped: the same over all ranks; 0 until the ranks have told each other (`hpctrain.train.agreed_batches`).
 
     A loss that is a mean over this rank's num_samples, times `weight`, summed over the ranks, is the mean over
     the global batch, whatever the split.
@@ -31,6 +33,8 @@ class Batch:
     num_samples: int
     global_samples: int
     num_padded: int = 0
+    num_skipped: int = 0
+    global_skipped: int = 0
 
     @property
     def stop(self) -> int:
@@ -39,8 +43,8 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """This rank's share of the global batch, num_samples / global_samples."""
-        return self.num_samples / self.global_samples
+        """This rank's share of what is left of the global batch, num_samples / (global_samples - global_skipped)."""
+        return self.num_samples / max(1, self.global_samples - self.global_skipped)
 
     @property
     def valid(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ class BatchPlan:
     """indices: int64, shape (num_samples + num_padded,): this rank's samples, then the repeated ones.
 
     start, global_samples: place and length of the global batch in the epoch, repeated samples not counted.
+    num_skipped: samples of this rank that were left out, since they are damaged.
     """
 
     epoch: int
@@ -22,6 +23,7 @@ class BatchPlan:
     global_samples: int
     indices: NDArray[np.int64]
     num_samples: int
+    num_skipped: int = 0
 
     @property
     def num_padded(self) -> int:

@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 
 from hpctrain.data.batch import Batch
 from hpctrain.data.batch_plan import BatchPlan, plan_batch
+from hpctrain.data.integrity import BlockChecker, OnDamage
 from hpctrain.data.manifest import FieldSpec
 from hpctrain.data.order import LastBatch, Order, Span, num_batches
 from hpctrain.data.orders import OrderSpec, Sequential, Shuffled
 from hpctrain.data.place import Place
 from hpctrain.data.prefetch import Prefetch
+from hpctrain.data.skipping import read_around_damage
 from hpctrain.errors import DataError, RecipeError
 
 PREFETCH_BYTES = 64 << 20
@@ -61,6 +63,7 @@ class Loader:
     global_batch: samples over all ranks in one step; the ranks' parts differ by at most one.
     order: which sample when, see `hpctrain.data.orders`; `shuffle` is short for the two simplest ones.
     last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch, or fill it up.
+    on_damage: what becomes of samples in blocks that the dataset's checker finds damaged.
     prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
     num_threads: threads that make batches.
     pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with its work.
@@ -78,6 +81,7 @@ class Loader:
         shuffle: bool = True,
         order: OrderSpec | None = None,
         last_batch: LastBatch | str = LastBatch.KEEP,
+        on_damage: OnDamage | str = OnDamage.STOP,
         prefetch_bytes: int = PREFETCH_BYTES,
         num_threads: int = 1,
         pin_memory: bool = False,
@@ -89,6 +93,7 @@ class Loader:
         self.seed = seed
         self.order: OrderSpec = order if order is not None else Shuffled() if shuffle else Sequential()
         self.last_batch = LastBatch(last_batch)
+        self.on_damage = OnDamage(on_damage)
         self.num_threads = num_threads
         self.wait_s = 0.0
         """Seconds that the consumer waited for a batch, over all epochs."""
@@ -120,7 +125,16 @@ class Loader:
                 f"a global batch of {self.global_batch} samples is never full with "
                 f"{self.num_positions} samples: make it smaller, or keep the last batch"
             )
+        if self.on_damage is OnDamage.SKIP and self.checker is None:
+            raise RecipeError(
+                'damaged samples are to be skipped, but nothing looks for them: set check to "first-epoch" or "always"'
+            )
         self._order(0)  # raises where the order does not fit the dataset
+
+    @property
+    def checker(self) -> BlockChecker | None:
+        """What compares the dataset's blocks with their hashes while reading, if anything does."""
+        return getattr(self.dataset, "checker", None)
 
     def _order(self, epoch: int) -> Order:
         return self.order.for_epoch(epoch, num_samples=self.dataset.num_samples, seed=self.seed)
@@ -200,12 +214,20 @@ class Loader:
 
     def read(self, plan: BatchPlan) -> Batch:
         """Gather a plan's samples into tensors."""
+        checker = self.checker
+        if checker is not None and self.on_damage is OnDamage.SKIP:
+            plan, fields = read_around_damage(
+                plan, read=self._tensors, sound=checker.sound, keep_length=self.last_batch is LastBatch.PAD
+            )
+        else:
+            fields = self._tensors(plan.indices)
         return Batch(
-            fields=self._tensors(plan.indices),
+            fields=fields,
             epoch=plan.epoch,
             start=plan.start,
             num_samples=plan.num_samples,
             num_padded=plan.num_padded,
+            num_skipped=plan.num_skipped,
             global_samples=plan.global_samples,
         )
 

@@ -5,19 +5,13 @@ The blocks are divided over the ranks, without communication: the caller gathers
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
-from hpctrain.data import hdf5
-from hpctrain.data.manifest import MANIFEST_NAME, Manifest, ShardEntry, read_manifest
+from hpctrain.data.blocks import HEADERS_DIFFER, Block, BlockFile, blocks_of, samples_of
+from hpctrain.data.manifest import MANIFEST_NAME, ShardEntry, read_manifest
 from hpctrain.data.order import rank_share
-from hpctrain.data.read import check_shard
-from hpctrain.data.shards import block_ranges, read_fully, structure_hash
 from hpctrain.errors import DataError
 
 Progress = Callable[[int, int], None]
@@ -42,81 +36,6 @@ class Damage:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    shard: int
-    field: str
-    index: int
-    start: int
-    stop: int
-
-
-def _blocks(manifest: Manifest) -> Iterator[_Block]:
-    for shard, entry in enumerate(manifest.shards):
-        for field, stored in entry.fields.items():
-            for index, (start, stop) in enumerate(
-                block_ranges(stored.num_bytes, block_bytes=manifest.block_bytes)
-            ):
-                yield _Block(shard=shard, field=field, index=index, start=start, stop=stop)
-
-
-def _samples_of(manifest: Manifest, block: _Block) -> tuple[int, int]:
-    """First and last sample of the shard that touch the block."""
-    last = manifest.shards[block.shard].samples - 1
-    spec = manifest.fields[block.field]
-    if manifest.tokens is None:
-        return block.start // spec.sample_bytes, min(last, (block.stop - 1) // spec.sample_bytes)
-    itemsize = np.dtype(spec.dtype).itemsize
-    first_token, last_token = block.start // itemsize, (block.stop - 1) // itemsize
-    window, stride = manifest.tokens.window, manifest.tokens.stride
-    return min(last, max(0, -(-(first_token - window) // stride))), min(last, last_token // stride)
-
-
-class _ShardFile:
-    """Blocks of one shard, from their place in the file or, re-packed, through h5py."""
-
-    def __init__(self, directory: Path, *, manifest: Manifest, entry: ShardEntry) -> None:
-        self._manifest = manifest
-        self._entry = entry
-        self._layouts = check_shard(directory, manifest=manifest, entry=entry)
-        self._descriptor = os.open(directory / entry.file, os.O_RDONLY | os.O_CLOEXEC)
-        self._rows: hdf5.RowReader | None = None
-        if not all(self._is_as_written(name) for name in entry.fields):
-            self._rows = hdf5.RowReader(directory / entry.file)
-
-    def _is_as_written(self, name: str) -> bool:
-        layout, spec = self._layouts[name], self._manifest.fields[name]
-        return layout.offset is not None and layout.dtype == spec.stored_dtype
-
-    def structure_is_sound(self) -> bool:
-        """Whether HDF5's own bytes are as written; a re-packed file has others, its content decides."""
-        entry = self._entry
-        if any(self._layouts[name].offset != stored.offset for name, stored in entry.fields.items()):
-            return True
-        found_bytes = os.fstat(self._descriptor).st_size
-        extents = [(stored.offset, stored.num_bytes) for stored in entry.fields.values()]
-        return (
-            structure_hash(self._descriptor, file_bytes=found_bytes, extents=extents) == entry.structure_hash
-        )
-
-    def read(self, block: _Block) -> bytes:
-        layout = self._layouts[block.field]
-        if self._is_as_written(block.field) and layout.offset is not None:
-            return read_fully(self._descriptor, block.stop - block.start, offset=layout.offset + block.start)
-        assert self._rows is not None
-        stored = self._entry.fields[block.field]
-        row_bytes = stored.num_bytes // layout.shape[0]
-        first, last = block.start // row_bytes, (block.stop - 1) // row_bytes
-        rows = self._rows.rows(stored.dataset, start=first, stop=last + 1)
-        data = np.ascontiguousarray(rows, dtype=self._manifest.fields[block.field].stored_dtype).tobytes()
-        return data[block.start - first * row_bytes : block.stop - first * row_bytes]
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-        if self._rows is not None:
-            self._rows.close()
-
-
 def verify(
     directory: Path | str, *, rank: int = 0, num_ranks: int = 1, progress: Progress | None = None
 ) -> list[Damage]:
@@ -127,19 +46,19 @@ def verify(
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
-    blocks = list(_blocks(manifest))
+    blocks = list(blocks_of(manifest))
     share = rank_share(0, len(blocks), rank=rank, num_ranks=num_ranks)
     mine = blocks[share.start : share.stop]
     total = sum(block.stop - block.start for block in mine)
     damages: list[Damage] = []
     done = 0
-    by_shard: dict[int, list[_Block]] = {}
+    by_shard: dict[int, list[Block]] = {}
     for block in mine:
         by_shard.setdefault(block.shard, []).append(block)
     for shard, shard_blocks in by_shard.items():
         entry = manifest.shards[shard]
         try:
-            file = _ShardFile(directory, manifest=manifest, entry=entry)
+            file = BlockFile(directory, manifest=manifest, entry=entry)
         except (DataError, OSError) as error:
             damages.append(_whole_shard(entry, str(error)))
             continue
@@ -147,11 +66,11 @@ def verify(
             # Whoever has the first block of a shard also looks at its headers.
             first = shard_blocks[0]
             if first.start == 0 and first.field == next(iter(entry.fields)) and not file.structure_is_sound():
-                damages.append(_whole_shard(entry, "the HDF5 headers differ from what was written"))
+                damages.append(_whole_shard(entry, HEADERS_DIFFER))
             for block in shard_blocks:
-                reason = _check_block(file, entry, block)
+                reason = file.fault_of(block)
                 if reason is not None:
-                    first_sample, last_sample = _samples_of(manifest, block)
+                    first_sample, last_sample = samples_of(manifest, block)
                     damages.append(
                         Damage(
                             shard=entry.file,
@@ -167,16 +86,6 @@ def verify(
         finally:
             file.close()
     return merge(damages)
-
-
-def _check_block(file: _ShardFile, entry: ShardEntry, block: _Block) -> str | None:
-    try:
-        data = file.read(block)
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"cannot be read: {error}"
-    if xxhash.xxh3_64_hexdigest(data) == entry.fields[block.field].hashes[block.index]:
-        return None
-    return "the content differs from its hash"
 
 
 def _whole_shard(entry: ShardEntry, reason: str) -> Damage:

@@ -1,0 +1,230 @@
+"""Compares what is read with the manifest's hashes, while training.
+
+    dataset.checker = make_checker(dataset.directory, dataset.manifest, mode="first-epoch")
+
+`Dataset.gather` then shows each shard's rows to the checker before it trusts their bytes; the checker hashes the
+blocks that those rows touch. What is looked at is what is handed out: the file's pages, which a memory map
+shares.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.blocks import HEADERS_DIFFER, BlockFile, block_at, blocks_touched, samples_of
+from hpctrain.data.manifest import Manifest, ShardEntry
+from hpctrain.data.verify import Damage
+from hpctrain.errors import DataError
+
+_MAX_OPEN = 256
+
+_UNKNOWN, _SOUND, _DAMAGED = 0, 1, 2
+
+
+class CheckMode(str, Enum):
+    """When blocks are hashed while reading."""
+
+    OFF = "off"
+    FIRST_EPOCH = "first-epoch"  # each block once a process, when it is first read
+    ALWAYS = "always"  # at every read
+
+
+class OnDamage(str, Enum):
+    """What becomes of samples in a damaged block."""
+
+    STOP = "stop"  # the run ends
+    SKIP = "skip"  # they are left out of their batch, and counted
+
+
+class DamagedData(DataError):
+    """A block differs from its hash. `damage` says where; its field is None if the whole shard is concerned."""
+
+    def __init__(self, damage: Damage, *, directory: Path) -> None:
+        super().__init__(
+            f"{directory} is damaged: {damage.describe()}. Restore the shard (hpctrain data verify lists all that "
+            'is damaged), or leave such samples out with data.on_damage = "skip"'
+        )
+        self.damage = damage
+
+
+@final
+class BlockChecker:
+    """Hashes the blocks that samples touch. Safe in threads, and after a fork. Never communicates.
+
+    damages: what was found so far, each damaged block once.
+    place_of: where a shard's file is read from, if not in `directory`: a staged copy.
+    Raises DataError if the manifest has no hashes to compare with.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        manifest: Manifest,
+        *,
+        mode: CheckMode | str = CheckMode.FIRST_EPOCH,
+        place_of: Callable[[ShardEntry], Path] | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.manifest = manifest
+        self.mode = CheckMode(mode)
+        self.damages: list[Damage] = []
+        self._place_of = place_of
+        # (num_shards + 1,): first sample of each shard, and the number of samples
+        self._starts = np.concatenate([[0], np.cumsum([shard.samples for shard in manifest.shards])])
+        # (shard, field) -> (num_blocks,) of _UNKNOWN, _SOUND, _DAMAGED
+        self._states: dict[tuple[int, str], NDArray[np.uint8]] = {}
+        self._whole: set[tuple[int, str]] = set()
+        self._reasons: dict[tuple[int, str, int], str] = {}
+        self._check_hashed()
+        self._reset()
+
+    def _check_hashed(self) -> None:
+        for entry in self.manifest.shards:
+            for name, stored in entry.fields.items():
+                if stored.num_bytes and not stored.hashes:
+                    raise DataError(
+                        f"field {name!r} of shard {entry.file} of {self.directory} has no hashes to check what is "
+                        'read: index the files again with --hash, or set data.check = "off"'
+                    )
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._files: OrderedDict[int, BlockFile] = OrderedDict()
+
+    def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64]) -> None:
+        """Hash what samples `rows` of a shard touch of a field, as far as the mode asks for it.
+
+        Raises DamagedData for the first damaged block; DataError if the shard is missing or cut short.
+        """
+        if self.mode is CheckMode.OFF or not len(rows):
+            return
+        key = (shard_index, field_name)
+        if key in self._whole:
+            return
+        first, last = blocks_touched(self.manifest, field=field_name, rows=rows)
+        bad = self._damaged(shard_index, field_name, blocks=_union(first, last))
+        if len(bad):
+            raise DamagedData(self._damage(shard_index, field_name, int(bad[0])), directory=self.directory)
+        if self.mode is CheckMode.FIRST_EPOCH and bool((self._states[key] == _SOUND).all()):
+            self._whole.add(key)
+
+    def sound(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the dataset's samples `indices` lie in no damaged block: bool, shape of `indices`.
+
+        Raises DataError if a shard is missing or cut short, DamagedData if its HDF5 headers are damaged.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        sound = np.ones(len(indices), dtype=np.bool_)
+        if self.mode is CheckMode.OFF:
+            return sound
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        for shard in np.unique(shard_of):
+            places = np.flatnonzero(shard_of == shard)
+            rows = indices[places] - self._starts[shard]
+            for field in self.manifest.fields:
+                first, last = blocks_touched(self.manifest, field=field, rows=rows)
+                bad = self._damaged(int(shard), field, blocks=_union(first, last))
+                sound[places] &= np.searchsorted(bad, first) == np.searchsorted(bad, last, side="right")
+        return sound
+
+    def _damaged(self, shard: int, field: str, *, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of `blocks` are damaged, ascending; those whose turn it is are read and hashed."""
+        key = (shard, field)
+        states = self._states.get(key)
+        if states is None:
+            states = np.zeros(len(self.manifest.shards[shard].fields[field].hashes), dtype=np.uint8)
+            states = self._states.setdefault(key, states)
+        # A copy: other threads may be looking at the same blocks.
+        found = states[blocks]
+        due = np.flatnonzero((found == _UNKNOWN) | (self.mode is CheckMode.ALWAYS))
+        if len(due):
+            file = self._file(shard)
+            if self.mode is CheckMode.ALWAYS and field == next(iter(self.manifest.fields)):
+                self._check_structure(shard, file)
+            for place in due:
+                block = block_at(self.manifest, shard=shard, field=field, index=int(blocks[place]))
+                fault = file.fault_of(block)
+                if fault is not None:
+                    self._note(shard, field, block.index, fault)
+                found[place] = _SOUND if fault is None else _DAMAGED
+            states[blocks[due]] = found[due]
+        return blocks[found == _DAMAGED]
+
+    def _note(self, shard: int, field: str, index: int, reason: str) -> None:
+        with self._lock:
+            known = (shard, field, index) in self._reasons
+            self._reasons[shard, field, index] = reason
+            if not known:
+                self.damages.append(self._damage(shard, field, index))
+
+    def _damage(self, shard: int, field: str, index: int) -> Damage:
+        block = block_at(self.manifest, shard=shard, field=field, index=index)
+        first, last = samples_of(self.manifest, block)
+        return Damage(
+            shard=self.manifest.shards[shard].file, field=field, first_sample=first, last_sample=last,
+            reason=self._reasons[shard, field, index],
+        )  # fmt: skip
+
+    def _file(self, shard: int) -> BlockFile:
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            file = self._files.get(shard)
+            if file is not None:
+                self._files.move_to_end(shard)
+                return file
+        file = self._open(shard)
+        with self._lock:
+            self._files[shard] = file
+            if len(self._files) > _MAX_OPEN:
+                # Only forgotten, not closed: another thread may be reading from it.
+                self._files.popitem(last=False)
+        return file
+
+    def _open(self, shard: int) -> BlockFile:
+        entry = self.manifest.shards[shard]
+        path = self.directory / entry.file if self._place_of is None else self._place_of(entry)
+        try:
+            file = BlockFile(path.parent, manifest=self.manifest, entry=entry)
+        except OSError as error:
+            raise DataError(f"shard {path} cannot be opened: {error}") from error
+        self._check_structure(shard, file)
+        return file
+
+    def _check_structure(self, shard: int, file: BlockFile) -> None:
+        if file.structure_is_sound():
+            return
+        entry = self.manifest.shards[shard]
+        damage = Damage(
+            shard=entry.file, field=None, first_sample=0, last_sample=entry.samples - 1, reason=HEADERS_DIFFER
+        )
+        raise DamagedData(damage, directory=self.directory)
+
+
+def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All blocks from `first[i]` to `last[i]`, each once, ascending."""
+    span = int((last - first).max())
+    return np.unique(np.concatenate([np.minimum(first + step, last) for step in range(span + 1)]))
+
+
+def make_checker(
+    directory: Path | str,
+    manifest: Manifest,
+    *,
+    mode: CheckMode | str,
+    place_of: Callable[[ShardEntry], Path] | None = None,
+) -> BlockChecker | None:
+    """The checker for `Dataset.checker`; None for mode `off`, which then costs nothing."""
+    if CheckMode(mode) is CheckMode.OFF:
+        return None
+    return BlockChecker(directory, manifest, mode=mode, place_of=place_of)
