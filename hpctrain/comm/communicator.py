@@ -16,6 +16,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from hpctrain.comm.collective_files import CollectiveFiles
+from hpctrain.comm.remote_memory import RemoteMemory
 from hpctrain.comm.transport import Transport
 from hpctrain.topology import Topology
 
@@ -99,6 +101,15 @@ class World(Collective, Protocol):
 
     def transport(self, topology: Topology) -> Transport | None:
         """Messages and shared memory of their own over the same ranks; None where the backend has none. Collective."""
+
+    def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
+        """Memory of every rank, `num_bytes` of this one, that all can read; None where the backend has none.
+
+        Collective. Every rank may ask for another size, also 0.
+        """
+
+    def collective_files(self) -> CollectiveFiles | None:
+        """Files read by all ranks together; None where the backend has no such means. Collective."""
 
     def abort(self, exit_code: int) -> None:
         """End every rank of the run at once with `exit_code`. Not collective; does not return."""

@@ -28,10 +28,12 @@ from hpctrain.comm.buffers import (
     reordered,
     widened,
 )
+from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
 from hpctrain.comm.horovod_settings import HorovodBuild, apply_settings, nccl_asked
+from hpctrain.comm.remote_memory import RemoteMemory
 from hpctrain.comm.serial import SerialGroup
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import BufferMismatch, CommunicationError, LaunchError
@@ -307,12 +309,27 @@ class HorovodWorld(Forwarding):
 
     def transport(self, topology: Topology) -> Transport | None:
         """MPI's, where Horovod runs over it: its own operations can only be waited for."""
-        from hpctrain.comm.mpi import can_open_transport, open_transport
+        from hpctrain.comm.mpi import open_transport
+
+        return open_transport(topology) if self._all_have_mpi() else None
+
+    def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
+        """MPI's, where Horovod runs over it."""
+        from hpctrain.comm.mpi import open_remote_memory
+
+        return open_remote_memory(num_bytes) if self._all_have_mpi() else None
+
+    def collective_files(self) -> CollectiveFiles | None:
+        """MPI's, where Horovod runs over it."""
+        from hpctrain.comm.mpi import open_collective_files
+
+        return open_collective_files() if self._all_have_mpi() else None
+
+    def _all_have_mpi(self) -> bool:
+        from hpctrain.comm.mpi import can_open_transport
 
         mine = bool(self._hvd.mpi_enabled()) and can_open_transport()
-        if not all(answer == b"1" for answer in self.all_gather_bytes(b"1" if mine else b"0")):
-            return None
-        return open_transport(topology)
+        return all(answer == b"1" for answer in self.all_gather_bytes(b"1" if mine else b"0"))
 
     def abort(self, exit_code: int) -> None:
         """End all ranks with `exit_code`, from whichever thread.

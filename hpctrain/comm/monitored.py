@@ -15,9 +15,12 @@ from typing import final
 import torch
 
 from hpctrain.comm.agreement import check_same, describe_ranks
+from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp, World
 from hpctrain.comm.forwarding import Forwarding
+from hpctrain.comm.monitored_files import MonitoredFiles
 from hpctrain.comm.monitored_transport import MonitoredTransport
+from hpctrain.comm.remote_memory import RemoteMemory
 from hpctrain.comm.track import Track
 from hpctrain.comm.transport import Transport
 from hpctrain.comm.watch import Watcher, exit_now
@@ -207,6 +210,22 @@ class Monitored(Forwarding):
             return None
         name = f"messages {self._num_made}"
         return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
+
+    def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
+        """Making it is watched; reading from it, which no other rank takes part in, is not."""
+        with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
+            self._all.agree("remote_memory")
+            return self._world.remote_memory(num_bytes)
+
+    def collective_files(self) -> CollectiveFiles | None:
+        with self._watcher.during(self._track, "collective_files", signature="collective_files"):
+            self._all.agree("collective_files")
+            inner = self._world.collective_files()
+        self._num_made += 1
+        if inner is None:
+            return None
+        name = f"files {self._num_made}"
+        return MonitoredFiles(inner, track=self._watcher.track(group=name, members=self.members))
 
     def abort(self, exit_code: int) -> None:
         self._watcher.end()

@@ -37,10 +37,12 @@ from hpctrain.comm.buffers import (
     sum_in_order,
     windows_of,
 )
+from hpctrain.comm.collective_files import CollectiveFiles, MpiCollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
 from hpctrain.comm.mpi_transport import MpiTransport
+from hpctrain.comm.remote_memory import MpiRemoteMemory, RemoteMemory
 from hpctrain.comm.staging import on_host, to_host
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import CommunicationError, LaunchError
@@ -110,6 +112,18 @@ def open_transport(topology: Topology) -> Transport:
     if not mpi.Is_initialized():
         raise LaunchError("MPI is not running: messages of our own need a backend that runs over MPI")
     return MpiTransport(mpi, mpi.COMM_WORLD.Dup(), topology=topology)
+
+
+def open_remote_memory(num_bytes: int) -> RemoteMemory:
+    """Memory that all ranks can read, whoever has initialised MPI. Collective. See `World.remote_memory`."""
+    mpi = _import_mpi(initialize=False)
+    return MpiRemoteMemory(mpi, mpi.COMM_WORLD.Dup(), num_bytes=num_bytes)
+
+
+def open_collective_files() -> CollectiveFiles:
+    """Files that all ranks read together, whoever has initialised MPI. Collective."""
+    mpi = _import_mpi(initialize=False)
+    return MpiCollectiveFiles(mpi, mpi.COMM_WORLD.Dup())
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -327,6 +341,12 @@ class MpiWorld(Forwarding):
 
     def transport(self, topology: Topology) -> Transport:
         return open_transport(topology)
+
+    def remote_memory(self, num_bytes: int) -> RemoteMemory:
+        return open_remote_memory(num_bytes)
+
+    def collective_files(self) -> CollectiveFiles:
+        return open_collective_files()
 
     def abort(self, exit_code: int) -> None:
         """End all ranks through MPI_Abort, from whichever thread; the launcher returns `exit_code`."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
 import torch
 
 from hpctrain.comm.buffers import (
@@ -17,8 +18,10 @@ from hpctrain.comm.buffers import (
     check_part,
     check_root,
 )
+from hpctrain.comm.collective_files import CollectiveFiles, LocalFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
+from hpctrain.comm.remote_memory import RemoteMemory, SharedRemoteMemory
 from hpctrain.comm.transport import Transport
 from hpctrain.topology import Topology
 
@@ -93,6 +96,14 @@ class SerialWorld(Forwarding):
     def transport(self, topology: Topology) -> Transport | None:
         """None: there is nobody to send to."""
         return None
+
+    def remote_memory(self, num_bytes: int) -> RemoteMemory:
+        return SharedRemoteMemory(
+            parts=[np.zeros(num_bytes, dtype=np.uint8)], rank=0, barrier=self._group.barrier
+        )
+
+    def collective_files(self) -> CollectiveFiles:
+        return LocalFiles()
 
     def abort(self, exit_code: int) -> None:
         """End this process at once, from whichever thread."""

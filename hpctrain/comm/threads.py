@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
+import numpy as np
 import torch
 
 from hpctrain.comm.buffers import (
@@ -26,9 +27,11 @@ from hpctrain.comm.buffers import (
     offsets_of,
     sum_in_order,
 )
+from hpctrain.comm.collective_files import CollectiveFiles, LocalFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.meeting import LeftError, Meeting, ThreadsRun
+from hpctrain.comm.remote_memory import RemoteMemory, SharedRemoteMemory
 from hpctrain.comm.threads_transport import Mailbox, ThreadsTransport
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
@@ -184,6 +187,15 @@ class ThreadsWorld(Forwarding):
             self._meeting, node=meetings[topology.node_of(self.rank)], mailbox=mailbox, rank=self.rank,
             topology=topology,
         )  # fmt: skip
+
+    def remote_memory(self, num_bytes: int) -> RemoteMemory:
+        mine = np.zeros(num_bytes, dtype=np.uint8)
+        parts = self._meeting.exchange(place=self.rank, operation="remote_memory", value=mine)
+        self._meeting.wait()
+        return SharedRemoteMemory(parts=parts, rank=self.rank, barrier=self._group.barrier)
+
+    def collective_files(self) -> CollectiveFiles:
+        return LocalFiles()
 
     def abort(self, exit_code: int) -> NoReturn:
         """End the waits of every rank; `run_threads` then raises the error that stands for `exit_code`."""

@@ -1,0 +1,115 @@
+"""Files that all ranks read together through MPI-IO, so that few large reads serve many small requests.
+
+The MPI backend gives the module and the communicator; nothing here imports mpi4py.
+Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO", Frontiers 1999.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import CommunicationError
+
+_MAX_OPEN = 32
+
+
+@runtime_checkable
+class CollectiveFiles(Protocol):
+    """Files read by all ranks at once. Used by one thread at a time, in the same order on every rank."""
+
+    def read(
+        self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
+    ) -> None:
+        """Fill `out`, shape (sum(lengths),), with the stretches of the file that begin at `offsets`.
+
+        Collective: every rank names the same path and its own stretches, ascending, without overlap, less
+        than 2 GiB together, and maybe none. They must lie inside the file: MPI does not reliably tell that
+        it read less. CommunicationError when MPI reports a failure.
+        """
+
+    def close(self) -> None:
+        """Close the files. Collective."""
+
+
+@final
+class MpiCollectiveFiles:
+    """`CollectiveFiles` over MPI-IO."""
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        """mpi: the module mpi4py.MPI. comm: all ranks' communicator, for this object alone."""
+        self._mpi = mpi
+        self._comm = comm
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise CommunicationError(
+                f"{operation} on rank {self._comm.Get_rank()}: MPI says {error}"
+            ) from error
+
+    def _file(self, path: Path) -> Any:
+        # All ranks ask for the same files in the same order: they close the same one, too.
+        file = self._open.pop(path, None)
+        if file is None:
+            file = self._mpi.File.Open(self._comm, str(path), self._mpi.MODE_RDONLY)
+        self._open[path] = file
+        if len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)[1].Close()
+        return file
+
+    def read(
+        self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
+    ) -> None:
+        mpi = self._mpi
+        with self._reported(f"reading {path} together"):
+            file = self._file(path)
+            stretches = None
+            if len(offsets):
+                # The file as this rank sees it: its stretches one after the other.
+                stretches = mpi.BYTE.Create_hindexed(list(lengths), list(offsets)).Commit()
+            file.Set_view(0, mpi.BYTE, stretches or mpi.BYTE)
+            file.Read_at_all(0, [out, mpi.BYTE])
+            if stretches is not None:
+                stretches.Free()
+
+    def close(self) -> None:
+        with self._reported("closing files"):
+            for file in self._open.values():
+                file.Close()
+            self._open.clear()
+            self._comm.Free()
+
+
+@final
+class LocalFiles:
+    """`CollectiveFiles` of ranks in one process: each reads for itself."""
+
+    def read(
+        self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
+    ) -> None:
+        place = 0
+        try:
+            with path.open("rb", buffering=0) as file:
+                for offset, length in zip(offsets, lengths, strict=True):
+                    file.seek(offset)
+                    while length:
+                        count = file.readinto(out[place : place + length].data)
+                        if not count:
+                            raise OSError("the file ends before what was asked of it")
+                        place += count
+                        length -= count
+        except OSError as error:
+            raise CommunicationError(f"reading {path}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is open."""

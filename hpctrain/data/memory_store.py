@@ -1,0 +1,252 @@
+"""A dataset spread over the memory of all ranks: read from the file system once, then from each other.
+
+Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI's one-sided reads).
+Any rank gathers any samples without the help of the rank that holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.comm.agreement import agreed, check_same
+from hpctrain.comm.communicator import World
+from hpctrain.comm.remote_memory import RemoteMemory
+from hpctrain.data.loader import Samples
+from hpctrain.data.manifest import FieldSpec
+from hpctrain.data.order import Span, rank_share
+from hpctrain.errors import DataError
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) samples of this rank's part."""
+
+_LINE_BYTES = 64
+_FILL_BYTES = 8 << 20
+# Reads under way at once: enough to hide the network's latency.
+_READS_UNDER_WAY = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """One array of the samples: a field, or what a dataset gives beside it."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreLayout:
+    """Which rank holds which samples, and where in its memory. Pure.
+
+    Rank r holds the contiguous share that `rank_share` gives it; there the arrays follow each other, each
+    beginning on a cache line.
+    """
+
+    arrays: Mapping[str, Stored]
+    num_samples: int
+    num_ranks: int
+
+    def share(self, rank: int) -> Span:
+        return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
+
+    def num_bytes(self, rank: int) -> int:
+        """Memory that rank `rank` gives."""
+        return self._place(rank, name=None)
+
+    def offset(self, rank: int, *, name: str) -> int:
+        """First byte of array `name` in the memory of `rank`."""
+        return self._place(rank, name=name)
+
+    def _place(self, rank: int, *, name: str | None) -> int:
+        samples, place = self.share(rank).num_samples, 0
+        for each, stored in self.arrays.items():
+            if each == name:
+                break
+            place += -(-samples * stored.row_bytes // _LINE_BYTES) * _LINE_BYTES
+        return place
+
+    def holders(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rank that holds each sample, shape (n,)."""
+        share, extra = divmod(self.num_samples, self.num_ranks)
+        larger = extra * (share + 1)
+        return np.where(
+            indices < larger, indices // (share + 1), extra + (indices - larger) // max(1, share)
+        ).astype(np.int64)
+
+
+def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the stretches of neighbouring samples with one holder: one read each. Pure."""
+    broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
+    edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
+    yield from itertools.pairwise(edges)
+
+
+@final
+class MemoryStore:
+    """The samples of a dataset in the ranks' memory; a `Samples` for the loader.
+
+    `gather` may be called by several threads, each rank at its own time. `load` and `close` are collective.
+    """
+
+    def __init__(self, *, world: World, source: Samples, memory: RemoteMemory, layout: StoreLayout) -> None:
+        """Use `load`."""
+        self.source = source
+        self.layout = layout
+        self._world = world
+        self._memory: RemoteMemory | None = memory
+        self._local = _views(memory.local, layout=layout, rank=world.rank)
+
+    @classmethod
+    def load(cls, world: World, dataset: Samples, *, progress: Progress | None = None) -> MemoryStore:
+        """Read each rank's part of `dataset` into its memory. Collective over all ranks of the run.
+
+        Each rank needs its share of the samples as they are in a batch: ragged fields padded, overlapping
+        token windows apart. Raises on every rank: DataError if a part cannot be read, or the backend has no
+        memory that ranks can read; CommunicationError if a node has too little of it.
+        """
+        layout = agreed(world, lambda: _layout(dataset, num_ranks=world.num_ranks), os_error=DataError)
+        described = {name: [str(s.dtype), list(s.shape)] for name, s in layout.arrays.items()}
+        check_same(
+            world, name="the dataset for the memory store", value=[layout.num_samples, described],
+            error=DataError,
+        )  # fmt: skip
+        memory = world.remote_memory(layout.num_bytes(world.rank))
+        if memory is None:
+            raise DataError(
+                f"the memory store needs MPI, the backend {world.backend} runs without it: start the run with "
+                "mpirun or srun, or do without the memory store",
+                agreed=True,
+            )
+        store = cls(world=world, source=dataset, memory=memory, layout=layout)
+        agreed(world, lambda: store._fill(progress), os_error=DataError)
+        memory.publish()
+        return store
+
+    def _fill(self, progress: Progress | None) -> None:
+        share = self.layout.share(self._world.rank)
+        sample_bytes = max(1, sum(stored.row_bytes for stored in self.layout.arrays.values()))
+        step = max(1, _FILL_BYTES // sample_bytes)
+        for start in range(share.start, share.stop, step):
+            stop = min(start + step, share.stop)
+            rows = slice(start - share.start, stop - share.start)
+            out = {name: view[rows] for name, view in self._local.items()}
+            found = self.source.gather(np.arange(start, stop, dtype=np.int64), out=out)
+            for name, view in out.items():
+                if found[name] is not view:
+                    view[...] = found[name]
+            if progress is not None:
+                progress(stop - share.start, share.num_samples)
+
+    @property
+    def num_samples(self) -> int:
+        return self.layout.num_samples
+
+    @property
+    def fields(self) -> Mapping[str, FieldSpec]:
+        return self.source.fields
+
+    @property
+    def local_bytes(self) -> int:
+        """Memory that this rank gives to the store."""
+        return self.layout.num_bytes(self._world.rank)
+
+    def gather(
+        self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """As `hpctrain.data.Dataset.gather`. Not collective.
+
+        Raises DataError for an index outside, and after `close`; CommunicationError when a read fails.
+        """
+        memory = self._memory
+        if memory is None:
+            raise DataError("samples were asked of a memory store that is closed")
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
+            raise DataError(
+                f"samples {indices.min()} to {indices.max()} were asked of a memory store, "
+                f"which has 0 to {self.num_samples - 1}"
+            )
+        given = out or {}
+        arrays, filled = {}, {}
+        for name, stored in self.layout.arrays.items():
+            new = np.empty((len(indices), *stored.shape), stored.dtype) if name not in given else None
+            arrays[name] = given[name] if new is None else new
+            # Reads go straight into the batch, where its memory is in one piece.
+            filled[name] = (
+                arrays[name] if arrays[name].flags.c_contiguous else np.empty_like(arrays[name], order="C")
+            )
+        if len(indices):
+            self._copy(memory, indices, arrays=filled)
+        for name, array in arrays.items():
+            if filled[name] is not array:
+                array[...] = filled[name]
+        return arrays
+
+    def _copy(
+        self, memory: RemoteMemory, indices: NDArray[np.int64], *, arrays: Mapping[str, NDArray[Any]]
+    ) -> None:
+        mine = self._world.rank
+        holders = self.layout.holders(indices)
+        begun = 0
+        for start, stop in runs(indices, holders=holders):
+            holder = int(holders[start])
+            if holder == mine:
+                continue
+            row = int(indices[start]) - self.layout.share(holder).start
+            for name, array in arrays.items():
+                row_bytes = self.layout.arrays[name].row_bytes
+                memory.get(
+                    holder,
+                    offset=self.layout.offset(holder, name=name) + row * row_bytes,
+                    out=array[start:stop].reshape(-1).view(np.uint8),
+                )
+                begun += 1
+            if begun >= _READS_UNDER_WAY:
+                memory.flush()
+                begun = 0
+        # One's own samples are copied while the others' are on their way.
+        here = np.flatnonzero(holders == mine)
+        rows = indices[here] - self.layout.share(mine).start
+        for name, array in arrays.items():
+            if len(here) == len(indices):
+                np.take(self._local[name], rows, axis=0, out=array, mode="clip")
+            elif len(here):
+                array[here] = self._local[name][rows]
+        if begun:
+            memory.flush()
+
+    def close(self) -> None:
+        """Give the memory back. Collective: no rank may gather any more. May be called again."""
+        if self._memory is None:
+            return
+        # A rank that is still reading is waited for here, where the deadline of the run holds.
+        self._world.barrier()
+        memory, self._memory, self._local = self._memory, None, {}
+        memory.close()
+
+
+def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
+    """From one sample as the dataset gives it: also what it gives beside the fields."""
+    first = dataset.gather(np.zeros(1, dtype=np.int64))
+    arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
+    return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)
+
+
+def _views(memory: NDArray[np.uint8], *, layout: StoreLayout, rank: int) -> dict[str, NDArray[Any]]:
+    """Each array's part of this rank's memory, shape (samples of the rank, *sample_shape)."""
+    samples = layout.share(rank).num_samples
+    views = {}
+    for name, stored in layout.arrays.items():
+        start = layout.offset(rank, name=name)
+        part = memory[start : start + samples * stored.row_bytes]
+        views[name] = part.view(stored.dtype).reshape(samples, *stored.shape)
+    return views

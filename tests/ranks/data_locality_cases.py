@@ -1,0 +1,121 @@
+"""What each rank does in the tests of locality: run by `run_ranks`, or on threads."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data import Dataset, EpochOrder, Loader
+from hpctrain.data.memory_store import MemoryStore
+from hpctrain.errors import DataError, HpctrainError
+
+
+def same(found: Any, expected: Any) -> bool:
+    return set(found) == set(expected) and all(
+        found[name].dtype == expected[name].dtype and np.array_equal(found[name], expected[name])
+        for name in expected
+    )
+
+
+def gather_from_memory(world: Any, directory: str) -> dict[str, Any]:
+    """Whether all kinds of gathers from the store equal those from the files, by two threads at once."""
+    dataset = Dataset.open(directory)
+    store = MemoryStore.load(world, dataset)
+    rng = np.random.default_rng(world.rank)
+    wrong: list[str] = []
+
+    def compare(name: str, indices: Any) -> None:
+        indices = np.asarray(indices, dtype=np.int64)
+        if not same(store.gather(indices), dataset.gather(indices)):
+            wrong.append(name)
+
+    def many() -> None:
+        own = np.random.default_rng(threading.get_ident())
+        for _ in range(25):
+            compare("in a thread", own.integers(0, dataset.num_samples, own.integers(0, 40)))
+
+    compare("none", [])
+    compare("all in order", np.arange(dataset.num_samples))
+    compare("shuffled", rng.permutation(dataset.num_samples))
+    compare("the same one", [dataset.num_samples - 1] * 5)
+    threads = [threading.Thread(target=many) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    indices = rng.integers(0, dataset.num_samples, 9)
+    expected = dataset.gather(indices)
+    # Memory of the caller's: rows of a larger array, in one piece or with gaps.
+    apart = {name: np.zeros((9, 2, *array.shape[1:]), array.dtype) for name, array in expected.items()}
+    store.gather(indices, out={name: array[:, 0] for name, array in apart.items()})
+    if not same({name: array[:, 0] for name, array in apart.items()}, expected):
+        wrong.append("into memory with gaps")
+    if any(array[:, 1].any() for array in apart.values()):
+        wrong.append("beside the caller's memory")
+
+    labels = []
+    loader = Loader(store, global_batch=12, rank=world.rank, num_ranks=world.num_ranks, seed=5, num_threads=2)
+    for batch in loader.epoch(1):
+        labels.append(batch["label"].tolist())
+    refused = []
+    for indices in (np.array([-1]), np.array([dataset.num_samples])):
+        try:
+            store.gather(indices)
+        except DataError as error:
+            refused.append(str(error))
+    held = store.local_bytes
+    store.close()
+    store.close()
+    try:
+        store.gather(np.array([0]))
+    except DataError as error:
+        refused.append(str(error))
+    return {"wrong": wrong, "labels": labels, "refused": refused, "held_bytes": held}
+
+
+def load_what_one_rank_cannot_read(world: Any, directory: str) -> str:
+    """A shard of one rank's part is gone when the store is filled: what each rank raises."""
+    dataset = Dataset.open(directory)
+    world.barrier()
+    if world.rank == 0:
+        Path(directory, dataset.manifest.shards[-1].file).unlink()
+    world.barrier()
+    try:
+        MemoryStore.load(world, dataset)
+    except HpctrainError as error:
+        return f"{type(error).__name__} {error.agreed} {error}"
+    return "loaded"
+
+
+def ask_for_too_much(world: Any) -> str:
+    """More memory than any node has, asked for by one rank."""
+    try:
+        world.remote_memory(1 << 50 if world.rank == world.num_ranks - 1 else 0)
+    except HpctrainError as error:
+        return f"{type(error).__name__} {error.agreed} {error}"
+    return "given"
+
+
+def everything_of_locality(world: Any, directory: str, broken: str) -> dict[str, Any]:
+    """All cases in one launch."""
+    return {
+        "memory": gather_from_memory(world, directory),
+        "too much": ask_for_too_much(world) if world.backend == "mpi" else None,
+        "broken": load_what_one_rank_cannot_read(world, broken),
+    }
+
+
+def expected_labels(num_samples: int, *, num_ranks: int, rank: int) -> list[list[int]]:
+    """The labels of rank's batches of epoch 1, where sample i has label i."""
+    order = EpochOrder(num_samples=num_samples, seed=5, epoch=1)
+    batches = []
+    for start in range(0, num_samples, 12):
+        stop = min(start + 12, num_samples)
+        share, extra = divmod(stop - start, num_ranks)
+        first = start + rank * share + min(rank, extra)
+        batches.append(order.at(first, first + share + (rank < extra)).tolist())
+    return batches

@@ -1,0 +1,83 @@
+"""Samples from the ranks' memory and from files read together, on real ranks and on threads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.threads import run_threads
+from hpctrain.data import pack_arrays
+from tests.ranks.data_locality_cases import everything_of_locality, expected_labels
+from tests.ranks_launcher import run_ranks
+
+NUM_SAMPLES = 101
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("locality")
+    rng = np.random.default_rng(1)
+    fields = {
+        "image": rng.integers(0, 255, (NUM_SAMPLES, 5, 7), dtype=np.uint8),
+        "volume": rng.random((NUM_SAMPLES, 3, 11), dtype=np.float32),
+        "label": np.arange(NUM_SAMPLES),
+    }
+    pack_arrays(directory, fields, shard_samples=20, block_bytes=512)
+    return directory
+
+
+def check(outputs: list[Any], *, backend: str) -> None:
+    num_ranks = len(outputs)
+    for rank, output in enumerate(outputs):
+        memory = output["memory"]
+        assert memory["wrong"] == []
+        assert memory["labels"] == expected_labels(NUM_SAMPLES, num_ranks=num_ranks, rank=rank)
+        assert [text.split(",")[0] for text in memory["refused"]] == [
+            "samples -1 to -1 were asked of a memory store",
+            "samples 101 to 101 were asked of a memory store",
+            "samples were asked of a memory store that is closed",
+        ]
+        assert output["broken"] == outputs[0]["broken"]
+        assert output["too much"] == outputs[0]["too much"]
+    # No rank holds more than its share, and what padding to cache lines takes.
+    whole = NUM_SAMPLES * (35 + 132 + 8)
+    most = max(output["memory"]["held_bytes"] for output in outputs)
+    assert whole / num_ranks <= most <= whole / num_ranks + (35 + 132 + 8) + 3 * 64
+    assert outputs[0]["broken"].startswith("DataError True ")
+    assert "shard-00005.h5" in outputs[0]["broken"]
+    if backend == "mpi":
+        assert outputs[0]["too much"].startswith("CommunicationError True the ranks of the node of rank")
+        assert "1125899907 MB" in outputs[0]["too much"]
+
+
+def broken_copy(dataset: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(dataset, tmp_path / "broken"))
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_read_all_samples_from_each_others_memory(
+    dataset: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    broken = broken_copy(dataset, tmp_path)
+    result = run_ranks(num_ranks, everything_of_locality, str(dataset), str(broken))
+    check(result.outputs, backend="mpi")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_threads_read_all_samples_from_each_others_memory(
+    dataset: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    broken = str(broken_copy(dataset, tmp_path))
+    outputs = run_threads(num_ranks, lambda world: everything_of_locality(world, str(dataset), broken))
+    check(outputs, backend="threads")
+
+
+def test_a_single_process_has_its_memory_to_itself(dataset: Path, tmp_path: Path) -> None:
+    broken = broken_copy(dataset, tmp_path)
+    check([everything_of_locality(SerialWorld(), str(dataset), str(broken))], backend="serial")
