@@ -237,10 +237,12 @@ def _measure(
     device: torch.device,
     budget_s: float,
 ) -> tuple[Kept, list[str]]:
-    found = calibrate(world, make=make, candidates=candidates, device=device, budget_s=budget_s)
     began = time.perf_counter()
     levels = measure_levels(world, topology, device=device)
-    seconds = found.seconds + time.perf_counter() - began
+    levels_s = time.perf_counter() - began
+    floor = LinkFloor.of(topology, levels)
+    found = calibrate(world, make=make, candidates=candidates, device=device, floor=floor, budget_s=budget_s)
+    seconds = levels_s + found.seconds
     kept = Kept(measurements=found.measurements, levels=levels, seconds=seconds)
     # Through JSON, as what a file holds: the run that measured and the one that reads it choose alike.
     mine = {"kept": kept.as_json(), "notes": list(found.notes)}

@@ -19,6 +19,7 @@ from hpctrain.comm import Collective, ReduceOp
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.reduce.buckets import Bucket, Slot
 from hpctrain.reduce.cost import Candidate, Cost, Measurement
+from hpctrain.reduce.link_floor import LinkFloor
 from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.reducer import BucketReducer
 
@@ -38,6 +39,7 @@ MAX_REPEATS = 8
 SHARE_OF_REST = 0.5
 SHARE_OF_SMALL = 0.15
 CLEARLY_SLOWER = 2.0
+CLEARLY_MORE = 1.3
 # Below this size it is latency that is compared, which says little of large sizes.
 COMPARED_FROM_BYTES = 1 << 18
 # Buckets of several MB for each of many candidates on each of a node's ranks would take its memory.
@@ -60,6 +62,7 @@ def calibrate(
     make: MakeReducer,
     candidates: Sequence[Candidate],
     device: torch.device,
+    floor: LinkFloor | None = None,
     budget_s: float = 1.3,
     largest_bytes: int = LARGEST_BYTES,
     clock: Callable[[], float] = time.perf_counter,
@@ -68,6 +71,7 @@ def calibrate(
 
     A reduction that has begun is never broken off: `budget_s` leaves room for one that takes longer than
     predicted. Reducers are closed at the end. UsageError on every rank if none of the candidates can be made.
+    floor: of the links; where bytes decide, what sends clearly more than another is not measured.
     """
     trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s)
     notes: list[str] = []
@@ -79,7 +83,7 @@ def calibrate(
             notes.append(f"not measured: {candidate.algorithm} with {candidate.wire}: {error}")
     if not running:
         raise UsageError("none of the reductions can be made here: " + "; ".join(notes), agreed=True)
-    contest = _Contest(running, trials=trials, device=device, notes=notes)
+    contest = _Contest(running, trials=trials, device=device, notes=notes, floor=floor)
     num_bytes: int | None = SMALLEST_BYTES
     while num_bytes is not None and num_bytes <= largest_bytes and contest.measure(num_bytes):
         contest.leave_behind(num_bytes)
@@ -163,9 +167,16 @@ class _Contest:
     """The candidates that are still measured, size by size. Its methods, but for the pure ones, are collective."""
 
     def __init__(
-        self, running: Sequence[_Running], *, trials: _Trials, device: torch.device, notes: list[str]
+        self,
+        running: Sequence[_Running],
+        *,
+        trials: _Trials,
+        device: torch.device,
+        notes: list[str],
+        floor: LinkFloor | None,
     ) -> None:
         self._active = list(running)
+        self._floor = floor
         self._trials = trials
         self._device = device
         self._notes = notes
@@ -250,16 +261,28 @@ class _Contest:
             or one.fitted_s(LARGEST_BYTES) <= CLEARLY_SLOWER * best_ahead
         ]
 
+    def _light(self, num_bytes: int) -> list[_Running]:
+        """Those that send no more than `CLEARLY_MORE` times the least, where bytes take longer than latency."""
+        if self._floor is None:
+            return self._active
+        sent = {one.candidate: self._floor.seconds_per_byte(one.candidate) for one in self._active}
+        least = min(sent.values())
+        latency = min(one.measured[0][1] for one in self._active)
+        if least * num_bytes < latency:
+            return self._active
+        return [one for one in self._active if sent[one.candidate] <= CLEARLY_MORE * least]
+
     def next_size(self, num_bytes: int) -> int | None:
         """The largest step for which time and memory reach, or None. Not collective.
 
         For a few candidates, that is: of more, those that were slowest are left behind. The best come first, so
         that they have had their turn should the time end.
         """
-        few = min(FEW, len(self._active))
         for factor in GROWTH:
             size = num_bytes * factor
-            ranked = sorted(self._active, key=lambda one: one.fitted_s(size))
+            active = self._light(size)
+            few = min(FEW, len(active))
+            ranked = sorted(active, key=lambda one: one.fitted_s(size))
             num_most = few if size >= FEW_FROM_BYTES else len(ranked)
             needed = list(accumulate(one.expected_s(size) for one in ranked))
             num_timely = sum(seconds <= self._trials.left_s for seconds in needed)

@@ -41,15 +41,14 @@ class LinkFloor:
     def sent(self, candidate: Candidate) -> float:
         """Bytes that leave the busiest node, by byte of uncast gradients; 0 where it is not known.
 
-        Two levels and a ring: Patarasuk, Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the backend's own: at
-        least what any all-reduce sends.
+        Two levels and a ring: Patarasuk, Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the backend's own, which
+        knows of no nodes: at best a ring over all ranks.
         """
         share = WIRE_BYTES.get(candidate.wire, 0) / ELEMENT_BYTES
-        if candidate.algorithm in (*TWO_LEVEL, "flat"):
+        if candidate.algorithm in TWO_LEVEL:
             return share * 2 * (self.num_nodes - 1) / self.num_nodes
-        if (
-            candidate.algorithm == "ring"
-        ):  # ranks of a node are neighbours: one of them sends to the next node
+        if candidate.algorithm in ("ring", "flat"):
+            # Ranks of a node are neighbours: one of them sends to the next node.
             return share * 2 * (self.num_ranks - 1) / self.num_ranks
         if candidate.algorithm == "direct":  # each sends a slice to every rank elsewhere, twice
             elsewhere = self.num_ranks - self.ranks_per_node

@@ -23,6 +23,7 @@ from hpctrain.reduce.calibration import Calibration, calibrate
 from hpctrain.reduce.choice import Choice
 from hpctrain.reduce.collective_reducer import CollectiveReducer
 from hpctrain.reduce.cost import Candidate, Measurement
+from hpctrain.reduce.link_floor import LinkFloor
 from hpctrain.reduce.reducer import BucketReducer, StateTensor
 from hpctrain.topology import Topology
 
@@ -85,7 +86,11 @@ def link(latency_s: float, per_byte_s: float) -> CostOf:
 
 
 def run(
-    costs: dict[str, CostOf], *, num_ranks: int = 3, room: dict[str, int] | None = None
+    costs: dict[str, CostOf],
+    *,
+    num_ranks: int = 3,
+    room: dict[str, int] | None = None,
+    floor: LinkFloor | None = None,
 ) -> tuple[list[Calibration], list[list[FakeReducer]], list[float]]:
     """Calibrate over `costs` by name: what each rank found, its reducers, and its clock at the end."""
 
@@ -101,7 +106,7 @@ def run(
             return made[-1]
 
         candidates = [Candidate(name, "fp32") for name in costs]
-        found = calibrate(world, make=make, candidates=candidates, device=CPU, clock=clock)
+        found = calibrate(world, make=make, candidates=candidates, device=CPU, floor=floor, clock=clock)
         return found, made, clock.now_s
 
     results = run_threads(num_ranks, on_rank)
@@ -133,6 +138,15 @@ def test_what_is_clearly_slower_is_not_measured_at_larger_sizes() -> None:
     assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 24, 1 << 18]
     _, made, _ = run({f"a{n}": link(1e-5, 1e-9 * (1 + n / 10)) for n in range(6)})
     assert [reducer.largest for reducer in made[0]] == [1 << 24] * 4 + [1 << 21] * 2
+
+
+def test_where_bytes_decide_what_sends_clearly_more_is_not_measured_whatever_its_trials_say() -> None:
+    floor = LinkFloor(num_ranks=8, num_nodes=4, ranks_per_node=2, bytes_per_s=1e9)
+    costs = {"hierarchical": link(1e-4, 2e-9), "direct": link(1e-4, 1e-9)}
+    _, made, _ = run(costs, floor=floor)
+    assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 15]  # 1.5 ns a byte: 0.1 ms are 67 KB
+    _, made, _ = run(costs)
+    assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 24]
 
 
 @pytest.mark.parametrize(
