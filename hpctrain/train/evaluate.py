@@ -39,7 +39,7 @@ def evaluate(
         for batch in batches:
             if batch.num_samples > 0:
                 with autocast():
-                    found = task.metrics(model, batch.to(device).fields)
+                    found = task.metrics(model, batch.real().to(device).fields)
                 for name, mean in found.items():
                     sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
                 num_samples += batch.num_samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 from hpctrain.checkpoint import save
 from hpctrain.comm import Collective, broadcast_tensors
 from hpctrain.data import Batch, Batches, Loader
-from hpctrain.errors import StoppedEarly
+from hpctrain.errors import DataError, StoppedEarly
 from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import StopRequest
 from hpctrain.telemetry import RecordWriter, StepClock
+from hpctrain.train.agreed_batches import agreed_batches
+from hpctrain.train.damage_log import DamageLog
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.progress import ProgressLine
 from hpctrain.train.resumption import Resumed
@@ -24,7 +26,7 @@ from hpctrain.train.schedule import Schedule
 from hpctrain.train.settings import LoopSettings
 from hpctrain.train.state import Position, TrainingState
 from hpctrain.train.sync_batch_norm import communicates_in_forward
-from hpctrain.train.task import Task
+from hpctrain.train.task import Task, takes_valid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class Totals:
     steps: int  # done in this stretch; `position.step` counts from the beginning of the run
     samples: int  # over all ranks, in this stretch
     skipped_steps: int
+    skipped_samples: int  # damaged ones, over all ranks, in this stretch
     checkpoints: int
     resumed_from: str | None
 
@@ -64,6 +67,7 @@ class Training:
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._task = task
+        self._takes_valid = takes_valid(task)
         self._state = state
         self._loader = loader
         self._held_out = held_out
@@ -90,8 +94,10 @@ class Training:
         self._seconds: dict[str, float] = {}
         self._checkpoints = 0
         self._skipped = 0
+        self._skipped_samples = 0
         self._samples = 0
         self._loss = float("nan")
+        self._damage_log = DamageLog(records, checkers=[loader.checker, held_out and held_out.checker])
 
     def run(self) -> None:
         """Train to the end. Raises StoppedEarly, with the state saved, when a rank was asked to stop."""
@@ -113,6 +119,7 @@ class Training:
             steps=self._position.step - self._first_step,
             samples=self._samples,
             skipped_steps=self._skipped,
+            skipped_samples=self._skipped_samples,
             checkpoints=self._checkpoints,
             resumed_from=self._resumed_from,
         )
@@ -122,13 +129,31 @@ class Training:
     def _train_on(self, batches: Batches) -> None:
         """To the end of the epoch, or of the run."""
         waited_s = self._loader.wait_s
-        for batch in batches:
+        for batch in self._agreed(batches):
             self._clock.add("input", seconds=self._loader.wait_s - waited_s)
             waited_s = self._loader.wait_s
             self._step(batch)
             if self._position.step == self._settings.total_steps:
                 return
         self._position = replace(self._position, epoch=self._position.epoch + 1, start=0)
+
+    def _agreed(self, batches: Batches) -> Iterable[Batch]:
+        """Where damage is looked for, the ranks tell each other what they found before they compute."""
+        if self._loader.checker is None:
+            yield from batches
+            return
+        try:
+            yield from agreed_batches(batches, comm=self._comm)
+        except DataError as error:
+            self._damage_log.write(step=self._position.step)
+            if not error.agreed:
+                raise
+            self._save()
+            raise DataError(
+                f"{error}\nThe state after step {self._position.step} is saved in "
+                f"{self._settings.checkpoint.directory}: with the data restored the same command goes on from there",
+                agreed=True,
+            ) from error
 
     def _step(self, batch: Batch) -> None:
         self._on_step(self._position.step + 1)
@@ -148,6 +173,7 @@ class Training:
         self._clock.add("compute", seconds=time.perf_counter() - started - outcome.exposed_sync_s)
         self._loss = outcome.sums["loss"]
         self._skipped += not outcome.applied
+        self._skipped_samples += batch.global_skipped
         self._samples += batch.global_samples
         self._position = Position(
             step=self._position.step + 1,
@@ -174,11 +200,17 @@ class Training:
         parts = [p for p in batch.split(self._settings.micro_batches) if p.num_samples > 0 or together]
         for number, part in enumerate(parts, start=1):
             with self._autocast():
-                loss = self._task.loss(self._state.model, part.to(self._device).fields)
+                loss = self._loss_of(part.to(self._device))
             self._state.updater.backward(loss, weight=part.weight, last=number == len(parts))
             if part.num_samples > 0:  # the mean over no samples is NaN
                 losses.append(loss.detach().double() * part.weight)
         return float(torch.stack(losses).sum()) if losses else 0.0  # one wait for the device
+
+    def _loss_of(self, part: Batch) -> torch.Tensor:
+        """Mean loss over the samples that count: a task that takes `valid` leaves the others out by itself."""
+        if self._takes_valid:
+            return self._task.loss(self._state.model, part.fields, valid=part.valid)  # type: ignore[call-arg]
+        return self._task.loss(self._state.model, part.real().fields)
 
     def _record(self, batch: Batch, outcome: StepOutcome, *, lr: float) -> None:
         seconds = self._clock.lap()
@@ -187,10 +219,11 @@ class Training:
         self._add_seconds(seconds)
         step = self._position.step
         if step % self._settings.metrics_every_steps == 0 or step == self._settings.total_steps:
+            self._damage_log.write(step=step)
             self._records.write({
                 "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
-                "samples": batch.num_samples, "global_samples": self._position.samples, "loss": self._loss,
-                "lr": lr, "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale,
+                "samples": batch.num_samples, "skipped_samples": batch.global_skipped,
+                "global_samples": self._position.samples, "loss": self._loss, "lr": lr, "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale,
                 "applied": outcome.applied, "seconds": seconds,
             })  # fmt: skip
         self._progress.step(

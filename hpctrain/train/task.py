@@ -28,10 +28,23 @@ class Task(Protocol):
         """A new model on the CPU. Called once; the random generators are seeded alike on every rank."""
 
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
-        """Mean loss over the samples, shape (). The run weighs it by the number of samples."""
+        """Mean loss over the samples, shape (). The run weighs it by the number of samples.
+
+        With a further parameter `valid`, bool of shape (num_samples,), it is given the whole of a batch that
+        was filled up (data.last_batch = "pad"): the mean is then over the samples that are valid. Without it,
+        it is given those only.
+        """
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         """Means over the samples, for evaluation; same names in each call. Called without gradients."""
+
+
+def takes_valid(task: Task) -> bool:
+    """Whether the task's loss wants filled batches whole, and a mask of what counts in them."""
+    try:
+        return "valid" in inspect.signature(task.loss).parameters
+    except (TypeError, ValueError):  # callables written in C tell nothing
+        return False
 
 
 def import_task(target: str, *, options: Mapping[str, Any], search: Sequence[Path] = ()) -> Task:
