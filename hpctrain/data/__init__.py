@@ -1,6 +1,7 @@
 """HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.integrity import BlockChecker, CheckMode, DamagedData, OnDamage, make_checker
 from hpctrain.data.loader import Batches, Loader, Samples
 from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
 from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Order, Span, batch_spans, rank_share
@@ -13,8 +14,11 @@ __all__ = [
     "ORDER_NAME",
     "Batch",
     "Batches",
+    "BlockChecker",
     "Blocks",
+    "CheckMode",
     "Damage",
+    "DamagedData",
     "Dataset",
     "EpochOrder",
     "Existing",
@@ -24,6 +28,7 @@ __all__ = [
     "LastBatch",
     "Loader",
     "Manifest",
+    "OnDamage",
     "Order",
     "OrderSpec",
     "Samples",
@@ -36,6 +41,7 @@ __all__ = [
     "Verify",
     "Weighted",
     "batch_spans",
+    "make_checker",
     "pack_arrays",
     "pack_tokens",
     "rank_share",

@@ -52,15 +52,17 @@ def summarize(
         "loss": totals.last_loss,
         "quality": totals.quality,
         "skipped_steps": totals.skipped_steps,
+        "skipped_samples": totals.skipped_samples,
         "checkpoints_written": totals.checkpoints,
         "resumed_from": totals.resumed_from,
     }
     if session.rank == 0:
         write_json(Path(recipe.run.directory) / SUMMARY, summary)
+        skipped = f", {totals.skipped_samples:,} damaged samples left out" if totals.skipped_samples else ""
         quality = "".join(f", {name} {value:.4f}" for name, value in totals.quality.items())
         tell(
             f"{recipe.run.name}: {status} at step {totals.position.step}, {summary['samples_per_s']:,.0f} samples/s, "
-            f"{summary['exposed_sync_share']:.0%} of the step time exposed to communication{quality}; "
+            f"{summary['exposed_sync_share']:.0%} of the step time exposed to communication{quality}{skipped}; "
             f"records in {recipe.run.directory}"
         )
     return summary

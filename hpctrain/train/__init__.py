@@ -1,5 +1,6 @@
 """The flow of training: task, state, schedule, loop."""
 
+from hpctrain.train.agreed_batches import agreed_batches
 from hpctrain.train.loop import Totals, Training
 from hpctrain.train.resumption import Resumed, resume
 from hpctrain.train.schedule import Decay, Schedule, scaled_lr
@@ -10,5 +11,6 @@ from hpctrain.train.task import Fields, Task, import_task
 
 __all__ = [
     "CheckpointPolicy", "Decay", "Fields", "LoopSettings", "Position", "Resumed", "Schedule", "Task", "Totals",
-    "Training", "TrainingState", "derive_seed", "import_task", "resume", "scaled_lr", "seed_generators",
+    "Training", "TrainingState", "agreed_batches", "derive_seed", "import_task", "resume", "scaled_lr",
+    "seed_generators",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.data import Loader
 from hpctrain.errors import DataError
+from hpctrain.train.agreed_batches import agreed_batches
 from hpctrain.train.seeds import capture_generators, restore_generators
 from hpctrain.train.task import Task
 
@@ -27,7 +28,7 @@ def evaluate(
     """Means of `task.metrics` over every sample of `loader` once. Collective.
 
     max_samples: only the first batches that have so many together; the same on every rank.
-    Sums are added in rank order in float64: the same number on every rank.
+    Damaged samples that the loader leaves out are left out of the means. Sums are added in rank order in float64: the same number on every rank.
     """
     # Metrics may draw random numbers; training must go on as if nobody had looked.
     generators = capture_generators()
@@ -36,7 +37,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     with torch.no_grad(), loader.epoch(0) as batches:
-        for batch in batches:
+        for batch in batches if loader.checker is None else agreed_batches(batches, comm=comm):
             if batch.num_samples > 0:
                 with autocast():
                     found = task.metrics(model, batch.real().to(device).fields)

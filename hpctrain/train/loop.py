@@ -97,7 +97,10 @@ class Training:
         self._skipped_samples = 0
         self._samples = 0
         self._loss = float("nan")
-        self._damage_log = DamageLog(records, checkers=[loader.checker, held_out and held_out.checker])
+        self._damage_log = DamageLog(
+            records, rank=comm.rank,
+            checkers=[made.checker for made in (loader, held_out) if made is not None],
+        )  # fmt: skip
 
     def run(self) -> None:
         """Train to the end. Raises StoppedEarly, with the state saved, when a rank was asked to stop."""
@@ -143,7 +146,9 @@ class Training:
             yield from batches
             return
         try:
-            yield from agreed_batches(batches, comm=self._comm)
+            yield from agreed_batches(
+                batches, comm=self._comm, waited=lambda seconds: self._clock.add("exposed_sync", seconds=seconds)
+            )
         except DataError as error:
             self._damage_log.write(step=self._position.step)
             if not error.agreed:
@@ -223,8 +228,9 @@ class Training:
             self._records.write({
                 "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
                 "samples": batch.num_samples, "skipped_samples": batch.global_skipped,
-                "global_samples": self._position.samples, "loss": self._loss, "lr": lr, "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale,
-                "applied": outcome.applied, "seconds": seconds,
+                "global_samples": self._position.samples, "loss": self._loss, "lr": lr,
+                "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale, "applied": outcome.applied,
+                "seconds": seconds,
             })  # fmt: skip
         self._progress.step(
             step=step, epoch=batch.epoch, loss=self._loss, lr=lr, num_samples=batch.global_samples
@@ -268,6 +274,7 @@ class Training:
         )  # fmt: skip
         step = self._position.step
         self._records.write({"kind": "evaluation", "time": time.time(), "step": step, "quality": quality})
+        self._damage_log.write(step=step)
         told = "  ".join(f"{name} {value:.4f}" for name, value in quality.items())
         self._progress.say(f"held out, step {step}: {told}")
         return quality
