@@ -28,7 +28,8 @@ def evaluate(
     """Means of `task.metrics` over every sample of `loader` once. Collective.
 
     max_samples: only the first batches that have so many together; the same on every rank.
-    Damaged samples that the loader leaves out are left out of the means. Sums are added in rank order in float64: the same number on every rank.
+    Damaged samples that the loader leaves out are left out of the means.
+    Sums are added in rank order in float64: the same number on every rank.
     """
     # Metrics may draw random numbers; training must go on as if nobody had looked.
     generators = capture_generators()

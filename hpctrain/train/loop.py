@@ -147,7 +147,9 @@ class Training:
             return
         try:
             yield from agreed_batches(
-                batches, comm=self._comm, waited=lambda seconds: self._clock.add("exposed_sync", seconds=seconds)
+                batches,
+                comm=self._comm,
+                waited=lambda seconds: self._clock.add("exposed_sync", seconds=seconds),
             )
         except DataError as error:
             self._damage_log.write(step=self._position.step)
