@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,31 @@ _PAGE_BYTES = 4096
 _PROBE_BYTES = 1 << 16
 
 
+class Filter(NamedTuple):
+    """One step of a dataset's filter pipeline: its number at the HDF Group, and its parameters."""
+
+    code: int
+    values: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One HDF5 dataset: shape, dtype as stored, and its first byte in the file; None if it has no one place
-    (chunked, compressed, compact, external)."""
+    """One HDF5 dataset: shape, dtype as stored, and where its bytes are.
+
+    offset: first byte in the file; None if it has no one place (chunked, compressed, compact, external).
+    chunks: shape of a chunk, None if it is not chunked. filters: in the order of writing.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     offset: int | None
+    chunks: tuple[int, ...] | None = None
+    filters: tuple[Filter, ...] = ()
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole extent, at its borders also those that are cut."""
+        return int(np.prod([-(-n // c) for n, c in zip(self.shape, self.chunks or (), strict=False)]))
 
 
 def _open(path: Path) -> h5py.File:
@@ -107,27 +124,86 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, Layout]:
                 raise DataError(f"{name!r} in {path} is no dataset with samples")
             if dataset.file.filename != file.filename:
                 raise DataError(f"{name!r} in {path} lies in another file, {dataset.file.filename}")
-            offset = None
-            plist = dataset.id.get_create_plist()
-            if plist.get_layout() == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0:
-                offset = dataset.id.get_offset()
-            layouts[name] = Layout(shape=tuple(dataset.shape), dtype=dataset.dtype, offset=offset)
+            layouts[name] = _layout(dataset)
     return layouts
 
 
+def _layout(dataset: h5py.Dataset) -> Layout:
+    import h5py
+
+    plist = dataset.id.get_create_plist()
+    kind, offset, chunks = plist.get_layout(), None, None
+    if kind == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0 and not dataset.dtype.hasobject:
+        offset = dataset.id.get_offset()
+    elif kind == h5py.h5d.CHUNKED:
+        chunks = tuple(plist.get_chunk())
+    filters = []
+    for number in range(plist.get_nfilters()):
+        code, _, values, _ = plist.get_filter(number)
+        filters.append(Filter(code, tuple(values)))
+    return Layout(
+        shape=tuple(dataset.shape),
+        dtype=dataset.dtype,
+        offset=offset,
+        chunks=chunks,
+        filters=tuple(filters),
+    )
+
+
 class RowReader:
-    """Rows of the datasets of one open file through h5py: for files that others have re-packed.
+    """The datasets of one open file through h5py: for what cannot be read at its place in the file.
 
     h5py serialises its calls with a lock of its own. Not to be used after a fork.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = _open(path)
+        self._datasets: dict[str, h5py.Dataset] = {}
 
-    def rows(self, name: str, *, start: int, stop: int) -> NDArray[Any]:
-        """Rows start, ..., stop - 1 of dataset `name`. Raises OSError."""
-        array: NDArray[Any] = self._file[name][start:stop]
+    def _dataset(self, name: str) -> h5py.Dataset:
+        dataset = self._datasets.get(name)
+        if dataset is None:
+            dataset = self._datasets[name] = self._file[name]
+        return dataset
+
+    def rows(self, name: str, *, start: int, stop: int, member: str | None = None) -> NDArray[Any]:
+        """Rows start, ..., stop - 1 of dataset `name`, or of a member of its compound. Raises OSError."""
+        dataset = self._dataset(name)
+        array: NDArray[Any] = (dataset if member is None else dataset.fields(member))[start:stop]
         return array
 
+    def whole(self, name: str, *, member: str | None = None) -> NDArray[Any]:
+        """All of dataset `name`, as it may also be a scalar. Raises OSError."""
+        dataset = self._dataset(name)
+        return np.asarray((dataset if member is None else dataset.fields(member))[()])
+
+    def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
+        """Where the chunk whose first element is `first` is stored; None if it never was: it is all fill.
+
+        HDF5 1.10 looks through all chunks of the dataset for it. Raises OSError, RuntimeError.
+        """
+        info = self._dataset(name).id.get_chunk_info_by_coord(first)
+        if info.byte_offset is None:
+            return None
+        return ChunkPlace(int(info.byte_offset), int(info.size), int(info.filter_mask))
+
+    def stored_chunk(self, name: str, *, first: tuple[int, ...]) -> tuple[int, bytes]:
+        """(filter mask, bytes as stored) of that chunk, found in the file's index. Raises OSError."""
+        mask, data = self._dataset(name).id.read_direct_chunk(first)
+        return int(mask), data
+
+    def fill_value(self, name: str) -> Any:
+        """What elements are that were never written."""
+        return self._dataset(name).fillvalue
+
     def close(self) -> None:
+        self._datasets.clear()
         self._file.close()
+
+
+class ChunkPlace(NamedTuple):
+    """One stored chunk: its first byte in the file, its bytes, and a bit for each filter left out."""
+
+    offset: int
+    num_bytes: int
+    filter_mask: int

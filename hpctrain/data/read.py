@@ -1,4 +1,4 @@
-"""Reads samples: from memory maps at the datasets' places in the files, or else through h5py.
+"""Reads samples by index into batches: contiguous fields at their place in the file, others chunk by chunk.
 
 Shards are opened when first needed, in the process that needs them: nothing is inherited through fork (an
 HDF5 handle that is gives wrong data: pytorch#11887).
@@ -6,7 +6,6 @@ HDF5 handle that is gives wrong data: pytorch#11887).
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 import threading
@@ -14,17 +13,24 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data import hdf5
-from hpctrain.data.manifest import FieldSpec, Manifest, ShardEntry, read_manifest
-from hpctrain.errors import DataError
+from hpctrain.data.chunk_cache import ChunkCache
+from hpctrain.data.decode_threads import DecodeThreads, Task, default_threads
+from hpctrain.data.io_mode import IoMode, choose
+from hpctrain.data.manifest import FieldSpec, Manifest, read_manifest
+from hpctrain.data.open_shard import OpenShard
+from hpctrain.data.shard_check import check_shard
+from hpctrain.data.token_windows import read_windows
+from hpctrain.errors import DataError, UsageError
 
-# From this size on, one copy a sample costs less than gathering into a buffer and scattering from there.
-_ROW_COPY_BYTES = 2048
+__all__ = ["CACHE_BYTES", "BlockChecker", "Dataset", "IoMode", "ShardLocator", "Verify", "check_shard"]
+
+CACHE_BYTES = 64 << 20
 
 
 class Verify(str, Enum):
@@ -34,167 +40,94 @@ class Verify(str, Enum):
     SIZES = "sizes"  # every shard: file size, HDF5 header, extent, dtype and shape of each field
 
 
-def check_shard(directory: Path, *, manifest: Manifest, entry: ShardEntry) -> dict[str, hdf5.Layout]:
-    """Compare a shard's file with the manifest, without reading the samples; returns field -> layout.
+class BlockChecker(Protocol):
+    """Looks at the content of what is about to be read."""
 
-    A shard that was re-packed with other HDF5 tools (chunks, compression) is accepted if shapes and dtypes
-    fit. Raises DataError naming the shard, and the field where it matters.
-    """
-    path = directory / entry.file
-    try:
-        found_bytes = path.stat().st_size
-        layouts = hdf5.inspect(path, names=[stored.dataset for stored in entry.fields.values()])
-    except FileNotFoundError:
-        raise DataError(
-            f"shard {entry.file} of {directory} is missing (the manifest lists {len(manifest.shards)} "
-            "shards): copy it again, or pack again"
-        ) from None
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
-        if found_bytes < entry.file_bytes:
-            raise DataError(_cut_short(path, entry, found_bytes)) from error
-        raise DataError(f"shard {path} cannot be opened as HDF5: {error}") from error
-    by_field = {}
-    for name, stored in entry.fields.items():
-        layout = layouts.get(stored.dataset)
-        if layout is None:
-            raise DataError(f"shard {path} has no dataset {stored.dataset!r} for field {name!r}: pack again")
-        expected = manifest.stored_shape(name, samples=entry.samples)
-        dtype = manifest.fields[name].dtype
-        if layout.shape != expected or layout.dtype.name != dtype:
-            raise DataError(
-                f"field {name!r} of shard {path} is {layout.dtype.name} {layout.shape}, "
-                f"the manifest says {dtype} {expected}: the shard belongs to another dataset, pack again"
-            )
-        if layout.offset is not None:
-            if layout.offset + stored.num_bytes > found_bytes:
-                raise DataError(_cut_short(path, entry, found_bytes))
-            if found_bytes == entry.file_bytes and layout.offset != stored.offset:
-                raise DataError(
-                    f"field {name!r} of shard {path} begins at byte {layout.offset}, the manifest says "
-                    f"{stored.offset}: its HDF5 header is damaged, restore it or pack again"
-                )
-        by_field[name] = layout
-    return by_field
+    def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64], /) -> None:
+        """rows: samples within the shard, shape (n,), any order. Raises DataError if they are damaged."""
 
 
-def _cut_short(path: Path, entry: ShardEntry, found_bytes: int) -> str:
-    return (
-        f"shard {path} is cut short: {found_bytes} bytes, the manifest says {entry.file_bytes} "
-        f"({entry.samples} samples): copy it again, or pack again"
-    )
+class ShardLocator(Protocol):
+    """Knows of copies of shards that are nearer."""
 
-
-class _OpenShard:
-    """A mapped file with one view a field, shape (samples, *sample_shape); windows of a stream overlap."""
-
-    def __init__(
-        self, directory: Path, *, manifest: Manifest, entry: ShardEntry, layouts: dict[str, hdf5.Layout]
-    ):
-        self.path = directory / entry.file
-        self._manifest = manifest
-        self._entry = entry
-        self._views: dict[str, NDArray[Any]] = {}
-        self._rows: hdf5.RowReader | None = None
-        self._needed_bytes = 0
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(descriptor)
-            if any(layout.offset is None for layout in layouts.values()):
-                self._rows = hdf5.RowReader(self.path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"shard {self.path} cannot be opened: {error}") from error
-        for name, layout in layouts.items():
-            if layout.offset is not None:
-                end = layout.offset + entry.fields[name].num_bytes
-                if end > len(self._map):
-                    raise DataError(_cut_short(self.path, entry, len(self._map)))
-                self._needed_bytes = max(self._needed_bytes, end)
-                self._views[name] = self._view(name, layout)
-
-    def _view(self, name: str, layout: hdf5.Layout) -> NDArray[Any]:
-        array: NDArray[Any] = np.ndarray(
-            layout.shape, dtype=layout.dtype, buffer=self._map, offset=layout.offset or 0
-        )
-        windows = self._manifest.tokens
-        if windows is None:
-            return array
-        return np.lib.stride_tricks.sliding_window_view(array, windows.window + 1)[:: windows.stride]
-
-    def check_size(self) -> None:
-        """Touching a map behind the end of its file kills the process with SIGBUS: look before each batch."""
-        found_bytes = self._map.size()
-        if found_bytes < self._needed_bytes:
-            raise DataError(_cut_short(self.path, self._entry, found_bytes))
-
-    def copy(
-        self, name: str, *, rows: NDArray[np.int64], out: NDArray[Any], places: NDArray[np.int64] | None
-    ) -> None:
-        """out[places] = samples `rows` of field `name`; places None: all of out, in order."""
-        view = self._views.get(name)
-        if view is None:
-            self._copy_through_h5py(name, rows=rows, out=out, places=places)
-        elif places is None and view.dtype == out.dtype and view.flags.c_contiguous:
-            # mode: the rows are checked already, and 'raise' would gather into a buffer first.
-            np.take(view, rows, axis=0, out=out, mode="clip")
-        elif self._manifest.fields[name].sample_bytes >= _ROW_COPY_BYTES:
-            for place, row in zip(range(len(rows)) if places is None else places, rows, strict=True):
-                out[place] = view[row]
-        else:
-            out[slice(None) if places is None else places] = view[rows]
-
-    def _copy_through_h5py(
-        self, name: str, *, rows: NDArray[np.int64], out: NDArray[Any], places: NDArray[np.int64] | None
-    ) -> None:
-        assert self._rows is not None
-        dataset = self._entry.fields[name].dataset
-        windows = self._manifest.tokens
-        for number, row in enumerate(rows):
-            place = number if places is None else places[number]
-            try:
-                if windows is None:
-                    out[place] = self._rows.rows(dataset, start=int(row), stop=int(row) + 1)[0]
-                else:
-                    start = int(row) * windows.stride
-                    out[place] = self._rows.rows(dataset, start=start, stop=start + windows.window + 1)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise DataError(
-                    f"field {name!r}, sample {int(row)} of shard {self.path} cannot be read: {error}"
-                ) from error
+    def path(self, shard_index: int) -> Path | None:
+        """Where a whole copy of the shard's file is now; None: read the original."""
 
 
 class Dataset:
-    """An opened dataset. Reading is safe from several threads, and after a fork. Never communicates."""
+    """An opened dataset. Reading is safe from several threads, and after a fork. Never communicates.
 
-    def __init__(self, directory: Path, *, manifest: Manifest) -> None:
+    checker: asked before each read, see `BlockChecker`. locator: asked when a shard is opened.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        manifest: Manifest,
+        io: IoMode = IoMode.AUTO,
+        cache_bytes: int = CACHE_BYTES,
+        decode_threads: int | None = None,
+    ) -> None:
         """Use `Dataset.open`."""
+        if cache_bytes < 0 or (decode_threads is not None and decode_threads < 1):
+            raise UsageError(
+                f"a cache of {cache_bytes} bytes and {decode_threads} threads were asked: "
+                "at least 0 bytes and 1 thread are possible"
+            )
         self.directory = directory
         self.manifest = manifest
+        self.cache_bytes = cache_bytes
+        self.decode_threads = default_threads() if decode_threads is None else decode_threads
+        self.asked_io = IoMode(io)
+        self.io = choose(
+            self.asked_io, directory=directory, file_bytes=manifest.file_bytes, map_bytes=cache_bytes
+        )
+        """MAP or READ: how contiguous fields are read."""
+        self.checker: BlockChecker | None = None
+        self.locator: ShardLocator | None = None
         # (num_shards + 1,): first sample of each shard, and the number of samples
         self._starts = np.concatenate(
             [[0], np.cumsum([shard.samples for shard in manifest.shards], dtype=np.int64)]
         ).astype(np.int64)
+        self._windows = read_windows(directory, manifest=manifest)
         self._layouts: dict[int, dict[str, hdf5.Layout]] = {}
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # One descriptor a map; the process needs others for sockets and files.
+        # A shard takes up to two descriptors; the process needs others for sockets and files.
         self._max_open = 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, max(8, soft_limit // 4))
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._cache = ChunkCache(capacity_bytes=self.cache_bytes)
+        self._threads = DecodeThreads(num_threads=self.decode_threads)
 
     @classmethod
-    def open(cls, directory: Path | str, *, verify: Verify | str = Verify.SIZES) -> Dataset:
+    def open(
+        cls,
+        directory: Path | str,
+        *,
+        verify: Verify | str = Verify.SIZES,
+        io: IoMode | str = IoMode.AUTO,
+        cache_bytes: int = CACHE_BYTES,
+        decode_threads: int | None = None,
+    ) -> Dataset:
         """Open the dataset in `directory`; `sizes` checks size, extent, dtype and shape of every shard.
 
-        Raises DataError (see `read_manifest` and `check_shard`).
+        io: how contiguous fields are read. cache_bytes: decoded chunks that are kept, of all shards together;
+        with io `auto` also the size up to which a dataset is mapped. decode_threads: None is the cores of the
+        process, at most 4. Raises DataError (see `read_manifest` and `check_shard`).
         """
         directory = Path(directory)
-        dataset = cls(directory, manifest=read_manifest(directory))
+        dataset = cls(
+            directory,
+            manifest=read_manifest(directory),
+            io=IoMode(io),
+            cache_bytes=cache_bytes,
+            decode_threads=decode_threads,
+        )
         if Verify(verify) is Verify.SIZES:
             for index in range(len(dataset.manifest.shards)):
                 dataset._layout(index)
@@ -205,7 +138,10 @@ class Dataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the files itself.
-        return (_reopen, (self.directory, self.manifest))
+        return (
+            _reopen,
+            (self.directory, self.manifest, self.asked_io, self.cache_bytes, self.decode_threads),
+        )
 
     def __len__(self) -> int:
         return self.num_samples
@@ -216,8 +152,8 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one sample."""
-        return self.manifest.fields
+        """dtype and shape of each field of one sample, lengths of ragged fields included."""
+        return self.manifest.batch_fields
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -231,7 +167,8 @@ class Dataset:
 
         indices: shape (n,), any order, repeats allowed, n may be 0. out: arrays to fill instead of new ones,
         for some or all fields, of just that shape and dtype.
-        Raises DataError naming the shard if an index is outside, or a file is missing or shorter than it was.
+        Raises DataError naming the shard if an index is outside, or a file is missing, shorter than it was or
+        cannot be read; what is in the arrays is then undefined.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
@@ -239,24 +176,39 @@ class Dataset:
                 f"samples {indices.min()} to {indices.max()} were asked of {self.directory}, "
                 f"which has 0 to {self.num_samples - 1}"
             )
+        given = out or {}
         arrays = {
-            name: out[name]
-            if out is not None and name in out
-            else np.empty((len(indices), *spec.shape), spec.dtype)
+            name: given[name] if name in given else np.empty((len(indices), *spec.shape), spec.dtype)
             for name, spec in self.fields.items()
         }
-        if not len(indices):
-            return arrays
+        if len(indices):
+            direct = {name: _as_readable(array, self.fields[name]) for name, array in arrays.items()}
+            self._fill(direct, indices)
+            for name, array in arrays.items():
+                if direct[name] is not array:
+                    array[...] = direct[name]
+        return arrays
+
+    def _fill(self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64]) -> None:
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
-        touched = np.unique(shard_of)
+        touched = np.unique(shard_of).tolist()
+        tasks: list[Task] = []
         for number in touched:
             places = None if len(touched) == 1 else np.flatnonzero(shard_of == number)
-            rows = (indices if places is None else indices[places]) - self._starts[number]
-            shard = self._shard(int(number))
+            samples = (indices if places is None else indices[places]) - self._starts[number]
+            shard = self._shard(number)
             shard.check_size()
-            for name, array in arrays.items():
-                shard.copy(name, rows=rows, out=array, places=places)
-        return arrays
+            for name in self.manifest.fields:
+                if self.checker is not None:
+                    self.checker.before_read(number, name, samples)
+                tasks += shard.begin(name, samples=samples, arrays=arrays, places=places)
+        if tasks:
+            self._threads.run(tasks)
+
+    def forget(self, shard_index: int) -> None:
+        """Open the shard anew when it is next read: the locator has another place for it, or it was put back."""
+        with self._lock:
+            self._open.pop(shard_index, None)
 
     def _layout(self, index: int) -> dict[str, hdf5.Layout]:
         if index not in self._layouts:
@@ -264,25 +216,52 @@ class Dataset:
             self._layouts[index] = check_shard(self.directory, manifest=self.manifest, entry=entry)
         return self._layouts[index]
 
-    def _shard(self, index: int) -> _OpenShard:
+    def _shard(self, index: int) -> OpenShard:
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
             shard = self._open.get(index)
             if shard is None:
-                shard = _OpenShard(
-                    self.directory,
-                    manifest=self.manifest,
-                    entry=self.manifest.shards[index],
-                    layouts=self._layout(index),
-                )
-                self._open[index] = shard
+                shard = self._open[index] = self._open_shard(index)
                 if len(self._open) > self._max_open:
                     # Only forgotten, not closed: another thread may be reading from it.
                     self._open.popitem(last=False)
             self._open.move_to_end(index)
             return shard
 
+    def _open_shard(self, index: int) -> OpenShard:
+        copy = self.locator.path(index) if self.locator is not None else None
+        layouts = self._layouts.get(index)
+        if layouts is None and copy is not None:
+            # The original may be gone by now, or slow: a whole copy tells the same.
+            layouts = self._layouts[index] = check_shard(
+                self.directory, manifest=self.manifest, entry=self.manifest.shards[index], path=copy
+            )
+        windows = None
+        if self._windows is not None:
+            windows = self._windows[self._starts[index] : self._starts[index + 1]]
+        return OpenShard(
+            self.directory / self.manifest.shards[index].file if copy is None else copy,
+            index=index,
+            manifest=self.manifest,
+            layouts=self._layout(index),
+            io=self.io,
+            cache=self._cache,
+            windows=windows,
+            is_copy=copy is not None,
+        )
 
-def _reopen(directory: Path, manifest: Manifest) -> Dataset:
-    return Dataset(directory, manifest=manifest)
+
+def _as_readable(array: NDArray[Any], spec: FieldSpec) -> NDArray[Any]:
+    """The array itself if it can be read into, else another in its stead."""
+    if array.flags.c_contiguous and array.dtype == np.dtype(spec.dtype):
+        return array
+    return np.empty(array.shape, dtype=spec.dtype)
+
+
+def _reopen(
+    directory: Path, manifest: Manifest, io: IoMode, cache_bytes: int, decode_threads: int
+) -> Dataset:
+    return Dataset(
+        directory, manifest=manifest, io=io, cache_bytes=cache_bytes, decode_threads=decode_threads
+    )

@@ -227,8 +227,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "is no hpctrain manifest: it has no version",
     ),
     "newer version": (
-        lambda d: edit(d, lambda m: m.update(version=2)),
-        "is of version 2, this hpctrain reads up to 1: update hpctrain",
+        lambda d: edit(d, lambda m: m.update(version=3)),
+        "is of version 3, this hpctrain reads up to 2: update hpctrain",
     ),
     "manifest edited": (
         lambda d: edit(d, lambda m: m["attributes"].update(x=1), checksum=False),

@@ -1,0 +1,89 @@
+"""Decoded chunks, kept while they fit into a number of bytes; the one that was used longest ago goes first."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ChunkKey(NamedTuple):
+    """One chunk of a field of a shard, by its number in each dimension."""
+
+    shard: int
+    field: str
+    place: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Decoded elements, native-endian, shape of the chunk; lengths: of its rows, int64, of ragged fields."""
+
+    values: NDArray[Any]
+    lengths: NDArray[np.int64] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + (self.lengths.nbytes if self.lengths is not None else 0)
+
+
+class ChunkCache:
+    """At most `capacity_bytes` of chunks. Safe in threads: a chunk that one of them makes, others wait for."""
+
+    def __init__(self, *, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.num_made = 0
+        """Chunks that were decoded so far."""
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
+        self._in_making: dict[ChunkKey, Future[Chunk]] = {}
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """The chunk if it is here."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._chunks.move_to_end(key)
+            return chunk
+
+    def get_or_make(self, key: ChunkKey, make: Callable[[], Chunk]) -> Chunk:
+        """The chunk from here, from a thread that is making it, or from `make()`, whose errors are raised."""
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._chunks.move_to_end(key)
+                return chunk
+            expected = self._in_making.get(key)
+            if expected is None:
+                mine = self._in_making[key] = Future()
+        if expected is not None:
+            return expected.result()
+        try:
+            chunk = make()
+        except BaseException as error:
+            with self._lock:
+                del self._in_making[key]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._in_making[key]
+            self.num_made += 1
+            self._keep(key, chunk)
+        mine.set_result(chunk)
+        return chunk
+
+    def _keep(self, key: ChunkKey, chunk: Chunk) -> None:
+        if chunk.num_bytes > self.capacity_bytes:
+            return
+        while self.used_bytes + chunk.num_bytes > self.capacity_bytes:
+            _, oldest = self._chunks.popitem(last=False)
+            self.used_bytes -= oldest.num_bytes
+        self._chunks[key] = chunk
+        self.used_bytes += chunk.num_bytes

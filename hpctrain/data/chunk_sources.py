@@ -1,0 +1,161 @@
+"""Where chunks come from: the bytes of the file, decoded here; or h5py, for what only HDF5 understands."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data import filters, hdf5
+from hpctrain.data.chunk_cache import Chunk
+from hpctrain.errors import DataError
+
+# HDF5 1.10 finds a chunk's place by looking through all of them; from so many on it is asked for the bytes.
+_MAX_LOOKED_UP = 4096
+_BLOCK_BYTES = 1 << 20
+
+
+class StoredChunks:
+    """HDF5 chunks: the place from HDF5 (once), the bytes by pread, decoded outside h5py's lock."""
+
+    def __init__(self, reader: hdf5.RowReader, *, descriptor: int, dataset: str, layout: hdf5.Layout) -> None:
+        assert layout.chunks is not None
+        self.shape = layout.shape
+        self.chunk_shape = layout.chunks
+        self._reader = reader
+        self._descriptor = descriptor
+        self._dataset = dataset
+        self._layout = layout
+        self._look_up = layout.num_chunks <= _MAX_LOOKED_UP
+        self._places: dict[tuple[int, ...], hdf5.ChunkPlace | None] = {}
+        self._lock = threading.Lock()
+        self._chunk_bytes = int(np.prod(layout.chunks, dtype=np.int64)) * layout.dtype.itemsize
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        first = tuple(number * size for number, size in zip(place, self.chunk_shape, strict=True))
+        stored = self._stored(first)
+        dtype = self._layout.dtype
+        if stored is None:
+            fill = self._reader.fill_value(self._dataset)
+            return Chunk(values=np.full(self.chunk_shape, fill, dtype=dtype.newbyteorder("=")))
+        mask, data = stored
+        decoded = filters.undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
+        values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
+        return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
+
+    def _stored(self, first: tuple[int, ...]) -> tuple[int, bytes] | None:
+        if not self._look_up:
+            try:
+                return self._reader.stored_chunk(self._dataset, first=first)
+            except (OSError, RuntimeError):
+                # Never written, or damaged: the slow question tells which.
+                pass
+        place = self._place(first)
+        if place is None:
+            return None
+        parts, offset, missing = [], place.offset, place.num_bytes
+        while missing:
+            part = os.pread(self._descriptor, missing, offset)
+            if not part:
+                raise DataError(
+                    f"the file ends {missing} bytes before a chunk does: copy it again, or pack again"
+                )
+            parts.append(part)
+            offset += len(part)
+            missing -= len(part)
+        return place.filter_mask, parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _place(self, first: tuple[int, ...]) -> hdf5.ChunkPlace | None:
+        with self._lock:
+            if first not in self._places:
+                self._places[first] = self._reader.chunk_place(self._dataset, first=first)
+            return self._places[first]
+
+
+def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
+    """Rows of a block read through h5py: whole HDF5 chunks, about a MiB, at most all."""
+    wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    if chunk_rows is not None:
+        wanted = max(1, wanted // chunk_rows) * chunk_rows
+    return max(1, min(wanted, num_rows))
+
+
+class NumberBlocks:
+    """Blocks of rows of numbers through h5py: filters that are not known here, compact data, compounds."""
+
+    def __init__(
+        self,
+        reader: hdf5.RowReader,
+        *,
+        dataset: str,
+        member: str | None,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        chunk_rows: int | None,
+        is_scalar: bool,
+    ) -> None:
+        """shape: (rows, *rest). is_scalar: the HDF5 dataset has no dimension; it is read as one row."""
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+        self.shape = shape
+        self.chunk_shape = (
+            block_rows(row_bytes=row_bytes, num_rows=shape[0], chunk_rows=chunk_rows),
+            *shape[1:],
+        )
+        self._reader = reader
+        self._dataset = dataset
+        self._member = member
+        self._dtype = dtype
+        self._is_scalar = is_scalar
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        return Chunk(values=np.ascontiguousarray(self._rows(place[0]), dtype=self._dtype))
+
+    def _rows(self, block: int) -> NDArray[Any]:
+        if self._is_scalar:
+            return self._reader.whole(self._dataset, member=self._member).reshape(1, *self.shape[1:])
+        start = block * self.chunk_shape[0]
+        stop = min(start + self.chunk_shape[0], self.shape[0])
+        return self._reader.rows(self._dataset, start=start, stop=stop, member=self._member)
+
+
+class ClassBlocks(NumberBlocks):
+    """Strings, fixed or variable length, as the numbers of their classes."""
+
+    def __init__(self, *args: Any, classes: tuple[str, ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._numbers = {name: number for number, name in enumerate(classes)}
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        names = [_text(value) for value in self._rows(place[0]).reshape(-1).tolist()]
+        unknown = [name for name in names if name not in self._numbers]
+        if unknown:
+            raise DataError(
+                f"{unknown[0]!r} is none of the {len(self._numbers)} classes: index the files again"
+            )
+        return Chunk(values=np.array([self._numbers[name] for name in names], dtype=np.int64))
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else value
+
+
+class RaggedBlocks(NumberBlocks):
+    """Samples of variable length, padded with zeros to shape[1]."""
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        samples = self._rows(place[0])
+        values = np.zeros((len(samples), *self.shape[1:]), dtype=self._dtype)
+        lengths = np.empty(len(samples), dtype=np.int64)
+        for number, sample in enumerate(samples):
+            length = len(sample)
+            if length > self.shape[1]:
+                raise DataError(
+                    f"a sample has length {length}, the manifest's maximum is {self.shape[1]}: "
+                    "index the files again"
+                )
+            values[number, :length] = sample
+            lengths[number] = length
+        return Chunk(values=values, lengths=lengths)

@@ -1,0 +1,102 @@
+"""Reads fields chunk by chunk: each chunk is decoded once a batch, kept if it fits, and its rows copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise, product
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.chunk_cache import Chunk, ChunkCache, ChunkKey
+from hpctrain.data.decode_threads import Task
+from hpctrain.data.field_reader import ROW_COPY_BYTES, FieldName, Request
+from hpctrain.errors import DataError
+
+
+class ChunkSource(Protocol):
+    """Where chunks come from. Safe in threads."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole: rows, and the rest of a row."""
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Of a chunk; those at the borders may be smaller, or hold more than what lies inside."""
+
+    def load(self, place: tuple[int, ...]) -> Chunk:
+        """The chunk with that number in each dimension. Raises DataError, OSError, RuntimeError, ValueError."""
+
+
+class ChunkedField:
+    """One field of one shard out of a `ChunkSource`."""
+
+    def __init__(self, source: ChunkSource, *, cache: ChunkCache, shard: int, name: FieldName) -> None:
+        self._source = source
+        self._cache = cache
+        self._shard = shard
+        self._name = name
+        # The chunks beside each other in all dimensions but the first.
+        self._beside = list(
+            product(
+                *(
+                    range(-(-size // part))
+                    for size, part in zip(source.shape[1:], source.chunk_shape[1:], strict=True)
+                )
+            )
+        )
+
+    def begin(self, request: Request) -> Sequence[Task]:
+        rows_a_chunk, extent = self._source.chunk_shape[0], request.rows_a_sample
+        first = request.starts // rows_a_chunk
+        counts = (request.starts + (extent - 1)) // rows_a_chunk - first + 1
+        which = np.repeat(np.arange(len(first)), counts)
+        chunk = np.repeat(first, counts) + (
+            np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        )
+        order = np.argsort(chunk, kind="stable")
+        which, chunk = which[order], chunk[order]
+        borders = [0, *(np.flatnonzero(np.diff(chunk)) + 1).tolist(), len(chunk)]
+        tasks = []
+        for start, stop in pairwise(borders):
+            for beside in self._beside:
+                place = (int(chunk[start]), *beside)
+                task = partial(self._copy_from, place, request, which[start:stop])
+                if self._cache.get(self._key(place)) is not None:
+                    task()  # cheaper than handing it to a thread
+                else:
+                    tasks.append(task)
+        return tasks
+
+    def _key(self, place: tuple[int, ...]) -> ChunkKey:
+        return ChunkKey(self._shard, self._name.field, place)
+
+    def _copy_from(self, place: tuple[int, ...], request: Request, which: NDArray[np.int64]) -> None:
+        try:
+            chunk = self._cache.get_or_make(self._key(place), partial(self._source.load, place))
+        except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
+            raise self._name.error(request.samples[which], error) from error
+        # What of a row lies in this chunk, as slices of the row and of the chunk.
+        of_row, of_chunk = [], []
+        for number, size, part in zip(
+            place[1:], self._source.shape[1:], self._source.chunk_shape[1:], strict=True
+        ):
+            stop = min(size, (number + 1) * part)
+            of_row.append(slice(number * part, stop))
+            of_chunk.append(slice(0, stop - number * part))
+        target = request.target[(slice(None), slice(None), *of_row)]
+        values = chunk.values[(slice(None), *of_chunk)]
+        first_row = place[0] * self._source.chunk_shape[0]
+        places, starts = request.all_places[which], request.starts[which] - first_row
+        extent = request.rows_a_sample
+        if chunk.lengths is not None and request.lengths is not None:
+            request.lengths[places] = chunk.lengths[starts]
+        if extent == 1 and request.sample_bytes < ROW_COPY_BYTES:
+            target[places, 0] = values[starts]
+            return
+        for at, start in zip(places.tolist(), starts.tolist(), strict=True):
+            begin, end = max(start, 0), min(start + extent, self._source.chunk_shape[0])
+            target[at, begin - start : end - start] = values[begin:end]

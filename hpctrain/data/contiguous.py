@@ -1,0 +1,142 @@
+"""Reads contiguous datasets at their place in the file: from a memory map, or with preadv into the batch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.decode_threads import Task
+from hpctrain.data.field_reader import ROW_COPY_BYTES, FieldName, Request
+from hpctrain.data.hdf5 import Layout
+
+# Buffers of one preadv; POSIX promises 16, Linux takes 1024.
+_MAX_BUFFERS = 512
+# Bytes that are rather read with what is before and behind them than skipped: a call costs as much.
+_GAP_BYTES = 8192
+
+
+class MappedField:
+    """Copies from a memory map. A page that cannot be read ends the process with SIGBUS."""
+
+    def __init__(self, mapped: mmap.mmap, *, layout: Layout) -> None:
+        self._rows: NDArray[Any] = np.ndarray(
+            layout.shape or (1,), dtype=layout.dtype, buffer=mapped, offset=layout.offset or 0
+        )
+
+    def begin(self, request: Request) -> Sequence[Task]:
+        rows, starts, target = self._rows, request.starts, request.target
+        extent = request.rows_a_sample
+        if extent == 1:
+            target = target.reshape(len(target), *target.shape[2:])
+            if request.places is None and rows.dtype == target.dtype:
+                # mode: the rows are checked already, and 'raise' would gather into a buffer first.
+                np.take(rows, starts, axis=0, out=target, mode="clip")
+                return ()
+            view = rows
+        else:
+            # (first rows, extent, *rest): overlapping
+            view = np.lib.stride_tricks.as_strided(
+                rows,
+                shape=(max(0, len(rows) - extent + 1), extent, *rows.shape[1:]),
+                strides=(rows.strides[0], *rows.strides),
+                writeable=False,
+            )
+        if request.sample_bytes >= ROW_COPY_BYTES:
+            for place, start in zip(request.all_places.tolist(), starts.tolist(), strict=True):
+                target[place] = view[start]
+        else:
+            target[slice(None) if request.places is None else request.places] = view[starts]
+        return ()
+
+
+class ReadField:
+    """Reads with preadv: neighbours in one call, straight into the batch. Holds no memory."""
+
+    def __init__(self, descriptor: int, *, layout: Layout, name: FieldName) -> None:
+        self._descriptor = descriptor
+        self._first_byte = layout.offset or 0
+        self._row_bytes = int(np.prod(layout.shape[1:], dtype=np.int64)) * layout.dtype.itemsize
+        self._swap = not layout.dtype.isnative and layout.dtype.itemsize > 1
+        self._name = name
+
+    def begin(self, request: Request) -> Sequence[Task]:
+        offsets = self._first_byte + request.starts * self._row_bytes
+        places = request.all_places
+        ascending = len(offsets) < 2 or bool(np.all(offsets[1:] >= offsets[:-1]))
+        order = np.arange(len(offsets)) if ascending else np.argsort(offsets, kind="stable")
+        if request.sample_bytes >= ROW_COPY_BYTES:
+            self._scatter(request, offsets=offsets, places=places, order=order)
+        else:
+            self._through_buffers(request, offsets=offsets, places=places, order=order)
+        if self._swap:
+            for place in places.tolist():
+                request.target[place].byteswap(inplace=True)
+        return ()
+
+    def _scatter(
+        self,
+        request: Request,
+        *,
+        offsets: NDArray[np.int64],
+        places: NDArray[np.int64],
+        order: NDArray[np.int64],
+    ) -> None:
+        """Runs of samples that follow each other in the file, each with calls that fill many places."""
+        num_bytes = request.sample_bytes
+        whole = request.target.reshape(-1).view(np.uint8).data
+        gaps = np.diff(offsets[order])
+        borders = [0, *(np.flatnonzero(gaps != num_bytes) + 1).tolist(), len(order)]
+        sorted_offsets, sorted_places = offsets[order].tolist(), places[order].tolist()
+        for first, stop in pairwise(borders):
+            for start in range(first, stop, _MAX_BUFFERS):
+                end = min(stop, start + _MAX_BUFFERS)
+                parts = [whole[p * num_bytes : (p + 1) * num_bytes] for p in sorted_places[start:end]]
+                self._read(parts, offset=sorted_offsets[start], samples=request.samples[order[start:end]])
+
+    def _through_buffers(
+        self,
+        request: Request,
+        *,
+        offsets: NDArray[np.int64],
+        places: NDArray[np.int64],
+        order: NDArray[np.int64],
+    ) -> None:
+        """Small samples: stretches of the file with everything between them, and out of these the samples."""
+        num_bytes = request.sample_bytes
+        flat = request.target.reshape(len(request.target), -1).view(np.uint8)
+        found = offsets[order]
+        borders = [0, *(np.flatnonzero(np.diff(found) > num_bytes + _GAP_BYTES) + 1).tolist(), len(order)]
+        for first, stop in pairwise(borders):
+            begin, end = int(found[first]), int(found[stop - 1]) + num_bytes
+            which = order[first:stop]
+            stretch = np.empty(end - begin, dtype=np.uint8)
+            self._read([stretch.data], offset=begin, samples=request.samples[which])
+            windows = np.lib.stride_tricks.sliding_window_view(stretch, num_bytes)
+            flat[places[which]] = windows[found[first:stop] - begin]
+
+    def _read(self, parts: list[memoryview], *, offset: int, samples: NDArray[np.int64]) -> None:
+        """Fill all parts from `offset` on. A filesystem may give less than was asked, any number of times."""
+        missing = sum(len(part) for part in parts)
+        while missing:
+            try:
+                count = os.preadv(self._descriptor, parts, offset)
+            except OSError as error:
+                raise self._name.error(samples, error.strerror or error) from error
+            if count == missing:
+                return
+            if count == 0:
+                raise self._name.error(
+                    samples, f"the file ends {missing} bytes before they do: copy it again, or pack again"
+                )
+            missing -= count
+            offset += count
+            while count >= len(parts[0]):
+                count -= len(parts[0])
+                parts = parts[1:]
+            parts = [parts[0][count:], *parts[1:]]

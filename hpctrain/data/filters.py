@@ -1,0 +1,130 @@
+"""Undoes HDF5's filters outside HDF5, where threads do not wait for each other.
+
+Sources: the HDF5 file format specification, version 3 (shuffle, Fletcher-32); RFC 1950 (deflate). Zstandard and
+Blosc are numcodecs'.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.hdf5 import Filter
+from hpctrain.errors import DataError
+
+DEFLATE, SHUFFLE, FLETCHER32, BLOSC, ZSTD = 1, 2, 3, 32001, 32015
+_FLETCHER_BYTES = 4
+_FLETCHER_WORDS = 1 << 16
+# (_FLETCHER_WORDS,): how often each word of a stretch counts in the second sum
+_FLETCHER_WEIGHTS = np.arange(_FLETCHER_WORDS, 0, -1, dtype=np.uint64)
+
+Bytes = bytes | memoryview
+
+
+def can_undo(filters: Sequence[Filter]) -> bool:
+    """Whether `undo` knows all of them, and what it needs for them is installed."""
+    for each in filters:
+        if each.code in (BLOSC, ZSTD):
+            try:
+                import numcodecs  # noqa: F401
+            except ImportError:
+                return False
+        elif each.code not in (DEFLATE, SHUFFLE, FLETCHER32):
+            return False
+    return True
+
+
+def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -> Bytes:
+    """The `num_bytes` that were stored as `data`; bit i of `mask`: filter i was left out.
+
+    Raises DataError if they cannot be had.
+    """
+    for number in reversed(range(len(filters))):
+        if mask & (1 << number):
+            continue
+        code, values = filters[number]
+        try:
+            if code == SHUFFLE:
+                data = _unshuffle(data, itemsize=values[0])
+            elif code == FLETCHER32:
+                data = _without_checksum(data)
+            else:
+                data = _decompressor(code)(data, num_bytes)
+        except DataError:
+            raise
+        except Exception as error:  # each library has its own
+            raise DataError(f"its filter {code} cannot be undone: {error}") from error
+    if len(data) != num_bytes:
+        raise DataError(f"it has {len(data)} bytes once decoded, not {num_bytes}")
+    return data
+
+
+def _decompressor(code: int) -> Callable[[Bytes, int], bytes]:
+    if code == DEFLATE:
+        return _inflate
+    return _from_zstd if code == ZSTD else _from_blosc
+
+
+def _inflate(data: Bytes, num_bytes: int) -> bytes:
+    # A checksum may follow the content within the pipeline: leave room for it.
+    return zlib.decompress(data, bufsize=num_bytes + _FLETCHER_BYTES)
+
+
+def _from_zstd(data: Bytes, num_bytes: int) -> bytes:
+    from numcodecs import zstd
+
+    return bytes(zstd.decompress(data))
+
+
+def _from_blosc(data: Bytes, num_bytes: int) -> bytes:
+    from numcodecs import blosc
+
+    return bytes(blosc.decompress(data))
+
+
+def _unshuffle(data: Bytes, *, itemsize: int) -> Bytes:
+    """Bytes of equal significance stand together in the file: put each element's together again."""
+    count = len(data) // itemsize
+    if itemsize <= 1 or count <= 1:
+        return data
+    source = np.frombuffer(data, dtype=np.uint8)
+    result = np.empty(len(data), dtype=np.uint8)
+    elements = result[: count * itemsize].reshape(count, itemsize)
+    for byte in range(itemsize):
+        elements[:, byte] = source[byte * count : (byte + 1) * count]
+    result[count * itemsize :] = source[count * itemsize :]
+    return result.data
+
+
+def _without_checksum(data: Bytes) -> Bytes:
+    view = memoryview(data)
+    content, stored = view[:-_FLETCHER_BYTES], int.from_bytes(view[-_FLETCHER_BYTES:], "little")
+    found = fletcher32(content)
+    # HDF5 before 1.6.3 wrote the bytes of each half the other way round; its readers still accept that.
+    swapped = ((found & 0xFF00FF00) >> 8) | ((found & 0x00FF00FF) << 8)
+    if stored not in (found, swapped):
+        raise DataError(f"its Fletcher-32 checksum is {found:08x}, the file says {stored:08x}")
+    return content
+
+
+def fletcher32(data: Bytes) -> int:
+    """HDF5's Fletcher-32: sums modulo 65535 of big-endian words of 16 bits, an odd last byte counts as high."""
+    num_words = len(data) // 2
+    words: NDArray[np.uint16] = np.frombuffer(data, dtype=">u2", count=num_words)
+    first = second = 0
+    for start in range(0, num_words, _FLETCHER_WORDS):
+        part = words[start : start + _FLETCHER_WORDS].astype(np.uint64)
+        second += first * len(part) + int(np.dot(_FLETCHER_WEIGHTS[-len(part) :], part))
+        first += int(part.sum())
+    if len(data) % 2:
+        first += data[-1] << 8
+        second += first
+    return _fold(second) << 16 | _fold(first)
+
+
+def _fold(value: int) -> int:
+    """Modulo 65535 as folding the halves of a sum gives it: 65535, not 0, unless all words were 0."""
+    return value % 65535 or (65535 if value else 0)

@@ -1,0 +1,193 @@
+"""One open file of a dataset, with a reader for each of its fields."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data import filters, hdf5
+from hpctrain.data.chunk_cache import ChunkCache
+from hpctrain.data.chunk_sources import ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
+from hpctrain.data.chunked import ChunkedField
+from hpctrain.data.contiguous import MappedField, ReadField
+from hpctrain.data.decode_threads import Task
+from hpctrain.data.field_reader import FieldName, FieldReader, Request
+from hpctrain.data.io_mode import IoMode
+from hpctrain.data.manifest import LENGTH_SUFFIX, Manifest
+from hpctrain.data.shard_check import check_unchanged, cut_short
+from hpctrain.errors import DataError
+
+
+class OpenShard:
+    """Reads samples of one entry of the manifest. Safe in threads; the file is closed with the last reference.
+
+    path: the file; not the entry's own if it is a copy. windows: first token of each of its windows if they
+    are listed, shape (samples,). Raises DataError if the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        index: int,
+        manifest: Manifest,
+        layouts: Mapping[str, hdf5.Layout],
+        io: IoMode,
+        cache: ChunkCache,
+        windows: NDArray[np.int64] | None,
+        is_copy: bool,
+    ) -> None:
+        self.path = path
+        self._index = index
+        self._manifest = manifest
+        self._entry = manifest.shards[index]
+        self._layouts = layouts
+        self._cache = cache
+        self._windows = windows
+        self._is_copy = is_copy
+        self._reader: hdf5.RowReader | None = None
+        self._map: mmap.mmap | None = None
+        ends = [
+            layout.offset + int(np.prod(layout.shape, dtype=np.int64)) * layout.dtype.itemsize
+            for layout in layouts.values()
+            if layout.offset is not None
+        ]
+        self._needed_bytes = max(ends, default=0)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+            self.check_size()
+            # A map of a file with a single sample costs more than reading that.
+            if io is IoMode.MAP and ends and self._entry.samples > 1:
+                self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            self._fields = {name: self._field_reader(name) for name in self._entry.fields}
+        except FileNotFoundError:
+            raise DataError(
+                f"shard {path} is missing, it was there before: put it back, or restart the run without it"
+            ) from None
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise DataError(f"shard {path} cannot be opened: {error}") from error
+
+    def check_size(self) -> None:
+        """Look at the file before each batch.
+
+        Touching a map behind the end of its file kills the process with SIGBUS; and an indexed file that
+        somebody writes to is not the one that was indexed. Raises DataError.
+        """
+        status = os.fstat(self._descriptor)
+        if status.st_size < self._needed_bytes:
+            raise DataError(cut_short(self.path, self._entry, status.st_size))
+        check_unchanged(status, entry=self._entry, path=self.path, is_copy=self._is_copy)
+
+    def begin(
+        self,
+        field: str,
+        *,
+        samples: NDArray[np.int64],
+        arrays: Mapping[str, NDArray[Any]],
+        places: NDArray[np.int64] | None,
+    ) -> Sequence[Task]:
+        """Read samples (numbers within the shard) of a field into arrays[field][places]; None: all, in order.
+
+        Returns the tasks that are left to do. The arrays are C-contiguous and native-endian.
+        """
+        spec, stored = self._manifest.fields[field], self._entry.fields[field]
+        array = arrays[field]
+        lengths = arrays.get(field + LENGTH_SUFFIX) if spec.kind == "ragged" else None
+        if self._manifest.tokens is not None:
+            starts = stored.first_row + (
+                samples * self._manifest.tokens.stride if self._windows is None else self._windows[samples]
+            )
+            target = array  # (batch, tokens of a window)
+        elif not stored.whole:
+            starts = stored.first_row + samples
+            target = array.reshape(len(array), 1, *spec.shape)
+        else:
+            starts = np.zeros_like(samples)
+            target = array.reshape(len(array), *(spec.shape or (1,)))
+            if lengths is not None:
+                rows = self._layouts[field].shape[0]
+                where = slice(None) if places is None else places
+                lengths[where] = rows
+                if rows < spec.shape[0]:
+                    return self._begin_padded(field, samples=samples, array=target, places=places, rows=rows)
+                lengths = None
+        request = Request(samples=samples, starts=starts, places=places, target=target, lengths=lengths)
+        return self._fields[field].begin(request)
+
+    def _begin_padded(
+        self,
+        field: str,
+        *,
+        samples: NDArray[np.int64],
+        array: NDArray[Any],
+        places: NDArray[np.int64] | None,
+        rows: int,
+    ) -> Sequence[Task]:
+        """A ragged sample that is a dataset of its own, shorter than the longest."""
+        where = np.arange(len(array)) if places is None else places
+        array[where, rows:] = 0
+        tasks: list[Task] = []
+        if rows:
+            for number, place in enumerate(where.tolist()):
+                one = samples[number : number + 1]
+                request = Request(
+                    samples=one,
+                    starts=np.zeros_like(one),
+                    places=None,
+                    target=array[place : place + 1, :rows],
+                )
+                tasks += self._fields[field].begin(request)
+        return tasks
+
+    def _field_reader(self, name: str) -> FieldReader:
+        spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
+        field = FieldName(path=self.path, field=name)
+        if layout.offset is not None and stored.member is None and spec.kind != "classes":
+            layout = layout if layout.shape else _as_one_row(layout)
+            if self._map is not None:
+                return MappedField(self._map, layout=layout)
+            return ReadField(self._descriptor, layout=layout, name=field)
+        if self._reader is None:
+            self._reader = hdf5.RowReader(self.path)
+        source: StoredChunks | NumberBlocks
+        plain = stored.member is None and not layout.dtype.hasobject and spec.kind != "classes"
+        if plain and layout.chunks is not None and filters.can_undo(layout.filters):
+            source = StoredChunks(
+                self._reader, descriptor=self._descriptor, dataset=stored.dataset, layout=layout
+            )
+        else:
+            source = self._blocks(name)
+        return ChunkedField(source, cache=self._cache, shard=self._index, name=field)
+
+    def _blocks(self, name: str) -> NumberBlocks:
+        """Blocks of rows through h5py, for what cannot be read from its bytes."""
+        assert self._reader is not None
+        spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
+        member = () if stored.member is None else layout.dtype[stored.member].shape
+        is_scalar = not layout.shape
+        shape = (*(layout.shape or (1,)), *member)
+        dtype = np.dtype(spec.dtype)
+        options: dict[str, Any] = {
+            "dataset": stored.dataset,
+            "member": stored.member,
+            "dtype": dtype,
+            "chunk_rows": layout.chunks[0] if layout.chunks else None,
+            "is_scalar": is_scalar,
+        }
+        if spec.kind == "classes":
+            return ClassBlocks(self._reader, shape=shape[:1], classes=spec.classes, **options)
+        if spec.kind == "ragged" and not stored.whole:
+            return RaggedBlocks(self._reader, shape=(shape[0], *spec.shape), **options)
+        return NumberBlocks(self._reader, shape=shape, **options)
+
+
+def _as_one_row(layout: hdf5.Layout) -> hdf5.Layout:
+    return hdf5.Layout(shape=(1,), dtype=layout.dtype, offset=layout.offset)

@@ -1,0 +1,154 @@
+"""Compares a shard's file with the manifest before anything is read from it, without reading the samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.data import hdf5
+from hpctrain.data.manifest import FieldSpec, Manifest, ShardEntry
+from hpctrain.errors import DataError
+
+
+def check_shard(
+    directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
+) -> dict[str, hdf5.Layout]:
+    """Compare a shard's file with the manifest; returns field -> layout of its HDF5 dataset.
+
+    path: a copy of the file to look at instead. A packed shard that was re-packed with other HDF5 tools
+    (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size and time
+    that it had then; what is contiguous in it is then not asked of HDF5 again.
+    Raises DataError naming the shard, and the field where it matters.
+    """
+    original = directory / entry.file
+    found_path = original if path is None else path
+    try:
+        status = found_path.stat()
+        check_unchanged(status, entry=entry, path=found_path, is_copy=path is not None)
+        trusted = _trusted_layouts(manifest, entry) if entry.modified_ns is not None else None
+        if trusted is not None:
+            return trusted
+        layouts = hdf5.inspect(found_path, names=sorted({f.dataset for f in entry.fields.values()}))
+    except FileNotFoundError:
+        raise DataError(
+            f"shard {entry.file} of {directory} is missing (the manifest lists {len(manifest.shards)} "
+            f"shards): copy it again, or {_again(manifest)}"
+        ) from None
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        if "status" in locals() and status.st_size < entry.file_bytes:
+            raise DataError(cut_short(found_path, entry, status.st_size)) from error
+        raise DataError(f"shard {found_path} cannot be opened as HDF5: {error}") from error
+    by_field = {}
+    for name, stored in entry.fields.items():
+        layout = layouts.get(stored.dataset)
+        if layout is None:
+            raise DataError(
+                f"shard {found_path} has no dataset {stored.dataset!r} for field {name!r}: {_again(manifest)}"
+            )
+        _check_field(name, layout, manifest=manifest, entry=entry, path=found_path)
+        if layout.offset is not None:
+            end = layout.offset + _bytes_of(layout)
+            if end > status.st_size:
+                raise DataError(cut_short(found_path, entry, status.st_size))
+            moved = stored.offset is not None and layout.offset != stored.offset
+            if status.st_size == entry.file_bytes and moved:
+                raise DataError(
+                    f"field {name!r} of shard {found_path} begins at byte {layout.offset}, the manifest says "
+                    f"{stored.offset}: its HDF5 header is damaged, restore it or {_again(manifest)}"
+                )
+        by_field[name] = layout
+    return by_field
+
+
+def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is_copy: bool = False) -> None:
+    """Refuse an indexed file whose size or time are not those of the manifest. Raises DataError."""
+    if entry.modified_ns is None:
+        return
+    if status.st_size < entry.file_bytes:
+        raise DataError(cut_short(path, entry, status.st_size))
+    if status.st_size != entry.file_bytes or (status.st_mtime_ns != entry.modified_ns and not is_copy):
+        raise DataError(
+            f"file {path} has changed since it was indexed ({status.st_size} bytes of time "
+            f"{status.st_mtime_ns}, then {entry.file_bytes} of {entry.modified_ns}): index the files again"
+        )
+
+
+def cut_short(path: Path, entry: ShardEntry, found_bytes: int) -> str:
+    """What is said of a file that is shorter than the manifest says."""
+    return (
+        f"shard {path} is cut short: {found_bytes} bytes, the manifest says {entry.file_bytes} "
+        f"({entry.samples} samples): copy it again, or {'pack' if entry.modified_ns is None else 'index'} again"
+    )
+
+
+def _again(manifest: Manifest) -> str:
+    return "index the files again" if manifest.indexed else "pack again"
+
+
+def _bytes_of(layout: hdf5.Layout) -> int:
+    return int(np.prod(layout.shape, dtype=np.int64)) * layout.dtype.itemsize
+
+
+def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, hdf5.Layout] | None:
+    """Layouts as the manifest has them, if all fields lie in one piece: opening HDF5 takes a millisecond."""
+    layouts = {}
+    for name, stored in entry.fields.items():
+        spec = manifest.fields[name]
+        if stored.offset is None or stored.member is not None or spec.kind != "array":
+            return None
+        shape = manifest.entry_shape(name, entry)
+        if not stored.whole:
+            shape = (stored.first_row + shape[0], *shape[1:])
+        dtype = np.dtype(spec.dtype).newbyteorder(">" if stored.big_endian else "<")
+        layouts[name] = hdf5.Layout(shape=shape, dtype=dtype, offset=stored.offset)
+    return layouts
+
+
+def _check_field(
+    name: str, layout: hdf5.Layout, *, manifest: Manifest, entry: ShardEntry, path: Path
+) -> None:
+    """Whether dtype and shape of an HDF5 dataset are what the manifest says."""
+    spec, stored = manifest.fields[name], entry.fields[name]
+    dtype, shape = layout.dtype, layout.shape
+    if stored.member is not None:
+        if dtype.names is None or stored.member not in dtype.names:
+            raise DataError(f"dataset {stored.dataset!r} of shard {path} has no member {stored.member!r}")
+        member = dtype[stored.member]
+        dtype, shape = member.base, (*shape, *member.shape)
+    found, wanted = _dtype_name(dtype, spec, whole=stored.whole), _wanted_dtype(spec)
+    if spec.kind == "array":
+        expected = manifest.entry_shape(name, entry)
+        fits = shape == expected
+    elif stored.whole:
+        expected = spec.shape
+        fits = len(shape) == len(expected) and shape[1:] == expected[1:] and shape[:1] <= expected[:1]
+    else:
+        expected = (entry.samples,)
+        fits = shape == expected
+    if not fits and manifest.indexed and not stored.whole and shape and shape[1:] == expected[1:]:
+        # The rows of an indexed dataset may be shared out to several entries, or not all be wanted.
+        fits = shape[0] >= stored.first_row + expected[0]
+    if found != wanted or not fits:
+        raise DataError(
+            f"field {name!r} of shard {path} is {found} {shape}, the manifest says {wanted} {expected}: "
+            f"the shard belongs to another dataset, {_again(manifest)}"
+        )
+
+
+def _wanted_dtype(spec: FieldSpec) -> str:
+    return "string" if spec.kind == "classes" else spec.dtype
+
+
+def _dtype_name(dtype: np.dtype[Any], spec: FieldSpec, *, whole: bool) -> str:
+    """numpy's name, but `string` for strings; ragged rows are named by their elements."""
+    import h5py
+
+    if h5py.check_string_dtype(dtype) is not None:
+        return "string"
+    elements = h5py.check_vlen_dtype(dtype)
+    if elements is not None and spec.kind == "ragged" and not whole:
+        return str(np.dtype(elements).name)
+    return dtype.name
