@@ -1,6 +1,7 @@
 """HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.device_copy import batches_on
 from hpctrain.data.integrity import BlockChecker, CheckMode, DamagedData, OnDamage, make_checker
 from hpctrain.data.loader import Batches, Loader, Samples
 from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
@@ -8,7 +9,15 @@ from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Order, Span, 
 from hpctrain.data.orders import Blocks, Fixed, OrderSpec, Sequential, Shuffled, Stratified, Weighted
 from hpctrain.data.pack import Existing, pack_arrays, pack_tokens
 from hpctrain.data.read import Dataset, Verify
+from hpctrain.data.torch_dataset import (
+    TorchIterableDataset,
+    TorchMapDataset,
+    torch_iterable_dataset,
+    torch_map_dataset,
+)
+from hpctrain.data.transform import TransformContext
 from hpctrain.data.verify import Damage, verify
+from hpctrain.data.workers import WorkerPool
 
 __all__ = [
     "ORDER_NAME",
@@ -38,13 +47,20 @@ __all__ = [
     "Span",
     "Stratified",
     "TokenWindows",
+    "TorchIterableDataset",
+    "TorchMapDataset",
+    "TransformContext",
     "Verify",
     "Weighted",
+    "WorkerPool",
     "batch_spans",
+    "batches_on",
     "make_checker",
     "pack_arrays",
     "pack_tokens",
     "rank_share",
     "read_manifest",
+    "torch_iterable_dataset",
+    "torch_map_dataset",
     "verify",
 ]

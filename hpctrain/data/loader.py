@@ -11,7 +11,6 @@ another batch size. Never communicates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,21 +19,21 @@ from numpy.typing import NDArray
 
 from hpctrain.data.batch import Batch
 from hpctrain.data.batch_plan import BatchPlan, plan_batch
+from hpctrain.data.in_step import InStep
 from hpctrain.data.integrity import BlockChecker, OnDamage
 from hpctrain.data.manifest import FieldSpec
 from hpctrain.data.order import LastBatch, Order, Span, num_batches
 from hpctrain.data.orders import OrderSpec, Sequential, Shuffled
 from hpctrain.data.place import Place
-from hpctrain.data.prefetch import Prefetch
+from hpctrain.data.prefetch import ByteBound, Prefetch
 from hpctrain.data.skipping import read_around_damage
+from hpctrain.data.tensors import WIDENED, as_tensor, torch_dtype
+from hpctrain.data.transform import TransformContext, TransformFunction
+from hpctrain.data.transforming import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
 PREFETCH_BYTES = 64 << 20
-
-# torch's own dtypes for these can be stored, but hardly computed with: they are widened.
-_WIDENED: Mapping[str, np.dtype[Any]] = MappingProxyType(
-    {"uint16": np.dtype(np.int32), "uint32": np.dtype(np.int64)}
-)
+MAX_BATCHES_AHEAD = 1024  # what a batch costs beside its tensors is not counted in bytes
 
 
 class Samples(Protocol):
@@ -52,11 +51,6 @@ class Samples(Protocol):
         """Field -> array of shape (len(indices), *sample_shape); arrays given in `out` are filled."""
 
 
-def torch_dtype(spec: FieldSpec) -> torch.dtype:
-    """The dtype that batches have: the stored one, but uint16 becomes int32 and uint32 becomes int64."""
-    return torch.from_numpy(np.empty(0, dtype=_WIDENED.get(spec.dtype, np.dtype(spec.dtype)))).dtype
-
-
 class Loader:
     """Makes the iterators of epochs. One loader serves one rank.
 
@@ -64,8 +58,10 @@ class Loader:
     order: which sample when, see `hpctrain.data.orders`; `shuffle` is short for the two simplest ones.
     last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch, or fill it up.
     on_damage: what becomes of samples in blocks that the dataset's checker finds damaged.
+    transform: a function over the arrays of a batch, or its name "module:function", see
+    `hpctrain.data.transform`. workers: processes that do it; 0: the threads do.
     prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
-    num_threads: threads that make batches.
+    num_threads: threads that make batches; at least one for each worker.
     pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with its work.
     Raises RecipeError for a batch that cannot be split over the ranks, or that the dataset cannot fill.
     """
@@ -82,6 +78,8 @@ class Loader:
         order: OrderSpec | None = None,
         last_batch: LastBatch | str = LastBatch.KEEP,
         on_damage: OnDamage | str = OnDamage.STOP,
+        transform: str | TransformFunction | None = None,
+        workers: int = 0,
         prefetch_bytes: int = PREFETCH_BYTES,
         num_threads: int = 1,
         pin_memory: bool = False,
@@ -94,7 +92,8 @@ class Loader:
         self.order: OrderSpec = order if order is not None else Shuffled() if shuffle else Sequential()
         self.last_batch = LastBatch(last_batch)
         self.on_damage = OnDamage(on_damage)
-        self.num_threads = num_threads
+        self.num_threads = max(num_threads, workers)
+        self.prefetch_bytes = prefetch_bytes
         self.wait_s = 0.0
         """Seconds that the consumer waited for a batch, over all epochs."""
         self.current_epoch = 0
@@ -103,12 +102,13 @@ class Loader:
         self._goes_on = False
         self._check()
         # The largest part that a rank gets decides: every rank prefetches alike.
-        batch_bytes = -(-global_batch // num_ranks) * sum(
-            int(np.prod(spec.shape, dtype=np.int64)) * torch_dtype(spec).itemsize
+        self.batch_bytes = -(-global_batch // num_ranks) * sum(
+            int(np.prod(spec.shape, dtype=np.int64)) * torch_dtype(spec.dtype).itemsize
             for spec in dataset.fields.values()
         )
-        self.prefetch_batches = max(1, prefetch_bytes // max(1, batch_bytes))
+        self.prefetch_batches = max(1, prefetch_bytes // max(1, self.batch_bytes))
         self._pin = pin_memory
+        self._transformer = build_transformer(transform, workers=workers)
 
     def _check(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
@@ -154,9 +154,10 @@ class Loader:
             self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
         )
 
-    def epoch(self, epoch: int = 0, *, start: int = 0) -> Batches:
+    def epoch(self, epoch: int = 0, *, start: int = 0, every: int = 1) -> Batches:
         """This rank's batches of an epoch from position `start` on, the samples already consumed there.
 
+        every: n takes each n-th batch only, the one at `start` first: n readers share an epoch so.
         The threads start at once. To end before the last batch, close the iterator, or use a `with` block.
         Raises DataError if the epoch has fewer samples than `start`.
         """
@@ -167,7 +168,7 @@ class Loader:
             )
         self.current_epoch, self.position = epoch, start
         self._goes_on = False
-        return Batches(self, order=self._order(epoch), start=start)
+        return Batches(self, order=self._order(epoch), start=start, every=every)
 
     def __iter__(self) -> Iterator[Batch]:
         """Epoch 0, or what follows the place that `load_state_dict` set."""
@@ -203,6 +204,16 @@ class Loader:
     def __len__(self) -> int:
         return self.batches_per_epoch
 
+    def prefetch_bound(self) -> ByteBound[Batch]:
+        """What may be ready or being made: of transformed batches the size is known once one is made."""
+        transforms = self._transformer is not None
+        return ByteBound(
+            max_bytes=self.prefetch_bytes,
+            num_bytes=lambda batch: batch.num_bytes,
+            expected_bytes=None if transforms else self.batch_bytes,
+            making_bytes=self.batch_bytes if transforms else 0,
+        )
+
     def load(self, order: Order, *, span: Span) -> Batch:
         """Read this rank's part of the global batch at positions `span`; the threads do this a batch."""
         return self.read(
@@ -221,6 +232,11 @@ class Loader:
             )
         else:
             fields = self._tensors(plan.indices)
+        if self._transformer is not None:
+            context = TransformContext(
+                seed=self.seed, epoch=plan.epoch, start=plan.start, indices=plan.indices
+            )
+            fields = transformed(fields, by=self._transformer, context=context, pin_memory=self._pin)
         return Batch(
             fields=fields,
             epoch=plan.epoch,
@@ -233,35 +249,42 @@ class Loader:
 
     def _tensors(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Field -> tensor of shape (len(indices), *sample_shape)."""
+        # What a transform is given is not what is copied to the GPU.
+        pin = self._pin and self._transformer is None
         tensors, direct = {}, {}
         for name, spec in self.dataset.fields.items():
-            if spec.dtype not in _WIDENED:
+            if spec.dtype not in WIDENED:
                 shape = (len(indices), *spec.shape)
-                tensors[name] = torch.empty(shape, dtype=torch_dtype(spec), pin_memory=self._pin)
+                tensors[name] = torch.empty(shape, dtype=torch_dtype(spec.dtype), pin_memory=pin)
                 direct[name] = tensors[name].numpy()
         arrays = self.dataset.gather(indices, out=direct)
-        for name, spec in self.dataset.fields.items():
+        for name in self.dataset.fields:
             if name not in tensors:
-                tensor = torch.from_numpy(np.asarray(arrays[name]).astype(_WIDENED[spec.dtype]))
-                tensors[name] = tensor.pin_memory() if self._pin else tensor
+                tensors[name] = as_tensor(np.asarray(arrays[name]), pin_memory=pin)
         return {name: tensors[name] for name in self.dataset.fields}
 
 
 class Batches:
     """Iterator over one rank's batches of one epoch. A context manager; `close()` ends its threads."""
 
-    def __init__(self, loader: Loader, *, order: Order, start: int) -> None:
+    def __init__(self, loader: Loader, *, order: Order, start: int, every: int = 1) -> None:
         self._loader = loader
         self._counted_wait_s = 0.0
-        self.num_batches = loader.remaining_batches(start=start)
+        self.num_batches = -(-loader.remaining_batches(start=start) // every)
 
         def make(number: int) -> Batch:
-            first = start + number * loader.global_batch
+            first = start + number * every * loader.global_batch
             return loader.load(order, span=Span(first, min(first + loader.global_batch, order.num_samples)))
 
-        self._prefetch = Prefetch(
-            make, num_items=self.num_batches, depth=loader.prefetch_batches, num_threads=loader.num_threads
-        )
+        self._prefetch: Prefetch[Batch] | InStep[Batch]
+        if getattr(loader.dataset, "collective", False):
+            # All ranks read together: none may be ahead of the others, or left alone with a batch to read.
+            self._prefetch = InStep(make, num_items=self.num_batches)
+        else:
+            self._prefetch = Prefetch(
+                make, num_items=self.num_batches, depth=MAX_BATCHES_AHEAD, bound=loader.prefetch_bound(),
+                num_threads=loader.num_threads,
+            )  # fmt: skip
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -50,6 +50,7 @@ class _Shared(Generic[T]):
         self.bound = bound
         self.largest_bytes = bound.expected_bytes if bound is not None else 0  # None: not known yet
         self.held_bytes: dict[int, int] = {}  # of the items that were begun and not yet taken
+        self.total_bytes = 0  # their sum
         self.next_item = 0
         self.ready: dict[int, T | BaseException] = {}
         self.stopped = False
@@ -67,7 +68,11 @@ class _Shared(Generic[T]):
             return False
         if self.bound is None:
             return True
-        return sum(self.held_bytes.values()) + self._reserve_bytes() <= self.bound.max_bytes
+        return self.total_bytes + self._reserve_bytes() <= self.bound.max_bytes
+
+    def _hold(self, number: int, num_bytes: int) -> None:
+        self.total_bytes += num_bytes - self.held_bytes.get(number, 0)
+        self.held_bytes[number] = num_bytes
 
     def claim(self) -> int | None:
         """Wait for room, then take the next number: each number taken has room, none waits for another."""
@@ -76,7 +81,7 @@ class _Shared(Generic[T]):
                 self.condition.wait()
             if self.stopped or self.next_item >= self.num_items:
                 return None
-            self.held_bytes[self.next_item] = self._reserve_bytes()
+            self._hold(self.next_item, self._reserve_bytes())
             self.next_item += 1
             return self.next_item - 1
 
@@ -87,7 +92,7 @@ class _Shared(Generic[T]):
         with self.condition:
             if not self.stopped:
                 self.ready[number] = item
-                self.held_bytes[number] = num_bytes
+                self._hold(number, num_bytes)
                 self.largest_bytes = max(self.largest_bytes or 0, num_bytes)
             self.condition.notify_all()
 
@@ -95,7 +100,7 @@ class _Shared(Generic[T]):
         with self.condition:
             while number not in self.ready:
                 self.condition.wait()
-            del self.held_bytes[number]
+            self.total_bytes -= self.held_bytes.pop(number)
             self.condition.notify_all()
             return self.ready.pop(number)
 

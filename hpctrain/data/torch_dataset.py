@@ -1,0 +1,179 @@
+"""Datasets for `torch.utils.data`: scripts that have a DataLoader read shards through it.
+
+    loader = DataLoader(torch_map_dataset("images", fields=["image", "label"]), batch_size=64, shuffle=True)
+    loader = DataLoader(torch_iterable_dataset("images", global_batch=64), batch_size=None)
+
+The first gives samples, in the order that DataLoader's sampler chooses. The second gives the batches of a
+`Loader`: the same for any number of ranks, and with a state that can be kept. Both may be used with
+`num_workers`; under MPI that needs `multiprocessing_context="spawn"`, and no workers are faster.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hpctrain.data.loader import Loader, Samples
+from hpctrain.data.place import Place
+from hpctrain.data.read import Dataset, Verify
+from hpctrain.data.tensors import as_tensor
+from hpctrain.errors import DataError, UsageError
+
+Sample = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+class _Source:
+    """Opens a dataset once a process: nothing opened is inherited through a fork, or sent."""
+
+    def __init__(self, source: Path | str | Samples) -> None:
+        self._given = Path(source) if isinstance(source, (Path, str)) else source
+        self._opened: Samples | None = None
+        self._pid = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_given": self._given, "_opened": None, "_pid": 0}
+
+    def samples(self) -> Samples:
+        if not isinstance(self._given, Path):
+            return self._given
+        if self._opened is None or self._pid != os.getpid():
+            # Sizes are checked by the process that opens it first; its workers need not ask every file again.
+            verify = Verify.SIZES if get_worker_info() is None else Verify.NOTHING
+            self._opened, self._pid = Dataset.open(self._given, verify=verify), os.getpid()
+        return self._opened
+
+
+class TorchMapDataset(TorchDataset[Sample]):
+    """Samples by number. Use `torch_map_dataset`."""
+
+    def __init__(self, source: Path | str | Samples, *, fields: Sequence[str] | None = None) -> None:
+        self._source = _Source(source)
+        self._fields = None if fields is None else tuple(fields)
+        known = list(self._source.samples().fields)
+        unknown = [name for name in self._fields or () if name not in known]
+        if unknown:
+            raise UsageError(f"the dataset has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+
+    def __len__(self) -> int:
+        return self._source.samples().num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """One sample. Raises IndexError outside, as sequences do; DataError if it cannot be read."""
+        index = index + len(self) if index < 0 else index
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} was asked of {len(self)}")
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Several samples, read together: DataLoader asks for a batch this way. They are views of one array."""
+        arrays = self._source.samples().gather(np.asarray(indices, dtype=np.int64))
+        tensors = {name: as_tensor(array) for name, array in arrays.items()}
+        if self._fields is None:
+            return [{name: tensor[row] for name, tensor in tensors.items()} for row in range(len(indices))]
+        return [tuple(tensors[name][row] for name in self._fields) for row in range(len(indices))]
+
+
+class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
+    """Batches of a `Loader`, one epoch each time it is iterated. Use `torch_iterable_dataset`."""
+
+    def __init__(self, source: Path | str | Samples, **loader_options: Any) -> None:
+        self._source = _Source(source)
+        self._options = loader_options
+        self._epoch = 0
+        self._position: int | None = None  # where this worker's next batch begins; None: at its first
+        self._made: tuple[int, Loader] | None = None
+        self._loader()  # raises here what does not fit
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}
+
+    def _loader(self) -> Loader:
+        if self._made is None or self._made[0] != os.getpid():
+            self._made = os.getpid(), Loader(self._source.samples(), **self._options)
+        return self._made[1]
+
+    def __len__(self) -> int:
+        """Batches of an epoch, over all workers."""
+        return self._loader().batches_per_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin epoch `epoch` when iterated next. Without it epochs follow each other in this process; workers
+        that DataLoader starts anew for each epoch have to be told."""
+        self._epoch, self._position = epoch, None
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """This worker's batches: of W workers, worker w has batches w, w + W, ..., as DataLoader asks them."""
+        loader = self._loader()
+        number, count = _worker()
+        start = self._position
+        if start is None:
+            start = number * loader.global_batch
+        return self._batches(loader, start=min(start, loader.num_positions), every=count)
+
+    def _batches(self, loader: Loader, *, start: int, every: int) -> Iterator[dict[str, torch.Tensor]]:
+        with loader.epoch(self._epoch, start=start, every=every) as batches:
+            for batch in batches:
+                self._position = min(batch.start + every * loader.global_batch, loader.num_positions)
+                yield batch.fields
+        self._epoch, self._position = self._epoch + 1, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last batch, plain JSON. torchdata's StatefulDataLoader asks each worker."""
+        loader = self._loader()
+        position = self._position
+        place = Place(
+            order=loader.order.name, num_samples=loader.dataset.num_samples, seed=loader.seed, epoch=self._epoch,
+            position=position or 0,
+        )  # fmt: skip
+        return {"place": place.as_json(), "begun": position is not None, "num_workers": _worker()[1]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called. The number of ranks may be another, that of workers not.
+
+        Raises DataError for what is no such state, or one of another order, seed or number of samples.
+        """
+        if not isinstance(state, Mapping) or not {"place", "begun", "num_workers"} <= set(state):
+            raise DataError("this is no state of a dataset: give what its state_dict() returned")
+        loader = self._loader()
+        place = Place.of_json(state["place"])
+        place.check_fits(order=loader.order.name, num_samples=loader.dataset.num_samples)
+        if place.seed != loader.seed:
+            raise DataError(f"the state is of seed {place.seed}, the dataset has seed {loader.seed}")
+        if state["begun"] and state["num_workers"] != _worker()[1]:
+            raise DataError(
+                f"the state was kept in the midst of an epoch by {state['num_workers']} workers, there are "
+                f"{_worker()[1]}: go on with as many"
+            )
+        self._epoch, self._position = place.epoch, place.position if state["begun"] else None
+
+
+def torch_map_dataset(
+    source: Path | str | Samples, *, fields: Sequence[str] | None = None
+) -> TorchMapDataset:
+    """A map-style dataset of a directory of shards, or of an opened dataset.
+
+    Samples are dicts of tensors; with `fields`, tuples in that order.
+    Raises DataError if the dataset cannot be opened, UsageError for a field that it has not.
+    """
+    return TorchMapDataset(source, fields=fields)
+
+
+def torch_iterable_dataset(source: Path | str | Samples, **loader_options: Any) -> TorchIterableDataset:
+    """An iterable dataset of whole batches, dicts of tensors: give DataLoader `batch_size=None`.
+
+    loader_options: as for `hpctrain.data.Loader`: global_batch, rank, num_ranks, seed, transform, ...
+    """
+    return TorchIterableDataset(source, **loader_options)
+
+
+def _worker() -> tuple[int, int]:
+    """Number of this DataLoader worker, and how many there are; (0, 1) outside of one."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
