@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpctrain.cli.data_index import index_command
 from hpctrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ data_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+data_app.command("index")(index_command)
 
 
 @data_app.command("pack")

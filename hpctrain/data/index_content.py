@@ -1,0 +1,83 @@
+"""Reads indexed datasets once from end to end: hashes of their blocks, statistics of their elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hpctrain.data.index_inspect import Found, open_to_index, read_blocks
+from hpctrain.data.statistics import Moments, moments_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """hashes: of blocks of the little-endian row-major bytes; empty for variable lengths."""
+
+    hashes: tuple[str, ...]
+    moments: Moments
+
+
+class _BlockHashes:
+    """xxh3_64 of each block of a stream of bytes that comes in pieces of any size."""
+
+    def __init__(self, *, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._digest = xxhash.xxh3_64()
+        self._filled = 0
+        self._hashes: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: self._block_bytes - self._filled]
+            self._digest.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == self._block_bytes:
+                self._close_block()
+
+    def finish(self) -> tuple[str, ...]:
+        if self._filled:
+            self._close_block()
+        return tuple(self._hashes)
+
+    def _close_block(self) -> None:
+        self._hashes.append(self._digest.hexdigest())
+        self._digest.reset()
+        self._filled = 0
+
+
+def read_content(
+    path: str, *, found: Sequence[Found], block_bytes: int, hashed_bytes: int | None = None
+) -> tuple[Content, ...]:
+    """Content of datasets of numbers in one file, each read once, in blocks.
+
+    hashed_bytes: only so many bytes from the start are hashed; None: all. Raises DataError.
+    """
+    contents = []
+    with open_to_index(path) as file:
+        for one in found:
+            hashes = _BlockHashes(block_bytes=block_bytes)
+            moments = Moments()
+            left = one.num_bytes if hashed_bytes is None else hashed_bytes
+            row_bytes = one.num_bytes // max(1, one.shape[0]) if one.shape else one.num_bytes
+            for block in read_blocks(file[one.dataset], one.member, row_bytes=row_bytes):
+                if one.kind == "lengths":
+                    moments += moments_of(np.concatenate([_native(row) for row in block]))
+                    continue
+                array = _native(block)
+                moments += moments_of(array)
+                data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+                hashes.update(data.data[:left])
+                left -= min(left, data.nbytes)
+            contents.append(Content(hashes=hashes.finish(), moments=moments))
+    return tuple(contents)
+
+
+def _native(block: Any) -> NDArray[Any]:
+    array = np.asarray(block)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -1,0 +1,255 @@
+"""Looks into one HDF5 file of others: where the asked datasets are, and what they hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from hpctrain.data.class_names import class_texts
+from hpctrain.data.index_links import matches, resolve
+from hpctrain.data.index_request import FieldRequest
+from hpctrain.data.manifest import DTYPES
+from hpctrain.errors import DataError
+
+if TYPE_CHECKING:
+    import h5py
+
+_READ_ROWS = 1 << 14
+_READ_LENGTHS = 256
+_READ_BYTES = 8 << 20
+MAX_CLASSES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One dataset (or a member of its compound).
+
+    shape: with the dimension of samples; of variable lengths without what varies. dtype: numpy name of the
+    elements, `str` for strings. longest: the longest sample of variable lengths, else 0. num_bytes: of the
+    elements, uncompressed. classes: the different strings, sorted.
+    """
+
+    dataset: str
+    member: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["numbers", "lengths", "strings"]
+    offset: int | None
+    big_endian: bool
+    num_bytes: int
+    longest: int = 0
+    classes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundFile:
+    """One file: places is a list of field -> dataset, one of them unless the paths have a `*`."""
+
+    path: str
+    file_bytes: int
+    modified_ns: int
+    places: tuple[dict[str, Found], ...]
+
+
+def inspect_file(path: str, *, requests: Sequence[FieldRequest]) -> FoundFile:
+    """Find the datasets that are asked for. Reads headers alone, and what has variable lengths or strings.
+
+    Raises DataError, which names the file and the dataset: it is no HDF5 file, someone is writing it, it
+    changes meanwhile, a dataset is missing, empty, or such that no samples can be read from it.
+    """
+    with open_to_index(path) as file:
+        before = os.stat(path)
+        if requests[0].has_wildcard:
+            places = tuple(_groups(file, requests))
+        else:
+            places = ({request.name: _look(file, request.path, request) for request in requests},)
+    after = os.stat(path)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path} changed while it was indexed: index it when nobody writes it")
+    return FoundFile(path=path, file_bytes=after.st_size, modified_ns=after.st_mtime_ns, places=places)
+
+
+@contextmanager
+def open_to_index(path: str) -> Iterator[h5py.File]:
+    """The file, opened such that a writer is noticed: by HDF5's lock, and by the mark writers leave in it.
+
+    Raises DataError also for what HDF5 cannot read while it is open.
+    """
+    import h5py
+
+    try:
+        try:
+            file = h5py.File(path, "r", locking="best-effort")
+        except (ValueError, TypeError):  # an HDF5 that cannot choose
+            file = h5py.File(path, "r")
+        with file:
+            yield file
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: there is no such file") from None
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        text = str(error)
+        if "lock file" in text or "already open" in text or "SWMR" in text or "consistency" in text:
+            raise DataError(
+                f"{path} is open for writing by someone else, or was left so by a program that crashed: "
+                "index it when it is closed (after a crash: h5clear -s FILE)"
+            ) from error
+        raise DataError(f"{path} cannot be read as HDF5: {text}") from error
+
+
+def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[str, Found]]:
+    """What each group holds. All fields must be in all groups."""
+    paths = {request.name: matches(file, request.parts) for request in requests}
+    first = requests[0]
+    keys = list(paths[first.name])
+    if not keys:
+        raise DataError(f"{file.filename} holds nothing that fits {first.path} (field {first.name!r})")
+    for request in requests[1:]:
+        other = set(keys) ^ set(paths[request.name])
+        if other:
+            place = "/".join(min(other))
+            raise DataError(
+                f"{file.filename}: {first.path} and {request.path} do not fit the same groups; "
+                f"{place!r} fits only one of them"
+            )
+    for key in keys:
+        yield {request.name: _look(file, paths[request.name][key], request) for request in requests}
+
+
+def _look(file: h5py.File, path: str, request: FieldRequest) -> Found:
+    import h5py
+
+    where = f"field {request.name!r}, {path} of {file.filename},"
+    resolved = resolve(file, path)
+    dataset = file[resolved]
+    if not isinstance(dataset, h5py.Dataset):
+        inside = ", ".join(list(dataset)[:8]) if isinstance(dataset, h5py.Group) else ""
+        raise DataError(f"{where} is a group, not a dataset; it holds {inside or 'nothing'}")
+    if dataset.shape is None:
+        raise DataError(f"{where} is empty: it has no elements at all")
+    plist = dataset.id.get_create_plist()
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        raise DataError(f"{where} is virtual, its data lie in other files: index those themselves")
+    if plist.get_external_count():
+        raise DataError(f"{where} keeps its data in another file, which is no HDF5: copy it with h5repack")
+    _refuse_pickled(dataset, where)
+    dtype, shape = _element(dataset, request, where)
+    offset = None
+    if request.member is None and plist.get_layout() == h5py.h5d.CONTIGUOUS and not dtype.hasobject:
+        offset = dataset.id.get_offset()
+        if offset is not None and offset + dataset.nbytes > os.path.getsize(file.filename):
+            raise DataError(f"{where} ends behind the end of the file: the file is cut short")
+    if 0 in shape:
+        raise DataError(f"{where} is empty, its shape is {shape}: leave the file out")
+    found = Found(
+        dataset=resolved,
+        member=request.member,
+        shape=shape,
+        dtype=dtype.name,
+        kind="numbers",
+        offset=offset,
+        big_endian=dtype.newbyteorder("=") != dtype and dtype.itemsize > 1,
+        num_bytes=int(np.prod(shape, dtype=np.int64)) * dtype.itemsize,
+    )
+    if h5py.check_string_dtype(dtype) is not None:
+        return _with_strings(found, dataset, where)
+    if h5py.check_vlen_dtype(dtype) is not None:
+        return _with_lengths(found, dataset, np.dtype(h5py.check_vlen_dtype(dtype)), where)
+    _check_number(dtype, where)
+    return found
+
+
+def _element(
+    dataset: h5py.Dataset, request: FieldRequest, where: str
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """dtype of the elements, and shape with what an array dtype adds."""
+    dtype: np.dtype[Any] = dataset.dtype
+    shape: tuple[int, ...] = tuple(dataset.shape)
+    if dtype.names is not None:
+        names = ", ".join(dtype.names)
+        if request.member is None:
+            raise DataError(
+                f"{where} is a table (compound) of {names}: say which, as in "
+                f"{request.name}={request.path}:{dtype.names[-1]}"
+            )
+        if request.member not in dtype.names:
+            raise DataError(f"{where} has no member {request.member!r}; its members are {names}")
+        dtype = dtype[request.member]
+    elif request.member is not None:
+        raise DataError(f"{where} is no table (compound): leave out ':{request.member}'")
+    if dtype.subdtype is not None:
+        dtype, more = dtype.subdtype
+        shape += more
+    return dtype, shape
+
+
+def _refuse_pickled(dataset: h5py.Dataset, where: str) -> None:
+    if dataset.attrs.get("PSEUDOATOM") in (b"object", "object"):
+        raise DataError(
+            f"{where} holds pickled Python objects (pandas writes strings so in its fixed format), which are "
+            "not read: write numbers, or strings with format='table'"
+        )
+
+
+def _check_number(dtype: np.dtype[Any], where: str) -> None:
+    import h5py
+
+    if h5py.check_ref_dtype(dtype) is not None:
+        raise DataError(f"{where} holds references to objects, not data: index what they refer to")
+    if dtype.names is not None:
+        raise DataError(f"{where} is a table within a table, which cannot be indexed")
+    if dtype.name not in DTYPES:
+        raise DataError(f"{where} is {dtype.name}; possible are {', '.join(DTYPES)}, and strings")
+
+
+def _blocks(dataset: h5py.Dataset, member: str | None, *, rows: int) -> Iterator[Any]:
+    """All elements of a dataset in blocks of rows."""
+    source = dataset if member is None else dataset.fields(member)
+    if not dataset.shape:
+        yield np.asarray(source[()])
+        return
+    for start in range(0, dataset.shape[0], rows):
+        yield source[start : start + rows]
+
+
+def read_blocks(dataset: h5py.Dataset, member: str | None, *, row_bytes: int) -> Iterator[Any]:
+    """All elements of a dataset in blocks of some megabytes."""
+    return _blocks(dataset, member, rows=max(1, _READ_BYTES // max(1, row_bytes)))
+
+
+def _with_strings(found: Found, dataset: h5py.Dataset, where: str) -> Found:
+    if found.shape[1:]:
+        raise DataError(f"{where} has {found.shape[1:]} strings a sample; one is possible, as a label")
+    names: set[str] = set()
+    try:
+        for block in _blocks(dataset, found.member, rows=_READ_ROWS):
+            names.update(class_texts(block))
+            if len(names) > MAX_CLASSES:
+                raise DataError(f"{where} has over {MAX_CLASSES} different strings: that is text, not labels")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} has strings that are no UTF-8 ({error})") from None
+    return replace(found, dtype="str", kind="strings", classes=tuple(sorted(names)), big_endian=False)
+
+
+def _with_lengths(found: Found, dataset: h5py.Dataset, base: np.dtype[Any], where: str) -> Found:
+    _check_number(base, where)
+    if len(found.shape) != 1 or base.hasobject:
+        raise DataError(f"{where} has variable lengths in shape {found.shape}; one a sample is possible")
+    longest = elements = 0
+    for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):
+        lengths = [len(row) for row in block]
+        longest, elements = max(longest, *lengths), elements + sum(lengths)
+    if not longest:
+        raise DataError(f"{where} holds {found.shape[0]} samples that are all empty")
+    return replace(
+        found,
+        dtype=base.name,
+        kind="lengths",
+        longest=longest,
+        num_bytes=elements * base.itemsize,
+        big_endian=base.newbyteorder("=") != base and base.itemsize > 1,
+    )

@@ -1,0 +1,110 @@
+"""What is asked of an index: fields by their paths in the HDF5 files, what a sample is, and which files."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hpctrain.errors import DataError, UsageError
+
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SUFFIXES = (".h5", ".hdf5", ".he5", ".nc")
+
+
+class SampleIs(str, Enum):
+    """What one sample is: a row of each dataset, a file, or a group of a file."""
+
+    ROWS = "rows"
+    FILE = "file"
+    GROUPS = "groups"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldRequest:
+    """Field `name` is at `path` of each file; a `*` in the path stands for part of a name, as in a shell.
+
+    member: which member of a compound. padded: the first dimension may differ from sample to sample.
+    """
+
+    name: str
+    path: str
+    member: str | None = None
+    padded: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(part for part in self.path.split("/") if part)
+
+    @property
+    def has_wildcard(self) -> bool:
+        return "*" in self.path
+
+
+def parse_fields(text: str, *, padded: Sequence[str] = ()) -> tuple[FieldRequest, ...]:
+    """The requests of `x=/images,y=/table:label`. Raises UsageError."""
+    requests: list[FieldRequest] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, place = part.partition("=")
+        path, colon, member = place.partition(":")
+        if not equals or not path.strip("/") or (colon and not member):
+            raise UsageError(
+                f"--fields {part!r}: NAME=/PATH or NAME=/PATH:MEMBER is expected, as in x=/images,y=/labels"
+            )
+        if not _FIELD_NAME.fullmatch(name):
+            raise UsageError(f"--fields {part!r}: a name has letters, digits, '_', '.' and '-'")
+        requests.append(
+            FieldRequest(name=name, path="/" + path.strip("/"), member=member or None, padded=name in padded)
+        )
+    names = [request.name for request in requests]
+    if not names:
+        raise UsageError("--fields is empty: which datasets are the fields? as in x=/images,y=/labels")
+    if len(set(names)) != len(names):
+        raise UsageError(f"--fields {text!r} names a field twice")
+    unknown = [name for name in padded if name not in names]
+    if unknown:
+        raise UsageError(f"--pad {','.join(unknown)}: there is no such field, there are {', '.join(names)}")
+    return tuple(requests)
+
+
+def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> SampleIs:
+    """What a sample is: as asked, else groups if paths have a `*`, else rows. Raises UsageError."""
+    wild = [request.has_wildcard for request in requests]
+    if any(wild) != all(wild):
+        raise UsageError("either all paths of --fields have a '*' for the groups, or none")
+    if asked is SampleIs.GROUPS and not any(wild):
+        raise UsageError("--samples groups needs paths with a '*', as in x=/*/image,y=/*/label")
+    if asked is SampleIs.FILE and any(wild):
+        raise UsageError("--samples file means one sample a file: paths with '*' belong to --samples groups")
+    if asked is not None:
+        return asked
+    return SampleIs.GROUPS if any(wild) else SampleIs.ROWS
+
+
+def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
+    """Absolute paths of the files that names, globs (`**` too) and directories stand for, each once.
+
+    In the order of their names, numbers by value: f2 comes before f10. Raises DataError if there is none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        if os.path.isdir(pattern):
+            names = [name for name in os.listdir(pattern) if name.endswith(_SUFFIXES)]
+            matches = [os.path.join(pattern, name) for name in names if not name.startswith(".")]
+        elif os.path.exists(pattern):
+            matches = [pattern]
+        else:
+            matches = [match for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)]
+        if not matches:
+            raise DataError(f"no files to index: nothing matches {pattern!r}")
+        found.update(os.path.abspath(match) for match in matches)
+    return tuple(sorted(found, key=natural))
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts names as people count: digits by their value."""
+    parts = re.split(r"(\d+)", text)
+    return tuple((1, int(part), part) if part.isdigit() else (0, 0, part) for part in parts)

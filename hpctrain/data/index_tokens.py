@@ -1,0 +1,103 @@
+"""Token windows of indexed files: how many each file gives, and where they begin if documents split them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.index_fields import Place
+from hpctrain.data.index_inspect import open_to_index
+from hpctrain.data.index_links import resolve
+from hpctrain.data.index_request import FieldRequest, SampleIs
+from hpctrain.data.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
+from hpctrain.data.token_windows import split_windows
+from hpctrain.errors import DataError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRequest:
+    """Windows of window + 1 tokens, `stride` apart.
+
+    documents: dataset of each file with the tokens at which documents begin; no window crosses one. None:
+    windows go on over the borders of documents.
+    """
+
+    window: int
+    stride: int
+    documents: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.stride < 1:
+            raise UsageError(f"windows of {self.window} tokens, {self.stride} apart: both are at least 1")
+
+    @property
+    def windows(self) -> TokenWindows:
+        boundaries = "ignore" if self.documents is None else "split"
+        return TokenWindows.model_validate(
+            {
+                "window": self.window,
+                "stride": self.stride,
+                "boundaries": boundaries,
+                "documents": self.documents,
+            }
+        )
+
+
+def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) -> None:
+    """Raises UsageError if the fields make no token stream."""
+    if [request.name for request in requests] != [TOKENS_FIELD]:
+        raise UsageError(
+            f"--tokens needs one field of the name {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
+        )
+    if samples is not SampleIs.ROWS or requests[0].has_wildcard:
+        raise UsageError("--tokens cuts each file's stream into samples: no '*' in the path, no --samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutStream:
+    """One file's windows. starts: int64 (samples,) if documents split them. num_tokens: that are read."""
+
+    place: Place
+    samples: int
+    num_tokens: int
+    starts: NDArray[np.int64] | None
+
+
+def token_field(places: Sequence[Place], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
+    """The field of windows. `spec` is what the streams have in common. Raises DataError: no streams."""
+    if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
+        raise DataError(
+            f"{places[0].describe(TOKENS_FIELD)} is {spec.dtype} with rows of shape {spec.shape}, no stream of "
+            "integers: without --tokens its rows are the samples"
+        )
+    return FieldSpec(dtype=spec.dtype, shape=(request.window + 1,))
+
+
+def cut_stream(place: Place, *, request: TokenRequest) -> CutStream:
+    """The windows of one file; `samples` is 0 if it is too short for any. Raises DataError."""
+    num_tokens = place.fields[TOKENS_FIELD].shape[0]
+    windows = request.windows
+    if request.documents is None:
+        samples = windows.windows_in(num_tokens)
+        used = windows.tokens_for(samples) if samples else 0
+        return CutStream(place=place, samples=samples, num_tokens=used, starts=None)
+    documents = _documents(place.file.path, request.documents, num_tokens=num_tokens)
+    starts = split_windows(documents, num_tokens=num_tokens, window=request.window, stride=request.stride)
+    return CutStream(place=place, samples=len(starts), num_tokens=num_tokens, starts=starts)
+
+
+def _documents(path: str, name: str, *, num_tokens: int) -> NDArray[np.int64]:
+    with open_to_index(path) as file:
+        dataset = file[resolve(file, name)]
+        shape, dtype = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
+        if shape is None or len(shape) != 1 or dtype is None or dtype.kind not in "iu":
+            raise DataError(f"{name} of {path} is no list of integers, at which documents begin")
+        starts: NDArray[np.int64] = dataset[()].astype(np.int64)
+    if len(starts) and (np.any(np.diff(starts) < 0) or starts[0] < 0 or starts[-1] > num_tokens):
+        raise DataError(
+            f"{name} of {path} is no list of places where documents begin: they ascend, from 0 to {num_tokens}"
+        )
+    return starts
