@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.data import Dataset, Loader
+from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce.auto_choice import CalibrationFiles
 from hpctrain.reduce.calibration_file import FILE_NAME
+from hpctrain.run.data import order_of
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.recipe import Recipe
@@ -70,19 +71,18 @@ def _training_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
         dataset,
         global_batch=recipe.data.global_batch,
         seed=derive_seed(recipe.run.seed, "order"),
-        shuffle=recipe.data.shuffle,
+        order=order_of(recipe.data, dataset),
         last_batch=recipe.data.last_batch,
         prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
     )
 
 
 def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
-    # A part of the samples is drawn by the shuffled order of a fixed seed: the same part in every run.
+    # A part of the samples is drawn by a shuffled order that is fixed: the same part in every run.
     return session.loader(
         dataset,
         global_batch=max(recipe.data.evaluation_batch, session.num_ranks),
-        seed=0,
-        shuffle=recipe.data.evaluation_samples is not None,
+        order=Fixed(of=Shuffled() if recipe.data.evaluation_samples is not None else Sequential()),
         prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
     )
 

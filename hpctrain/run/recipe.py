@@ -73,9 +73,33 @@ class DataSection(Section):
         ge=1,
         description="Parts in which a rank computes its share of the batch; traffic only after the last.",
     )
-    shuffle: bool = Field(True, description="Shuffle each epoch anew from the seed.")
-    last_batch: Literal["keep", "drop"] = Field(
-        "keep", description="What happens to the last, smaller batch of an epoch."
+    order: Literal["shuffle", "blocks", "sequential", "weighted", "stratified"] | None = Field(
+        None,
+        description="Which sample when, see guides/data-order.md. `shuffle`: all, anew each epoch. `blocks`: shuffled "
+        "blocks, mixed within `order_window` of them: large reads. `sequential`: as stored. `weighted`: drawn with "
+        "replacement by `weights`. `stratified`: all, each batch with the classes of `strata` in the dataset's "
+        "proportions. Absent: as `shuffle` says.",
+    )
+    order_block: int | None = Field(
+        None, ge=1, description="`blocks`: samples in a block. Absent: as many as take 4 MiB."
+    )
+    order_window: int = Field(16, ge=1, description="`blocks`: so many blocks are mixed with each other.")
+    weights: str | None = Field(
+        None, min_length=1,
+        description="`weighted`: a field with one number a sample, or a .npy file of them; an epoch draws as many "
+        "samples as the dataset has.",
+    )  # fmt: skip
+    strata: str | None = Field(
+        None, min_length=1,
+        description="`stratified`: a field with one whole number (the class) a sample, or a .npy file of them.",
+    )  # fmt: skip
+    shuffle: bool = Field(
+        True, description="Short for `order`: `true` is `shuffle`, `false` is `sequential`."
+    )
+    last_batch: Literal["keep", "drop", "pad"] = Field(
+        "keep",
+        description="What happens to the last, smaller batch of an epoch. `pad`: it is filled by repeating its own "
+        "samples, which weigh nothing in the loss.",
     )
     prefetch_mb: float = Field(64.0, gt=0, description="Memory bound of prefetched batches per rank, MB.")
     evaluation_batch: int = Field(1024, ge=1, description="Samples per evaluation batch, over all ranks.")
@@ -84,6 +108,19 @@ class DataSection(Section):
         description="Evaluate on so many held-out samples, always the same ones, drawn from all; rounded up to whole "
         "evaluation batches. Absent: on all of them.",
     )  # fmt: skip
+
+    @property
+    def chosen_order(self) -> str:
+        return self.order or ("shuffle" if self.shuffle else "sequential")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DataSection:
+        if not self.shuffle and self.order not in (None, "sequential"):
+            raise ValueError(f"order = {self.order!r} and shuffle = false: leave one of the two out")
+        for key, order in (("weights", "weighted"), ("strata", "stratified")):
+            if (getattr(self, key) is not None) != (self.chosen_order == order):
+                raise ValueError(f"{key} and order = {order!r} belong together: set both or neither")
+        return self
 
 
 class OptimizerSection(Section):

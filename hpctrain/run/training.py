@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from hpctrain.comm import all_gather_json, check_same, on_rank_0
-from hpctrain.data import ORDER_NAME, Dataset
+from hpctrain.data import Dataset
 from hpctrain.errors import DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
 from hpctrain.resilience import StopRequest
+from hpctrain.run.data import place_identity
 from hpctrain.run.directory import prepare_run_directory, set_aside, set_aside_newer
 from hpctrain.run.parts import (
     build_parts,
@@ -137,8 +138,7 @@ def carry_out(
     state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
     identity = {
         "dataset": dataset.manifest.fingerprint,
-        "order": ORDER_NAME,
-        "shuffle": recipe.data.shuffle,
+        **place_identity(parts.loader.order),
         "last_batch": recipe.data.last_batch,
     }
     records = session.agreed(

@@ -1,0 +1,143 @@
+"""The section [data] of a recipe: orders, weights, strata and last batches in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from hpctrain.comm.threads import run_threads
+from hpctrain.data import Dataset, pack_arrays, pack_tokens
+from hpctrain.data.column import read_column
+from hpctrain.data.orders import BLOCK_BYTES
+from hpctrain.errors import CheckpointError, DataError, RecipeError, StoppedEarly
+from hpctrain.run import parse_recipe
+from hpctrain.run.data import default_block, order_of
+from hpctrain.run.recipe import DataSection
+from tests.unit.test_training_run import SAMPLES, Task, run, where  # noqa: F401
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "shuffle": {},
+    "sequential": {"order": "sequential"},
+    "blocks": {"order": "blocks", "order_block": 6, "order_window": 3},
+    "weighted": {"order": "weighted", "weights": "id"},
+    "stratified": {"order": "stratified", "strata": "label"},
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_run_stopped_and_resumed_sees_the_samples_of_an_uninterrupted_one(where: Path, name: str) -> None:  # noqa: F811
+    data = {**ORDERS[name], "global_batch": 18, "last_batch": "pad", "held_out": None}
+    data = {key: value for key, value in data.items() if value is not None}
+    whole = Task()
+    run(where, whole, run={"directory": str(where / "whole")}, data=data)
+    first, second = Task(stop_after=4), Task()
+    with pytest.raises(StoppedEarly):
+        run(where, first, data=data)
+    run(where, second, data=data)
+    assert first.seen + second.seen == whole.seen
+    if name == "weighted":
+        assert 0 not in whole.seen  # its weight is 0
+    else:
+        assert sorted(whole.seen[:SAMPLES]) == list(range(SAMPLES))
+    other = {"order": "blocks", "order_block": 5} if name != "blocks" else {"order": "sequential"}
+    kept = {key: value for key, value in data.items() if key not in ORDERS[name]}
+    with pytest.raises(CheckpointError, match="its place in the data means nothing here"):
+        run(where, Task(), run={"steps": 20}, data={**kept, **other})
+
+
+class Mean(Task):
+    """The samples' mean, with a loss that must leave out by itself what only fills a batch."""
+
+    def loss(  # type: ignore[override]
+        self, model: torch.nn.Module, fields: dict[str, torch.Tensor], *, valid: torch.Tensor
+    ) -> torch.Tensor:
+        self.sizes = {*getattr(self, "sizes", set()), len(valid)}
+        losses = functional.cross_entropy(model(fields["image"]), fields["label"], reduction="none")
+        return (losses * valid).sum() / valid.sum()
+
+
+def test_a_filled_last_batch_trains_as_a_smaller_one_does_on_one_rank_and_on_three(where: Path) -> None:  # noqa: F811
+    found = {}
+    for ranks in (1, 3):
+        for last, kind in (("keep", Task), ("pad", Task), ("pad", Mean)):
+            place = f"{ranks}-{last}-{kind.__name__}"
+
+            def one(world: Any, place: str = place, last: str = last, kind: type[Task] = kind) -> Any:
+                task = kind()
+                told = run(
+                    where,
+                    task,
+                    world=world,
+                    run={"directory": str(where / place), "epochs": 2, "steps": None},
+                    data={"global_batch": 48, "last_batch": last},
+                )
+                return told["loss"], getattr(task, "sizes", None)
+
+            losses = [one(None)] if ranks == 1 else run_threads(ranks, one, timeout_s=60)
+            found[place] = losses[0][0]
+            if kind is Mean:
+                assert losses[0][1] == {48 // ranks}
+    values = list(found.values())
+    assert values == pytest.approx([values[0]] * len(values), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"order": "random"}, "data.order: found \"random\": input should be 'shuffle', 'blocks'"),
+        (
+            {"order": "blocks", "shuffle": False},
+            "order = 'blocks' and shuffle = false: leave one of the two out",
+        ),
+        ({"order": "weighted"}, "weights and order = 'weighted' belong together"),
+        ({"strata": "label"}, "strata and order = 'stratified' belong together"),
+        ({"order_window": 0}, "data.order_window"),
+    ],
+)
+def test_data_settings_that_do_not_fit_are_refused(data: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({
+            "run": {"directory": "x", "epochs": 1}, "task": {"target": "a:b"},
+            "data": {"train": "d", "global_batch": 8, **data},
+        })  # fmt: skip
+    assert expected in str(caught.value)
+
+
+def test_a_column_comes_from_a_field_or_from_a_file(tmp_path: Path) -> None:
+    weight = np.linspace(0, 1, 50, dtype=np.float32)
+    pack_arrays(
+        tmp_path / "d", {"x": np.zeros((50, 3)), "weight": weight, "w1": weight[:, None]}, shard_samples=20
+    )
+    dataset = Dataset.open(tmp_path / "d")
+    np.save(tmp_path / "w.npy", weight[::-1])
+    np.save(tmp_path / "short.npy", weight[1:])
+    np.save(tmp_path / "objects.npy", np.array([{}] * 50), allow_pickle=True)
+    assert np.array_equal(read_column(dataset, "weight"), weight)
+    assert np.array_equal(read_column(dataset, "w1"), weight)
+    assert np.array_equal(read_column(dataset, str(tmp_path / "w.npy")), weight[::-1])
+    for source, message in (
+        ("x", r"field 'x' of .* has shape \(3,\) in each sample: one number is needed"),
+        ("y", "'y' is no field of .*, which has x, weight, w1, and no .npy file"),
+        (str(tmp_path / "short.npy"), r"float32 of shape \(49,\); one number for each of the 50 samples"),
+        (str(tmp_path / "objects.npy"), "cannot be read as an array: Object arrays cannot be loaded"),
+        (str(tmp_path / "none.npy"), "none.npy cannot be read as an array"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_column(dataset, source)
+    section = DataSection(train="d", global_batch=4, order="weighted", weights="weight")
+    drawn = order_of(section, dataset).for_epoch(0, num_samples=50, seed=1).at(0, 50)
+    assert 0 not in drawn
+
+
+def test_a_block_is_by_default_what_fills_four_mebibytes(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "d", {"x": np.zeros((10, 32, 32)), "y": np.zeros(10, np.int64)})
+    pack_tokens(tmp_path / "t", iter([np.arange(1000, dtype=np.int32)]), window=64, stride=16, dtype="int32")
+    assert default_block(Dataset.open(tmp_path / "d")) == BLOCK_BYTES // (32 * 32 * 8 + 8)
+    assert default_block(Dataset.open(tmp_path / "t")) == BLOCK_BYTES // (16 * 4)
+    section = DataSection(train="d", global_batch=4, order="blocks")
+    assert order_of(section, Dataset.open(tmp_path / "d")).name == "blocks-1 of 511 samples within 16"
