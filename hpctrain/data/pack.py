@@ -1,72 +1,56 @@
-"""Packs arrays and token streams into a dataset directory: shards first, the manifest last."""
+"""Packs arrays, token streams and iterators into a dataset directory: shards first, the manifest last.
+
+Every function here is collective over `comm`, if one is given: the ranks share the work, and the directory.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
-from hpctrain.data.manifest import (
-    DTYPES,
-    MANIFEST_NAME,
-    PARTIAL_SUFFIX,
-    TOKENS_FIELD,
-    FieldSpec,
-    Kind,
-    Manifest,
-    ShardEntry,
-    TokenWindows,
-    write_manifest,
+from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.comm.serial import SerialWorld
+from hpctrain.data.compression import Compression
+from hpctrain.data.documents import Documents, check_token_dtype
+from hpctrain.data.manifest import Kind, Manifest, TokenWindows
+from hpctrain.data.manifest_entries import Boundaries
+from hpctrain.data.pack_directory import Existing, finish, finished_already, prepare_directory
+from hpctrain.data.pack_shards import (
+    DOCUMENTS_DATASET,
+    DocumentShards,
+    Progress,
+    RowShards,
+    ShardMaker,
+    make_shards,
+    plan_windows,
+    write_together,
 )
-from hpctrain.data.shards import is_shard_name, write_shard
+from hpctrain.data.packing_record import Plan
+from hpctrain.data.rows import ArrayRows, Rows
+from hpctrain.data.streams import IteratorShards, Sample, StreamShards
 from hpctrain.errors import DataError, UsageError
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 1 << 20
-_FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_OWN_NAMES = (MANIFEST_NAME, f".{MANIFEST_NAME}{PARTIAL_SUFFIX}")
 
-Progress = Callable[[int, int | None], None]
-"""Called with (done, total) after each shard: samples, or tokens; total is None when it is not known."""
-
-
-class Existing(str, Enum):
-    """What to do with a dataset that is already there."""
-
-    REFUSE = "refuse"
-    REPLACE = "replace"
-
-
-def prepare_directory(directory: Path, *, existing: Existing = Existing.REFUSE) -> None:
-    """Make `directory`, or empty it of a dataset that may be replaced. Only a dataset's files are removed.
-
-    Raises UsageError if it is not empty, or holds anything else; DataError if the file system refuses.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        names = sorted(child.name for child in directory.iterdir())
-        if not names:
-            return
-        foreign = [name for name in names if name not in _OWN_NAMES and not is_shard_name(name)]
-        if foreign:
-            raise UsageError(
-                f"{directory} holds files that belong to no dataset ({', '.join(foreign[:5])}): "
-                "choose another directory, they are not removed"
-            )
-        if existing is Existing.REFUSE:
-            what = "a dataset" if MANIFEST_NAME in names else "an unfinished dataset"
-            raise UsageError(f"{directory} already holds {what}: choose another directory, or --overwrite")
-        # The manifest goes first: what is left after an interruption is seen to be unfinished.
-        for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
-            (directory / name).unlink()
-    except OSError as error:
-        raise DataError(f"the directory {directory} cannot be used for a dataset: {error}") from error
+__all__ = [
+    "BLOCK_BYTES",
+    "SHARD_BYTES",
+    "Existing",
+    "Progress",
+    "pack_arrays",
+    "pack_documents",
+    "pack_iterator",
+    "pack_rows",
+    "pack_tokens",
+    "prepare_directory",
+]
 
 
 def pack_arrays(
@@ -76,9 +60,11 @@ def pack_arrays(
     shard_bytes: int = SHARD_BYTES,
     shard_samples: int | None = None,
     block_bytes: int = BLOCK_BYTES,
+    compression: Compression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
+    comm: Collective | None = None,
 ) -> Manifest:
     """Pack arrays of equal first dimension: field name -> array of shape (num_samples, *sample_shape).
 
@@ -86,36 +72,58 @@ def pack_arrays(
     memory maps: one shard at a time is held in memory.
     Raises DataError for arrays that make no dataset, UsageError if the directory is not free.
     """
-    directory = Path(directory)
-    specs = {name: _spec_of(name, array) for name, array in fields.items()}
-    lengths = {name: len(array) for name, array in fields.items()}
-    if not lengths or len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{name} has {count}" for name, count in lengths.items()) or "there is none"
-        raise DataError(f"the fields of a dataset have the same number of samples: {counts}")
-    num_samples = next(iter(lengths.values()))
-    if num_samples == 0:
-        raise DataError("the fields hold no samples: there is nothing to pack")
-    if shard_samples is None:
-        shard_samples = max(1, shard_bytes // sum(spec.sample_bytes for spec in specs.values()))
-    _check_sizes(shard=shard_samples, block=block_bytes)
-    prepare_directory(directory, existing=existing)
-    shards = []
-    for index, start in enumerate(range(0, num_samples, shard_samples)):
-        stop = min(start + shard_samples, num_samples)
-        arrays = {name: np.asarray(array[start:stop]) for name, array in fields.items()}
-        shards.append(
-            write_shard(directory, index=index, samples=stop - start, arrays=arrays, block_bytes=block_bytes)
-        )
-        if progress is not None:
-            progress(stop, num_samples)
-    return _finish(
+    return pack_rows(
         directory,
-        kind=Kind.SAMPLES,
-        fields=specs,
-        shards=shards,
+        ArrayRows(arrays=fields),
+        shard_bytes=shard_bytes,
+        shard_samples=shard_samples,
         block_bytes=block_bytes,
-        tokens=None,
+        compression=compression,
         attributes=attributes,
+        existing=existing,
+        progress=progress,
+        comm=comm,
+    )
+
+
+def pack_rows(
+    directory: Path | str,
+    rows: Rows,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    shard_samples: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    compression: Compression | None = None,
+    attributes: Mapping[str, JsonValue] | None = None,
+    existing: Existing = Existing.REFUSE,
+    progress: Progress | None = None,
+    comm: Collective | None = None,
+) -> Manifest:
+    """Pack samples that are read by position, as `pack_arrays` does."""
+    comm = comm or SerialWorld()
+    fields = rows.fields
+    if shard_samples is None:
+        shard_samples = max(1, shard_bytes // sum(spec.sample_bytes for spec in fields.values()))
+    _check_sizes(shard=shard_samples, block=block_bytes)
+    described: JsonValue = {name: spec.model_dump(mode="json") for name, spec in fields.items()}
+    return _pack(
+        Path(directory),
+        RowShards(rows, shard_samples=shard_samples, rank=comm.rank, num_ranks=comm.num_ranks),
+        kind=Kind.SAMPLES,
+        plan={
+            "samples": rows.num_samples,
+            "fields": described,
+            "source": rows.identity,
+            "shard_samples": shard_samples,
+        },
+        like={"samples": rows.num_samples, "fields": described},
+        total=rows.num_samples,
+        block_bytes=block_bytes,
+        compression=compression,
+        attributes=lambda: dict(attributes or {}),
+        existing=existing,
+        progress=progress,
+        comm=comm,
     )
 
 
@@ -128,6 +136,7 @@ def pack_tokens(
     dtype: str = "uint8",
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
+    compression: Compression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
@@ -137,138 +146,208 @@ def pack_tokens(
     chunks: arrays of shape (n,), concatenated to the stream; held in memory up to about `shard_bytes`.
     stride: `window` unless given, so that each token is predicted once. Tokens after the last whole window
     are dropped (fewer than `stride`). A shard repeats the tokens that its last window shares with the next
-    shard, so that every window lies in one file.
+    shard, so that every window lies in one file. One process; for several ranks see `pack_documents`.
     Raises DataError if the stream is shorter than one window.
     """
-    directory = Path(directory)
-    if dtype not in ("uint8", "uint16", "int32"):
-        raise DataError(f"tokens of dtype {dtype} were asked; uint8, uint16 and int32 are possible")
-    if window < 1 or (stride is not None and stride < 1):
-        raise UsageError(f"window {window} and stride {stride} must be at least 1")
-    windows = TokenWindows(window=window, stride=stride if stride is not None else window)
-    itemsize = np.dtype(dtype).itemsize
-    shard_samples = max(1, windows.windows_in(shard_bytes // itemsize))
+    check_token_dtype(dtype)
+    windows = _windows(window=window, stride=stride)
+    shard_samples = max(1, windows.windows_in(shard_bytes // np.dtype(dtype).itemsize))
     _check_sizes(shard=shard_bytes, block=block_bytes)
-    prepare_directory(directory, existing=existing)
-    shards: list[ShardEntry] = []
-    stream = _Stream(chunks, dtype=dtype)
-    while True:
-        tokens = stream.peek(windows.tokens_for(shard_samples))
-        samples = windows.windows_in(len(tokens))
-        if samples == 0:
-            break
-        arrays = {TOKENS_FIELD: tokens[: windows.tokens_for(samples)]}
-        shards.append(
-            write_shard(directory, index=len(shards), samples=samples, arrays=arrays, block_bytes=block_bytes)
-        )
-        stream.skip(samples * windows.stride)
-        if progress is not None:
-            progress(stream.position, None)
-        if samples < shard_samples:
-            break
-    if not shards:
-        raise DataError(f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}")
-    return _finish(
-        directory,
+    stream = StreamShards(chunks, windows=windows, dtype=dtype, shard_samples=shard_samples)
+    return _pack(
+        Path(directory),
+        stream,
         kind=Kind.TOKENS,
-        fields={TOKENS_FIELD: FieldSpec(dtype=dtype, shape=(window + 1,))},
-        shards=shards,
+        plan={"tokens": windows.model_dump(mode="json"), "dtype": dtype, "shard_samples": shard_samples},
+        like={"tokens": windows.model_dump(mode="json")},
+        windows=windows,
         block_bytes=block_bytes,
-        tokens=windows,
-        attributes={**(attributes or {}), "stream_tokens": stream.read_tokens},
+        compression=compression,
+        attributes=lambda: {**(attributes or {}), "stream_tokens": stream.read_tokens},
+        existing=existing,
+        progress=progress,
+        comm=SerialWorld(),
+        nothing=lambda: f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}",
     )
 
 
-class _Stream:
-    """A cursor over concatenated chunks that keeps only what was peeked at and not skipped."""
+def pack_documents(
+    directory: Path | str,
+    documents: Documents,
+    *,
+    window: int,
+    stride: int | None = None,
+    boundaries: Boundaries = "ignore",
+    shard_bytes: int = SHARD_BYTES,
+    block_bytes: int = BLOCK_BYTES,
+    compression: Compression | None = None,
+    attributes: Mapping[str, JsonValue] | None = None,
+    existing: Existing = Existing.REFUSE,
+    progress: Progress | None = None,
+    comm: Collective | None = None,
+) -> Manifest:
+    """Pack documents one behind the other, as `pack_tokens` does, and note in each shard where they begin.
 
-    def __init__(self, chunks: Iterable[NDArray[Any]], *, dtype: str) -> None:
-        self._chunks: Iterator[NDArray[Any]] = iter(chunks)
-        self._dtype = np.dtype(dtype)
-        self._held: NDArray[Any] = np.empty(0, dtype=self._dtype)
-        self._to_skip = 0
-        self.position = 0
-        self.read_tokens = 0
-
-    def peek(self, num_tokens: int) -> NDArray[Any]:
-        """The next `num_tokens` tokens, fewer at the end of the stream."""
-        parts, length = [self._held], len(self._held)
-        while length < num_tokens:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            array = self._convert(chunk)
-            self.read_tokens += len(array)
-            dropped = min(self._to_skip, len(array))
-            self._to_skip -= dropped
-            parts.append(array[dropped:])
-            length += len(array) - dropped
-        self._held = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        return self._held[:num_tokens]
-
-    def skip(self, num_tokens: int) -> None:
-        """Go on by `num_tokens`, also beyond what was peeked at."""
-        self.position += num_tokens
-        self._to_skip = max(0, num_tokens - len(self._held))
-        self._held = self._held[num_tokens:]
-
-    def _convert(self, chunk: NDArray[Any]) -> NDArray[Any]:
-        array = np.asarray(chunk)
-        if array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer)):
-            raise DataError(
-                f"a chunk of tokens has shape {array.shape} and dtype {array.dtype}, not (n,) integers"
-            )
-        limits = np.iinfo(self._dtype)
-        if len(array) and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-            raise DataError(
-                f"tokens from {array.min()} to {array.max()} do not fit into {self._dtype.name}: "
-                "choose a wider dtype"
-            )
-        return array.astype(self._dtype, copy=False)
+    boundaries: `ignore` cuts windows from the stream; `split` cuts each document by itself, so that no window
+    has tokens of two. Tokens behind a document's last window, and documents shorter than window + 1, are then
+    in no sample.
+    Raises DataError if no window fits.
+    """
+    comm = comm or SerialWorld()
+    windows = _windows(window=window, stride=stride).model_copy(
+        update={"boundaries": boundaries, "documents": DOCUMENTS_DATASET}
+    )
+    _check_sizes(shard=shard_bytes, block=block_bytes)
+    cut = plan_windows(
+        documents,
+        window=windows.window,
+        stride=windows.stride,
+        shard_tokens=shard_bytes // np.dtype(documents.dtype).itemsize,
+        split=boundaries == "split",
+    )
+    described = windows.model_dump(mode="json")
+    return _pack(
+        Path(directory),
+        DocumentShards(documents, plan=cut, window=window, rank=comm.rank, num_ranks=comm.num_ranks),
+        kind=Kind.TOKENS,
+        plan={
+            "samples": cut.num_samples,
+            "tokens": described,
+            "dtype": documents.dtype,
+            "source": documents.identity,
+            "shards": len(cut.first),
+        },
+        like={"samples": cut.num_samples, "tokens": described},
+        windows=windows,
+        window_starts=cut.starts,
+        total=cut.num_samples,
+        block_bytes=block_bytes,
+        compression=compression,
+        attributes=lambda: {**(attributes or {}), "stream_tokens": int(documents.starts[-1])},
+        existing=existing,
+        progress=progress,
+        comm=comm,
+    )
 
 
-def _spec_of(name: str, array: NDArray[Any]) -> FieldSpec:
-    if not _FIELD_NAME.fullmatch(name):
-        raise DataError(
-            f"field name {name!r}: letters, digits, '_', '.' and '-' are possible, not first '.' or '-'"
-        )
-    if array.ndim == 0:
-        raise DataError(f"field {name!r} is a scalar: an array with one entry a sample is needed")
-    if array.dtype.name not in DTYPES:
-        raise DataError(f"field {name!r} has dtype {array.dtype}; possible are {', '.join(DTYPES)}")
-    try:
-        return FieldSpec(dtype=array.dtype.name, shape=array.shape[1:])
-    except ValidationError:
-        raise DataError(f"field {name!r} has samples of shape {array.shape[1:]}: they hold nothing") from None
+def pack_iterator(
+    directory: Path | str,
+    open_part: Callable[[int], Iterator[Sample]],
+    *,
+    num_parts: int = 1,
+    shard_bytes: int = SHARD_BYTES,
+    shard_samples: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    compression: Compression | None = None,
+    attributes: Mapping[str, JsonValue] | None = None,
+    existing: Existing = Existing.REFUSE,
+    progress: Progress | None = None,
+    comm: Collective | None = None,
+) -> Manifest:
+    """Pack samples as an iterator yields them: dicts of field name -> array or number, all of one form.
+
+    open_part: makes the iterator over part 0, ..., num_parts - 1; rank r packs the parts p with
+    p % num_ranks == r. The dataset is the same for any number of ranks, given num_parts.
+    To go on with an interrupted packing the iterators run again from the start.
+    Raises DataError for samples that differ in form, and for what an iterator raises.
+    """
+    comm = comm or SerialWorld()
+    if num_parts < 1:
+        raise UsageError(f"{num_parts} parts were asked: there is at least one")
+    _check_sizes(shard=shard_samples if shard_samples is not None else shard_bytes, block=block_bytes)
+    maker = IteratorShards(
+        open_part,
+        parts=range(comm.rank, num_parts, comm.num_ranks),
+        num_parts=num_parts,
+        shard_bytes=shard_bytes,
+        shard_samples=shard_samples,
+    )
+    return _pack(
+        Path(directory),
+        maker,
+        kind=Kind.SAMPLES,
+        plan={"parts": num_parts, "shard_bytes": shard_bytes, "shard_samples": shard_samples},
+        like={},
+        block_bytes=block_bytes,
+        compression=compression,
+        attributes=lambda: dict(attributes or {}),
+        existing=existing,
+        progress=progress,
+        comm=comm,
+        nothing=lambda: "the iterator yields no samples: there is nothing to pack",
+    )
+
+
+def _pack(
+    directory: Path,
+    maker: ShardMaker,
+    *,
+    kind: Kind,
+    plan: Mapping[str, JsonValue],
+    like: Mapping[str, JsonValue],
+    block_bytes: int,
+    compression: Compression | None,
+    attributes: Callable[[], dict[str, JsonValue]],
+    existing: Existing,
+    progress: Progress | None,
+    comm: Collective,
+    windows: TokenWindows | None = None,
+    window_starts: NDArray[np.int64] | None = None,
+    total: int | None = None,
+    nothing: Callable[[], str] | None = None,
+) -> Manifest:
+    """Prepare on rank 0, write together, finish on rank 0. Collective."""
+    noted = {key: value for key, value in attributes().items() if key != "stream_tokens"}
+    whole_plan = Plan(
+        document={
+            "kind": kind.value,
+            **plan,
+            "block_bytes": block_bytes,
+            "compression": dict(compression.as_json()) if compression else None,
+            "attributes": noted,
+        }
+    )
+
+    def prepare() -> Any:
+        if existing is Existing.RESUME:
+            alike = {"kind": kind.value, "block_bytes": block_bytes, **like}
+            found = finished_already(directory, like=alike)
+            if found is not None:
+                return found.model_dump(mode="json")
+        prepare_directory(directory, existing=existing, plan=whole_plan)
+        return None
+
+    finished = on_rank_0(comm, prepare, os_error=DataError)
+    if finished is not None:
+        return Manifest.model_validate(finished)
+    records = make_shards(
+        maker, directory=directory, plan=whole_plan, block_bytes=block_bytes, compression=compression
+    )
+    files = write_together(records, comm=comm, total=total, progress=progress)
+
+    def end() -> Any:
+        if not files:
+            raise DataError(nothing() if nothing is not None else "there is nothing to pack")
+        return finish(
+            directory,
+            files=files,
+            plan=whole_plan,
+            kind=kind,
+            block_bytes=block_bytes,
+            tokens=windows,
+            window_starts=window_starts,
+            attributes=attributes(),
+        ).model_dump(mode="json")
+
+    return Manifest.model_validate(on_rank_0(comm, end, os_error=DataError))
+
+
+def _windows(*, window: int, stride: int | None) -> TokenWindows:
+    if window < 1 or (stride is not None and stride < 1):
+        raise UsageError(f"window {window} and stride {stride} must be at least 1")
+    return TokenWindows(window=window, stride=stride if stride is not None else window)
 
 
 def _check_sizes(*, shard: int, block: int) -> None:
     if shard < 1 or block < 1:
         raise UsageError(f"a shard of {shard} and blocks of {block} bytes were asked; both are at least 1")
-
-
-def _finish(
-    directory: Path,
-    *,
-    kind: Kind,
-    fields: Mapping[str, FieldSpec],
-    shards: list[ShardEntry],
-    block_bytes: int,
-    tokens: TokenWindows | None,
-    attributes: Mapping[str, JsonValue] | None,
-) -> Manifest:
-    """Write the manifest: from here on the dataset exists."""
-    manifest = Manifest(
-        kind=kind,
-        samples=sum(shard.samples for shard in shards),
-        block_bytes=block_bytes,
-        fields=dict(fields),
-        tokens=tokens,
-        attributes=dict(attributes or {}),
-        shards=tuple(shards),
-    )
-    try:
-        write_manifest(manifest, directory=directory)
-    except OSError as error:
-        raise DataError(f"the manifest in {directory} cannot be written: {error}") from error
-    return manifest

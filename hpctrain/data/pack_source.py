@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from hpctrain.data.manifest import Manifest
-from hpctrain.data.pack import SHARD_BYTES, Existing, Progress, pack_arrays, pack_tokens, prepare_directory
-from hpctrain.data.sources import ArraySource, TextSource, open_source, read_tokens
-from hpctrain.errors import UsageError
+from pydantic import JsonValue
+
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.comm.serial import SerialWorld
+from hpctrain.data.compression import Codec, Compression
+from hpctrain.data.manifest import FieldSpec, Manifest
+from hpctrain.data.manifest_entries import Boundaries
+from hpctrain.data.pack import (
+    SHARD_BYTES,
+    Existing,
+    Progress,
+    pack_documents,
+    pack_iterator,
+    pack_rows,
+)
+from hpctrain.data.pack_directory import check_free
+from hpctrain.data.rows import ArrayRows
+from hpctrain.data.sources import ArraySource, IteratorSource, RowSource, SourceOptions, open_source
+from hpctrain.data.sources_text import TextDocuments, TextSource
+from hpctrain.errors import DataError, UsageError
 
 DEFAULT_WINDOW = 128
+# A chunk is what is read and decoded for one sample; smaller ones compress worse.
+_CHUNK_BYTES = 1 << 18
 
 
 def pack_source(
@@ -19,48 +39,113 @@ def pack_source(
     out: Path,
     window: int | None = None,
     stride: int | None = None,
+    boundaries: Boundaries | None = None,
     shard_bytes: int = SHARD_BYTES,
     held_out: float | None = None,
     seed: int = 0,
+    shuffle: bool = False,
+    options: SourceOptions | None = None,
+    codec: Codec | None = None,
+    chunk_samples: int | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Callable[[Path], Progress] | None = None,
+    comm: Collective | None = None,
 ) -> dict[Path, Manifest]:
     """Pack a source (see `open_source`) into `out`/train and `out`/test, or `out` if nothing is held out.
 
-    window, stride: of token streams (128 and the window unless given); refused for arrays.
-    progress: makes the progress callback of each dataset directory.
+    window, stride, boundaries: of token streams (128, the window, `ignore`); refused for samples.
+    codec: compresses; chunk_samples: samples a chunk, as many as fill 256 KiB unless given.
+    progress: makes the progress callback of each dataset directory. Collective over `comm`, if given.
     Returns dataset directory -> manifest. Raises UsageError, DataError.
     """
-    opened = open_source(source, held_out=held_out, seed=seed)
-    if isinstance(opened, ArraySource) and (window is not None or stride is not None):
-        raise UsageError(f"--window and --stride cut a stream of tokens; the source {source} holds arrays")
-    directories = {part: out if part == "all" else out / part for part in opened.parts}
-    _prepare(out, directories=list(directories.values()), existing=existing)
+    comm = comm or SerialWorld()
+    if chunk_samples is not None and codec is None:
+        raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
+    opened = agreed(
+        comm,
+        lambda: open_source(source, held_out=held_out, seed=seed, shuffle=shuffle, options=options),
+        os_error=DataError,
+    )
+    is_text = isinstance(opened, TextSource)
+    if not is_text and (window is not None or stride is not None or boundaries is not None):
+        raise UsageError(
+            f"--window, --stride and --boundaries cut a stream of tokens; the source {source} holds "
+            + ("samples" if isinstance(opened, IteratorSource | RowSource) else "arrays")
+        )
+    parts = ["all"] if isinstance(opened, IteratorSource) else list(opened.parts)
+    directories = {part: out if part == "all" else out / part for part in parts}
+    on_rank_0(
+        comm,
+        lambda: _check(out, directories=list(directories.values()), existing=existing),
+        os_error=DataError,
+    )
     manifests = {}
     for part, directory in directories.items():
-        tell = progress(directory) if progress is not None else None
+        shared: dict[str, Any] = {
+            "shard_bytes": shard_bytes,
+            "existing": existing,
+            "progress": progress(directory) if progress is not None and comm.rank == 0 else None,
+            "comm": comm,
+        }
+        noted: dict[str, JsonValue] = {**opened.attributes, "part": part}
         if isinstance(opened, TextSource):
-            manifests[directory] = pack_tokens(
+            length = stride or window or DEFAULT_WINDOW
+            manifests[directory] = pack_documents(
                 directory,
-                read_tokens(opened.parts[part]),
+                TextDocuments(opened.parts[part]),
                 window=window if window is not None else DEFAULT_WINDOW,
                 stride=stride,
-                shard_bytes=shard_bytes,
-                attributes={**opened.attributes, "part": part, "files": len(opened.parts[part])},
-                progress=tell,
+                boundaries=boundaries or "ignore",
+                compression=_compression(codec, chunk_samples=chunk_samples, sample_bytes=length),
+                attributes={**noted, "files": len(opened.parts[part])},
+                **shared,
+            )
+        elif isinstance(opened, IteratorSource):
+            # What a sample takes is not known before the first comes.
+            manifests[directory] = pack_iterator(
+                directory,
+                opened.open_part,
+                num_parts=opened.num_parts,
+                compression=_compression(codec, chunk_samples=chunk_samples or 1, sample_bytes=1),
+                attributes=noted,
+                **shared,
             )
         else:
-            manifests[directory] = pack_arrays(
+            rows = (
+                ArrayRows(arrays=opened.parts[part], identity=[opened.identity, seed])
+                if isinstance(opened, ArraySource)
+                else opened.parts[part]
+            )
+            fields = agreed(comm, lambda rows=rows: rows.fields, os_error=DataError)  # type: ignore[misc]
+            manifests[directory] = pack_rows(
                 directory,
-                opened.parts[part],
-                shard_bytes=shard_bytes,
-                attributes={**opened.attributes, "part": part},
-                progress=tell,
+                rows,
+                compression=_compression(
+                    codec,
+                    chunk_samples=chunk_samples,
+                    sample_bytes=max(s.sample_bytes for s in fields.values()),
+                ),
+                attributes={**noted, **_num_classes(fields)},
+                **shared,
             )
     return manifests
 
 
-def _prepare(out: Path, *, directories: list[Path], existing: Existing) -> None:
+def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
+    """For the tasks that ask for it: of the one field with named classes."""
+    counts = [len(spec.classes) for spec in fields.values() if spec.classes]
+    return {"num_classes": counts[0]} if len(counts) == 1 else {}
+
+
+def _compression(codec: Codec | None, *, chunk_samples: int | None, sample_bytes: int) -> Compression | None:
+    if codec is None:
+        return None
+    if chunk_samples is None:
+        chunk_samples = max(1, _CHUNK_BYTES // sample_bytes)
+    return Compression(codec=codec, chunk_samples=chunk_samples)
+
+
+def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
     """Every directory is looked at before the first is written: nothing is replaced by half."""
     if out not in directories and out.is_dir():
         foreign = sorted(child.name for child in out.iterdir() if child not in directories)
@@ -70,4 +155,4 @@ def _prepare(out: Path, *, directories: list[Path], existing: Existing) -> None:
                 f"{', '.join(directory.name for directory in directories)}"
             )
     for directory in directories:
-        prepare_directory(directory, existing=existing)
+        check_free(directory, existing=existing)

@@ -156,7 +156,8 @@ def test_an_interrupted_packing_is_no_dataset_and_can_be_packed_again(tmp_path: 
 
     with pytest.raises(KeyboardInterrupt):
         pack_arrays(tmp_path, some_fields(), shard_samples=30, progress=interrupt)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["shard-00000.h5", "shard-00001.h5"]
+    shards = ["shard-00000.h5", "shard-00001.h5"]
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == shards
     (tmp_path / ".shard-00002.h5.partial").write_bytes(b"what SIGKILL leaves")
     with pytest.raises(DataError, match="unfinished"):
         Dataset.open(tmp_path)
@@ -177,7 +178,8 @@ def test_a_file_system_that_is_full_is_a_data_error_and_leaves_no_dataset(
             pack_arrays(tmp_path, {"x": np.zeros((1000, 100))})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".packing.json"]
+    assert pack_arrays(tmp_path, {"x": np.zeros((1000, 100))}, existing=Existing.RESUME).samples == 1000
 
 
 def test_a_directory_that_cannot_be_made_is_a_data_error(tmp_path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_manifest_is_json_that_says_where_the_bytes_are(tmp_path: Path) -> Non
     fields = some_fields(10)
     pack_arrays(tmp_path, fields, attributes={"num_classes": 10})
     document = json.loads((tmp_path / "manifest.json").read_text())
-    assert document["version"] == 1
+    assert document["version"] == 2
     assert document["attributes"] == {"num_classes": 10}
     stored = document["shards"][0]["fields"]["value"]
     data = (tmp_path / "shard-00000.h5").read_bytes()

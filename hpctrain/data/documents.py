@@ -1,0 +1,94 @@
+"""A stream of tokens made of documents whose lengths are known before they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from hpctrain.errors import DataError
+
+TOKEN_DTYPES = ("uint8", "uint16", "int32")
+
+
+class Documents(Protocol):
+    """Documents in an order. starts: int64, shape (number + 1,): their first tokens, and the stream's length."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def starts(self) -> NDArray[np.int64]: ...
+
+    @property
+    def identity(self) -> JsonValue:
+        """Tells contents apart without reading them."""
+
+    def read(self, number: int) -> NDArray[Any]:
+        """The tokens of one document, shape (length,). Raises DataError."""
+
+
+@dataclass(frozen=True)
+class TokenArrays:
+    """Documents in memory: arrays of integers of shape (n,)."""
+
+    arrays: Sequence[NDArray[Any]]
+    dtype: str = "uint8"
+    identity: JsonValue = None
+
+    def __post_init__(self) -> None:
+        check_token_dtype(self.dtype)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        return np.concatenate([[0], np.cumsum([len(array) for array in self.arrays])]).astype(np.int64)
+
+    def read(self, number: int) -> NDArray[Any]:
+        return as_tokens(self.arrays[number], dtype=self.dtype)
+
+
+def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
+    """Tokens start, ..., stop - 1 of the documents one behind the other. Raises DataError."""
+    starts = documents.starts
+    stream = np.empty(stop - start, dtype=documents.dtype)
+    number = int(np.searchsorted(starts, start, side="right")) - 1
+    position = start
+    while position < stop:
+        begin, end = int(starts[number]), int(starts[number + 1])
+        if end > begin:
+            tokens = documents.read(number)
+            if len(tokens) != end - begin:
+                raise DataError(
+                    f"document {number} has {len(tokens)} tokens, {end - begin} when it was counted"
+                )
+            until = min(stop, end)
+            stream[position - start : until - start] = tokens[position - begin : until - begin]
+            position = until
+        number += 1
+    return stream
+
+
+def check_token_dtype(dtype: str) -> None:
+    """Raises DataError for a dtype that tokens cannot have."""
+    if dtype not in TOKEN_DTYPES:
+        raise DataError(f"tokens of dtype {dtype} were asked; uint8, uint16 and int32 are possible")
+
+
+def as_tokens(chunk: NDArray[Any], *, dtype: str) -> NDArray[Any]:
+    """`chunk` as `dtype`. Raises DataError if it is no stream of integers, or they do not fit."""
+    array = np.asarray(chunk)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise DataError(
+            f"a chunk of tokens has shape {array.shape} and dtype {array.dtype}, not (n,) integers"
+        )
+    limits = np.iinfo(dtype)
+    if len(array) and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise DataError(
+            f"tokens from {array.min()} to {array.max()} do not fit into {dtype}: choose a wider dtype"
+        )
+    return array.astype(dtype, copy=False)

@@ -1,0 +1,197 @@
+"""The directory that a dataset is packed into: what may be replaced, what is kept, and the end of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from hpctrain.data.manifest import (
+    MANIFEST_NAME,
+    FieldSpec,
+    Kind,
+    Manifest,
+    TokenWindows,
+    read_manifest,
+    write_manifest,
+)
+from hpctrain.data.packing_record import (
+    OWN_NAMES,
+    PLAN_NAME,
+    Plan,
+    ShardRecord,
+    read_plan,
+    read_record,
+    write_plan,
+)
+from hpctrain.data.shards import is_shard_name, shard_number
+from hpctrain.data.statistics import statistics_of
+from hpctrain.data.token_windows import write_windows
+from hpctrain.errors import DataError, UsageError
+
+
+class Existing(str, Enum):
+    """What to do with a dataset that is already there."""
+
+    REFUSE = "refuse"
+    REPLACE = "replace"
+    RESUME = "resume"  # go on with an interrupted packing of the same; keep a finished dataset of the same
+
+
+def prepare_directory(
+    directory: Path, *, existing: Existing = Existing.REFUSE, plan: Plan | None = None
+) -> None:
+    """Make `directory`, or empty it of a dataset that may be replaced. Only a dataset's files are removed.
+
+    plan: is noted in the directory; with RESUME it must be that of the interrupted packing.
+    Raises UsageError if it is not empty, holds anything else, or was packed by another plan; DataError if the
+    file system refuses.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        names = sorted(child.name for child in directory.iterdir())
+        if names and existing is Existing.RESUME:
+            check_resumable(directory, plan=plan or Plan(document={}))
+            return
+        if names:
+            _remove(directory, names=names, existing=existing)
+        if plan is not None:
+            write_plan(directory, plan)
+    except OSError as error:
+        raise DataError(f"the directory {directory} cannot be used for a dataset: {error}") from error
+
+
+def check_free(directory: Path, *, existing: Existing) -> None:
+    """Raise as `prepare_directory` would, and change nothing. RESUME is looked at when the plan is known."""
+    try:
+        if not directory.exists():
+            return
+        names = sorted(child.name for child in directory.iterdir())
+    except OSError as error:
+        raise DataError(f"the directory {directory} cannot be used for a dataset: {error}") from error
+    if names:
+        _check_names(directory, names=names, existing=existing)
+
+
+def _check_names(directory: Path, *, names: list[str], existing: Existing) -> None:
+    foreign = [name for name in names if name not in OWN_NAMES and not is_shard_name(name)]
+    if foreign:
+        raise UsageError(
+            f"{directory} holds files that belong to no dataset ({', '.join(foreign[:5])}): "
+            "choose another directory, they are not removed"
+        )
+    if existing is Existing.REFUSE:
+        if MANIFEST_NAME in names:
+            raise UsageError(f"{directory} already holds a dataset: choose another directory, or --overwrite")
+        raise UsageError(
+            f"{directory} already holds an unfinished dataset: choose another directory, --resume or --overwrite"
+        )
+
+
+def _remove(directory: Path, *, names: list[str], existing: Existing) -> None:
+    _check_names(directory, names=names, existing=existing)
+    # The manifest goes first: what is left after an interruption is seen to be unfinished.
+    for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+        (directory / name).unlink()
+
+
+def check_resumable(directory: Path, *, plan: Plan) -> None:
+    """Raise UsageError unless `directory` holds an interrupted packing of `plan`."""
+    before = read_plan(directory)
+    if before is None:
+        raise UsageError(f"{directory} holds no packing that can go on (no {PLAN_NAME}): --overwrite it")
+    if (difference := plan.difference(before)) != "":
+        raise UsageError(f"{directory} was packed differently ({difference}): pack as before, or --overwrite")
+
+
+def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | None:
+    """The manifest of a dataset that was finished before, when a packing goes on; None if it is unfinished.
+
+    like: keys of the manifest's JSON and their values as this packing would write them.
+    Raises UsageError if the finished dataset is another one.
+    """
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    manifest = read_manifest(directory)
+    found = manifest.model_dump(mode="json")
+    wanted = Plan(document=dict(like))
+    if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
+        raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
+    return manifest
+
+
+def finish(
+    directory: Path,
+    *,
+    files: Sequence[str],
+    plan: Plan,
+    kind: Kind,
+    block_bytes: int,
+    tokens: TokenWindows | None,
+    window_starts: NDArray[np.int64] | None,
+    attributes: Mapping[str, JsonValue] | None,
+) -> Manifest:
+    """Write the manifest from the records of the shards: from here on the dataset exists.
+
+    files: all shards, in any order. window_starts: of boundaries `split`, shape (samples,).
+    Raises DataError if a shard is not to be seen here, or shards do not fit together.
+    """
+    records = []
+    for file in sorted(files, key=shard_number):
+        record = read_record(directory, file, plan=plan)
+        if record is None or not (directory / file).exists():
+            raise DataError(
+                f"shard {directory / file} was written by a rank, but rank 0 does not see it: "
+                "all ranks must pack into a directory that they share"
+            )
+        records.append(record)
+    fields = _fields_of(records)
+    windows = None
+    try:
+        if window_starts is not None:
+            windows = write_windows(window_starts, directory=directory)
+        manifest = Manifest(
+            kind=kind,
+            samples=sum(record.entry.samples for record in records),
+            block_bytes=block_bytes,
+            fields=fields,
+            tokens=tokens,
+            windows=windows,
+            statistics=statistics_of(record.moments for record in records),
+            attributes=dict(attributes or {}),
+            shards=tuple(record.entry for record in records),
+        )
+        write_manifest(manifest, directory=directory)
+        _tidy(directory, keep=frozenset(files))
+    except OSError as error:
+        raise DataError(f"the manifest in {directory} cannot be written: {error}") from error
+    return manifest
+
+
+def _fields_of(records: Sequence[ShardRecord]) -> dict[str, FieldSpec]:
+    fields = records[0].fields
+    for record in records[1:]:
+        for name in {**fields, **record.fields}:
+            mine, other = fields.get(name), record.fields.get(name)
+            if mine != other:
+                raise DataError(
+                    f"field {name!r} is {_describe(mine)} in shard {records[0].entry.file}, "
+                    f"{_describe(other)} in {record.entry.file}: samples of a dataset have the same fields"
+                )
+    return fields
+
+
+def _describe(spec: FieldSpec | None) -> str:
+    return "absent" if spec is None else f"{spec.dtype} {spec.shape}"
+
+
+def _tidy(directory: Path, *, keep: frozenset[str]) -> None:
+    """Records go, and shards of an interrupted packing that the dataset does not have."""
+    for name in sorted(child.name for child in directory.iterdir()):
+        if name == PLAN_NAME or (is_shard_name(name) and name not in keep):
+            (directory / name).unlink(missing_ok=True)

@@ -1,0 +1,214 @@
+"""Numpy's own files: .npz and .npy, one array a field, or one file a sample."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from hpctrain.data.manifest import FieldSpec
+from hpctrain.data.rows import ArrayRows, Rows, field_spec
+from hpctrain.data.source_files import files_below, identity_of
+from hpctrain.errors import DataError
+
+_ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
+_HELD_FILES = 4
+
+
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file. Raises DataError; pickled objects are never read."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except FileNotFoundError:
+        raise DataError(f"the source {path} does not exist") from None
+    except Exception as error:  # zip, zlib and numpy each have their own for a damaged file
+        raise DataError(f"the source {path} cannot be read as .npz without pickle: {error}") from error
+
+
+def map_npy(path: Path) -> NDArray[Any]:
+    """A memory map of an .npy file. Raises DataError."""
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise DataError(f"the source {path} does not exist") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"the source {path} cannot be read as .npy without pickle: {error}") from error
+    return array
+
+
+def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Arrays of equal first dimension. Raises DataError if they are not."""
+    fields = read_npz(path)
+    if any(array.ndim == 0 for array in fields.values()) or not fields:
+        raise DataError(f"the source {path} needs arrays of equal first dimension, one entry a sample")
+    lengths = {name: len(array) for name, array in fields.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"the arrays of {path} differ in their number of samples: {lengths}")
+    return fields
+
+
+def npy_file(path: Path) -> Rows:
+    """One array: its rows are samples of one field, named as the file."""
+    return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=identity_of([path]))
+
+
+def array_directory(root: Path) -> Rows:
+    """A directory of .npy files, each a field; or of .npz files, each a run of samples with all fields."""
+    files = files_below(root, suffixes=_ARRAY_SUFFIXES)
+    if all(path.suffix.lower() == ".npy" for path in files):
+        arrays = {_field_name(path): map_npy(path) for path in files}
+        if len(arrays) < len(files):
+            raise DataError(f"two files below {root} have the same name: the names are the fields")
+        return ArrayRows(arrays=arrays, identity=identity_of(files))
+    if all(path.suffix.lower() == ".npz" for path in files):
+        return ArchiveRows(files)
+    raise DataError(
+        f"{root} holds .npy and .npz files: .npy (a field each) or .npz (samples each) can be packed"
+    )
+
+
+class ArchiveRows:
+    """The samples of several .npz files, one file behind the other. The last few files read are held."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+        self._held: OrderedDict[int, dict[str, NDArray[Any]]] = OrderedDict()
+        self._lock = threading.Lock()
+        lengths = []
+        for number, path in enumerate(files):
+            arrays = npz_arrays(path)
+            lengths.append(len(next(iter(arrays.values()))))
+            found = {
+                name: field_spec(name, dtype=array.dtype, shape=array.shape[1:])
+                for name, array in arrays.items()
+            }
+            if number == 0:
+                self._fields = found
+            elif found != self._fields:
+                raise DataError(
+                    f"the arrays of {path} are not those of {files[0]}: {_differing(found, self._fields)}"
+                )
+        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        if not self._starts[-1]:
+            raise DataError(f"the arrays of {files[0].parent} hold no samples: there is nothing to pack")
+
+    @property
+    def num_samples(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def fields(self) -> Mapping[str, FieldSpec]:
+        return self._fields
+
+    @property
+    def identity(self) -> JsonValue:
+        return identity_of(self._files)
+
+    def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        out = {n: np.empty((len(positions), *spec.shape), spec.dtype) for n, spec in self._fields.items()}
+        file_of = np.searchsorted(self._starts, positions, side="right") - 1
+        for number in np.unique(file_of):
+            places = np.flatnonzero(file_of == number)
+            arrays = self._arrays(int(number))
+            for name, array in out.items():
+                array[places] = arrays[name][positions[places] - self._starts[number]]
+        return out
+
+    def _arrays(self, number: int) -> dict[str, NDArray[Any]]:
+        with self._lock:
+            if number not in self._held:
+                self._held[number] = npz_arrays(self._files[number])
+                if len(self._held) > _HELD_FILES:
+                    self._held.popitem(last=False)
+            self._held.move_to_end(number)
+            return self._held[number]
+
+
+class FileRows:
+    """One .npy or .npz file a sample, in the order of the names; an .npy is the field `x`.
+
+    Class names are those of the folders, if every file is in one: the field `label`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._files = files_below(root, suffixes=_ARRAY_SUFFIXES)
+        self._labels, self._classes = class_folders(root, self._files)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._files)
+
+    @cached_property
+    def fields(self) -> Mapping[str, FieldSpec]:
+        found = {
+            name: field_spec(name, dtype=array.dtype, shape=array.shape)
+            for name, array in _sample(self._files[0]).items()
+        }
+        if self._labels is not None:
+            if "label" in found:
+                raise DataError(f"{self._files[0]} has a field 'label', and so have its folders: rename one")
+            found["label"] = FieldSpec(dtype="int64", shape=(), classes=self._classes)
+        return found
+
+    @property
+    def identity(self) -> JsonValue:
+        return identity_of(self._files)
+
+    def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        out = {n: np.empty((len(positions), *spec.shape), spec.dtype) for n, spec in self.fields.items()}
+        for place, position in enumerate(positions):
+            path = self._files[position]
+            sample = _sample(path)
+            if sample.keys() != out.keys() - ({"label"} if self._labels is not None else set()):
+                raise DataError(f"{path} has the arrays {', '.join(sample)}, {self._files[0]} has others")
+            for name, array in sample.items():
+                spec = self.fields[name]
+                if array.shape != spec.shape or array.dtype.name != spec.dtype:
+                    raise DataError(
+                        f"{name!r} of {path} is {array.dtype} {array.shape}, that of {self._files[0]} "
+                        f"{spec.dtype} {spec.shape}: all samples must be alike (pad or resize them)"
+                    )
+                out[name][place] = array
+        if self._labels is not None:
+            out["label"][:] = self._labels[positions]
+        return out
+
+
+def class_folders(root: Path, files: list[Path]) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+    """Class number of each file by its first folder below `root`, and the names; (None, ()) if there is none.
+
+    Raises DataError if some files are in folders and some are not.
+    """
+    parts = [path.relative_to(root).parts for path in files]
+    if all(len(names) == 1 for names in parts):
+        return None, ()
+    for path, names in zip(files, parts, strict=True):
+        if len(names) == 1:
+            raise DataError(
+                f"{path} is in no folder of a class, as others are: DIR/class/file for all, or for none"
+            )
+    classes = tuple(sorted({names[0] for names in parts}))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return np.array([numbers[names[0]] for names in parts], dtype=np.int64), classes
+
+
+def _sample(path: Path) -> dict[str, NDArray[Any]]:
+    return {"x": map_npy(path)} if path.suffix.lower() == ".npy" else read_npz(path)
+
+
+def _field_name(path: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", path.stem).lstrip(".-") or "x"
+
+
+def _differing(found: Mapping[str, FieldSpec], expected: Mapping[str, FieldSpec]) -> str:
+    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+    return ", ".join(sorted(names))

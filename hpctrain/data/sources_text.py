@@ -1,0 +1,134 @@
+"""Text files as documents of bytes, each ended by a byte that no text holds."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from hpctrain.data.source_files import identity_of
+from hpctrain.errors import DataError, UsageError
+
+# A byte that no text holds ends each file, so that a model can see where one begins.
+DOCUMENT_SEPARATOR = 0
+BYTE_VOCABULARY = 256
+# Tests and vendored packages of the standard library's directory: repetitive, or not its text.
+_SKIPPED_DIRECTORIES = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """UTF-8 files, read as streams of bytes; parts: part name -> files in order."""
+
+    parts: dict[str, tuple[Path, ...]]
+    attributes: dict[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TextDocuments:
+    """Files as documents of uint8: the bytes of each, and the separator."""
+
+    files: tuple[Path, ...]
+    dtype: str = "uint8"
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        try:
+            sizes = [path.stat().st_size + 1 for path in self.files]
+        except OSError as error:
+            raise DataError(f"a text file cannot be read: {error}") from error
+        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    @property
+    def identity(self) -> JsonValue:
+        return identity_of(self.files)
+
+    def read(self, number: int) -> NDArray[np.uint8]:
+        return next(read_tokens([self.files[number]]))
+
+
+def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of each file with the separator behind it: uint8, shape (size + 1,)."""
+    end = np.array([DOCUMENT_SEPARATOR], dtype=np.uint8)
+    for path in files:
+        try:
+            yield np.concatenate([np.frombuffer(path.read_bytes(), dtype=np.uint8), end])
+        except OSError as error:
+            raise DataError(f"the text file {path} cannot be read: {error}") from error
+
+
+def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) -> dict[str, tuple[Path, ...]]:
+    """Held out: files whose hashed path is below the share. The others stay when a file is added."""
+    names = sorted(names)
+    if held_out == 0:
+        return {"all": tuple(root / name for name in names)}
+    hashes = {name: xxhash.xxh3_64_intdigest(name.encode(), seed=seed) for name in names}
+    test = {name for name in names if hashes[name] < held_out * 2**64}
+    if len(names) < 2:
+        raise UsageError(f"--held-out {held_out} needs at least 2 files, {root} has {len(names)}")
+    # Few files: hold out the one that is next, rather than none or all of them.
+    if not test:
+        test = {min(names, key=hashes.__getitem__)}
+    elif len(test) == len(names):
+        test.remove(max(names, key=hashes.__getitem__))
+    return {
+        "train": tuple(root / name for name in names if name not in test),
+        "test": tuple(root / name for name in names if name in test),
+    }
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+        data.decode("utf-8")
+    except OSError as error:
+        raise DataError(f"the text file {path} cannot be read: {error}") from error
+    except UnicodeDecodeError:
+        return False
+    return bool(data) and DOCUMENT_SEPARATOR not in data
+
+
+def _text_source(root: Path, paths: list[Path], *, held_out: float, seed: int, source: str) -> TextSource:
+    names = [path.relative_to(root).as_posix() for path in paths if _is_text(path)]
+    if not names:
+        raise DataError(f"{root} holds no UTF-8 text files (looked at {len(paths)} files)")
+    return TextSource(
+        parts=_split_files(root, names, held_out=held_out, seed=seed),
+        attributes={
+            "source": source,
+            "vocabulary": BYTE_VOCABULARY,
+            "document_separator": DOCUMENT_SEPARATOR,
+            "skipped_files": len(paths) - len(names),
+            "seed": seed,
+        },
+    )
+
+
+def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
+    paths = [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    return _text_source(root, paths, held_out=held_out, seed=seed, source=f"text:{root.name}")
+
+
+def python_source(*, held_out: float, seed: int) -> TextSource:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [
+        path
+        for path in root.rglob("*.py")
+        if path.is_file() and not _SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts)
+    ]
+    version = "Python {}.{}.{}".format(*sys.version_info[:3])
+    return _text_source(root, paths, held_out=held_out, seed=seed, source=f"python-source ({version})")
