@@ -2,7 +2,14 @@
 
 from hpctrain.data.batch import Batch
 from hpctrain.data.device_copy import batches_on
-from hpctrain.data.integrity import BlockChecker, CheckMode, DamagedData, OnDamage, make_checker
+from hpctrain.data.integrity import (
+    BlockChecker,
+    CheckMode,
+    DamagedData,
+    OnDamage,
+    check_while_reading,
+    make_checker,
+)
 from hpctrain.data.loader import Batches, Loader, Samples
 from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
 from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Order, Span, batch_spans, rank_share
@@ -55,6 +62,7 @@ __all__ = [
     "WorkerPool",
     "batch_spans",
     "batches_on",
+    "check_while_reading",
     "make_checker",
     "pack_arrays",
     "pack_tokens",

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from hpctrain.data import hdf5
 from hpctrain.data.manifest import Manifest, ShardEntry
-from hpctrain.data.read import check_shard
-from hpctrain.data.shards import block_ranges, structure_hash
+from hpctrain.data.shard_check import check_shard
+from hpctrain.data.shards import structure_hash
 
 CONTENT_DIFFERS = "the content differs from its hash"
 HEADERS_DIFFER = "the HDF5 headers differ from what was written"
@@ -34,13 +34,18 @@ class Block:
     stop: int
 
 
+def is_hashed(manifest: Manifest, *, shard: int, field: str) -> bool:
+    """Whether there are hashes to compare with. Rows of variable length and strings have none."""
+    return bool(manifest.shards[shard].fields[field].hashes) and manifest.fields[field].kind == "array"
+
+
 def blocks_of(manifest: Manifest) -> Iterator[Block]:
     """All hashed blocks of a dataset, in the order of the manifest."""
     for shard, entry in enumerate(manifest.shards):
         for field, stored in entry.fields.items():
-            ranges = block_ranges(stored.num_bytes, block_bytes=manifest.block_bytes)
-            for index, (start, stop) in enumerate(ranges if stored.hashes else ()):
-                yield Block(shard=shard, field=field, index=index, start=start, stop=stop)
+            if is_hashed(manifest, shard=shard, field=field):
+                for index in range(len(stored.hashes)):
+                    yield block_at(manifest, shard=shard, field=field, index=index)
 
 
 def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block:
@@ -50,8 +55,11 @@ def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block
     return Block(shard=shard, field=field, index=index, start=start, stop=stop)
 
 
-def samples_of(manifest: Manifest, block: Block) -> tuple[int, int]:
-    """First and last sample of the shard that touch the block."""
+def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] | None) -> tuple[int, int]:
+    """First and last sample of the shard that touch the block; the nearest one if none does.
+
+    windows: first token of each of the shard's windows, where they are listed.
+    """
     last = manifest.shards[block.shard].samples - 1
     spec = manifest.fields[block.field]
     if manifest.tokens is None:
@@ -59,55 +67,73 @@ def samples_of(manifest: Manifest, block: Block) -> tuple[int, int]:
     itemsize = np.dtype(spec.dtype).itemsize
     first_token, last_token = block.start // itemsize, (block.stop - 1) // itemsize
     window, stride = manifest.tokens.window, manifest.tokens.stride
-    return min(last, max(0, -(-(first_token - window) // stride))), min(last, last_token // stride)
+    if windows is None:
+        return min(last, max(0, -(-(first_token - window) // stride))), min(last, last_token // stride)
+    first_sample = min(last, int(np.searchsorted(windows, first_token - window)))
+    return first_sample, max(first_sample, int(np.searchsorted(windows, last_token, side="right")) - 1)
 
 
 def blocks_touched(
-    manifest: Manifest, *, field: str, rows: NDArray[np.int64]
+    manifest: Manifest, *, field: str, rows: NDArray[np.int64], windows: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Index of the first and of the last block that each sample `rows` of a shard touches; shapes as `rows`."""
+    """Index of the first and of the last block that each sample `rows` of a shard touches; shapes as `rows`.
+
+    windows: as for `samples_of`.
+    """
     spec = manifest.fields[field]
     if manifest.tokens is None:
-        start, num_bytes = rows * spec.sample_bytes, spec.sample_bytes
+        start = rows * spec.sample_bytes
     else:
-        itemsize = np.dtype(spec.dtype).itemsize
-        start = rows * (manifest.tokens.stride * itemsize)
-        num_bytes = (manifest.tokens.window + 1) * itemsize
-    return start // manifest.block_bytes, (start + (num_bytes - 1)) // manifest.block_bytes
+        tokens = rows * manifest.tokens.stride if windows is None else windows[rows]
+        start = tokens * np.dtype(spec.dtype).itemsize
+    return start // manifest.block_bytes, (start + (spec.sample_bytes - 1)) // manifest.block_bytes
 
 
 class BlockFile:
-    """Blocks of one shard, from their place in the file or, re-packed, through h5py. Safe in threads.
+    """Blocks of one shard, from their place in the file or, where they have none, through h5py. Safe in threads.
 
+    path: a copy of the file to read instead of the one in `directory`.
     Raises DataError (see `check_shard`) and OSError when it is made. The file is closed with the last reference.
     """
 
-    def __init__(self, directory: Path, *, manifest: Manifest, entry: ShardEntry) -> None:
+    def __init__(
+        self, directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
+    ) -> None:
+        self.path = directory / entry.file if path is None else path
         self._manifest = manifest
         self._entry = entry
-        self._layouts = check_shard(directory, manifest=manifest, entry=entry)
+        self._layouts = check_shard(directory, manifest=manifest, entry=entry, path=path)
         self._buffers = threading.local()
-        self._descriptor = os.open(directory / entry.file, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self._close_descriptor = weakref.finalize(self, os.close, self._descriptor)
         self._rows: hdf5.RowReader | None = None
-        if not all(self._is_as_written(name) for name in entry.fields):
-            self._rows = hdf5.RowReader(directory / entry.file)
+        if not all(self._is_in_place(name) for name in entry.fields):
+            self._rows = hdf5.RowReader(self.path)
 
-    def _is_as_written(self, name: str) -> bool:
+    def _is_in_place(self, name: str) -> bool:
+        """Whether the field's bytes lie in the file as they are hashed."""
         layout, spec = self._layouts[name], self._manifest.fields[name]
-        return layout.offset is not None and layout.dtype == spec.stored_dtype
+        return layout.offset is not None and spec.kind == "array" and layout.dtype == spec.stored_dtype
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the structure's hash covers samples too: those that have no one place in the file."""
+        return any(stored.offset is None for stored in self._entry.fields.values())
 
     def structure_is_sound(self) -> bool:
-        """Whether HDF5's own bytes are as written; a re-packed file has others, its content decides."""
+        """Whether the bytes outside of contiguous datasets are as written: HDF5's own, and chunks.
+
+        A re-packed file has others: its content decides.
+        """
         entry = self._entry
         if entry.structure_hash is None:
             return True
-        extents = []
         for name, stored in entry.fields.items():
-            if stored.offset is None or self._layouts[name].offset != stored.offset:
+            layout = self._layouts[name]
+            if layout.offset != stored.offset or (layout.chunks is None) != (stored.offset is not None):
                 return True
-            extents.append((stored.offset, stored.num_bytes))
         found_bytes = os.fstat(self._descriptor).st_size
+        extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
         return (
             structure_hash(self._descriptor, file_bytes=found_bytes, extents=extents) == entry.structure_hash
         )
@@ -126,15 +152,28 @@ class BlockFile:
 
     def _read(self, block: Block) -> memoryview | bytes:
         """The block's bytes; fewer where the file ends before."""
-        layout = self._layouts[block.field]
-        if self._is_as_written(block.field) and layout.offset is not None:
-            return self._read_at(layout.offset + block.start, num_bytes=block.stop - block.start)
+        layout, stored = self._layouts[block.field], self._entry.fields[block.field]
+        spec = self._manifest.fields[block.field]
+        in_rows = not stored.whole or bool(layout.shape)
+        if stored.whole:
+            row_bytes = stored.num_bytes // max(1, layout.shape[0]) if in_rows else stored.num_bytes
+        elif self._manifest.tokens is not None:
+            row_bytes = np.dtype(spec.dtype).itemsize
+        else:
+            row_bytes = spec.sample_bytes
+        if self._is_in_place(block.field) and layout.offset is not None:
+            offset = layout.offset + stored.first_row * row_bytes + block.start
+            return self._read_at(offset, num_bytes=block.stop - block.start)
         assert self._rows is not None
-        stored = self._entry.fields[block.field]
-        row_bytes = stored.num_bytes // layout.shape[0]
         first, last = block.start // row_bytes, (block.stop - 1) // row_bytes
-        rows: NDArray[Any] = self._rows.rows(stored.dataset, start=first, stop=last + 1)
-        data = np.ascontiguousarray(rows, dtype=self._manifest.fields[block.field].stored_dtype).tobytes()
+        if in_rows:
+            rows: NDArray[Any] = self._rows.rows(
+                stored.dataset, start=stored.first_row + first, stop=stored.first_row + last + 1,
+                member=stored.member,
+            )  # fmt: skip
+        else:
+            rows = self._rows.whole(stored.dataset, member=stored.member)
+        data = np.ascontiguousarray(rows, dtype=spec.stored_dtype).tobytes()
         return data[block.start - first * row_bytes : block.stop - first * row_bytes]
 
     def _read_at(self, offset: int, *, num_bytes: int) -> memoryview:

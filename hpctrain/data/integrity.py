@@ -1,6 +1,6 @@
 """Compares what is read with the manifest's hashes, while training.
 
-    dataset.checker = make_checker(dataset.directory, dataset.manifest, mode="first-epoch")
+    check_while_reading(dataset, mode="first-epoch")
 
 `Dataset.gather` then shows each shard's rows to the checker before it trusts their bytes; the checker hashes the
 blocks that those rows touch. What is looked at is what is handed out: the file's pages, which a memory map
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import final
@@ -20,8 +20,18 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.blocks import HEADERS_DIFFER, BlockFile, block_at, blocks_touched, samples_of
-from hpctrain.data.manifest import Manifest, ShardEntry
+from hpctrain.data.blocks import (
+    HEADERS_DIFFER,
+    Block,
+    BlockFile,
+    block_at,
+    blocks_touched,
+    is_hashed,
+    samples_of,
+)
+from hpctrain.data.manifest import Manifest
+from hpctrain.data.read import Dataset
+from hpctrain.data.token_windows import read_windows
 from hpctrain.data.verify import Damage
 from hpctrain.errors import DataError
 
@@ -61,8 +71,9 @@ class BlockChecker:
     """Hashes the blocks that samples touch. Safe in threads, and after a fork. Never communicates.
 
     damages: what was found so far, each damaged block once.
-    place_of: where a shard's file is read from, if not in `directory`: a staged copy.
-    Raises DataError if the manifest has no hashes to compare with.
+    place_of: shard number -> the copy of its file that is read; None: the one in `directory` is.
+    What the manifest has no hashes of is not looked at: strings, rows of variable length. Raises DataError if it
+    has none of an array either.
     """
 
     def __init__(
@@ -71,7 +82,7 @@ class BlockChecker:
         manifest: Manifest,
         *,
         mode: CheckMode | str = CheckMode.FIRST_EPOCH,
-        place_of: Callable[[ShardEntry], Path] | None = None,
+        place_of: Callable[[int], Path | None] = lambda shard: None,
     ) -> None:
         self.directory = Path(directory)
         self.manifest = manifest
@@ -81,6 +92,7 @@ class BlockChecker:
         # (num_shards + 1,): first sample of each shard, and the number of samples
         self._starts = np.concatenate([[0], np.cumsum([shard.samples for shard in manifest.shards])])
         # (shard, field) -> (num_blocks,) of _UNKNOWN, _SOUND, _DAMAGED
+        self._windows = read_windows(self.directory, manifest=manifest)
         self._states: dict[tuple[int, str], NDArray[np.uint8]] = {}
         self._whole: set[tuple[int, str]] = set()
         self._reasons: dict[tuple[int, str, int], str] = {}
@@ -90,7 +102,7 @@ class BlockChecker:
     def _check_hashed(self) -> None:
         for entry in self.manifest.shards:
             for name, stored in entry.fields.items():
-                if stored.num_bytes and not stored.hashes:
+                if stored.num_bytes and not stored.hashes and self.manifest.fields[name].kind == "array":
                     raise DataError(
                         f"field {name!r} of shard {entry.file} of {self.directory} has no hashes to check what is "
                         'read: index the files again with --hash, or set data.check = "off"'
@@ -109,9 +121,9 @@ class BlockChecker:
         if self.mode is CheckMode.OFF or not len(rows):
             return
         key = (shard_index, field_name)
-        if key in self._whole:
+        if key in self._whole or not is_hashed(self.manifest, shard=shard_index, field=field_name):
             return
-        first, last = blocks_touched(self.manifest, field=field_name, rows=rows)
+        first, last = self._touched(shard_index, field_name, rows)
         bad = self._damaged(shard_index, field_name, blocks=_union(first, last))
         if len(bad):
             raise DamagedData(self._damage(shard_index, field_name, int(bad[0])), directory=self.directory)
@@ -132,10 +144,22 @@ class BlockChecker:
             places = np.flatnonzero(shard_of == shard)
             rows = indices[places] - self._starts[shard]
             for field in self.manifest.fields:
-                first, last = blocks_touched(self.manifest, field=field, rows=rows)
+                if not is_hashed(self.manifest, shard=int(shard), field=field):
+                    continue
+                first, last = self._touched(int(shard), field, rows)
                 bad = self._damaged(int(shard), field, blocks=_union(first, last))
                 sound[places] &= np.searchsorted(bad, first) == np.searchsorted(bad, last, side="right")
         return sound
+
+    def _windows_of(self, shard: int) -> NDArray[np.int64] | None:
+        if self._windows is None:
+            return None
+        return self._windows[self._starts[shard] : self._starts[shard + 1]]
+
+    def _touched(
+        self, shard: int, field: str, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return blocks_touched(self.manifest, field=field, rows=rows, windows=self._windows_of(shard))
 
     def _damaged(self, shard: int, field: str, *, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which of `blocks` are damaged, ascending; those whose turn it is are read and hashed."""
@@ -169,7 +193,7 @@ class BlockChecker:
 
     def _damage(self, shard: int, field: str, index: int) -> Damage:
         block = block_at(self.manifest, shard=shard, field=field, index=index)
-        first, last = samples_of(self.manifest, block)
+        first, last = samples_of(self.manifest, block, windows=self._windows_of(shard))
         return Damage(
             shard=self.manifest.shards[shard].file, field=field, first_sample=first, last_sample=last,
             reason=self._reasons[shard, field, index],
@@ -178,12 +202,18 @@ class BlockChecker:
     def _file(self, shard: int) -> BlockFile:
         if self._pid != os.getpid():
             self._reset()
+        entry, copy = self.manifest.shards[shard], self._place_of(shard)
+        path = self.directory / entry.file if copy is None else copy
         with self._lock:
             file = self._files.get(shard)
-            if file is not None:
+            if file is not None and file.path == path:
                 self._files.move_to_end(shard)
                 return file
-        file = self._open(shard)
+        try:
+            file = BlockFile(self.directory, manifest=self.manifest, entry=entry, path=copy)
+        except OSError as error:
+            raise DataError(f"shard {path} cannot be opened: {error}") from error
+        self._check_structure(shard, file)
         with self._lock:
             self._files[shard] = file
             if len(self._files) > _MAX_OPEN:
@@ -191,24 +221,23 @@ class BlockChecker:
                 self._files.popitem(last=False)
         return file
 
-    def _open(self, shard: int) -> BlockFile:
-        entry = self.manifest.shards[shard]
-        path = self.directory / entry.file if self._place_of is None else self._place_of(entry)
-        try:
-            file = BlockFile(path.parent, manifest=self.manifest, entry=entry)
-        except OSError as error:
-            raise DataError(f"shard {path} cannot be opened: {error}") from error
-        self._check_structure(shard, file)
-        return file
-
     def _check_structure(self, shard: int, file: BlockFile) -> None:
+        """Raises DamagedData for the whole shard, unless what differs is found in blocks: those are damaged then."""
         if file.structure_is_sound():
+            return
+        if file.has_chunks and any(file.fault_of(block) is not None for block in self._blocks_of(shard)):
             return
         entry = self.manifest.shards[shard]
         damage = Damage(
             shard=entry.file, field=None, first_sample=0, last_sample=entry.samples - 1, reason=HEADERS_DIFFER
         )
         raise DamagedData(damage, directory=self.directory)
+
+    def _blocks_of(self, shard: int) -> Iterator[Block]:
+        for field, stored in self.manifest.shards[shard].fields.items():
+            if is_hashed(self.manifest, shard=shard, field=field):
+                for index in range(len(stored.hashes)):
+                    yield block_at(self.manifest, shard=shard, field=field, index=index)
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -222,9 +251,19 @@ def make_checker(
     manifest: Manifest,
     *,
     mode: CheckMode | str,
-    place_of: Callable[[ShardEntry], Path] | None = None,
+    place_of: Callable[[int], Path | None] = lambda shard: None,
 ) -> BlockChecker | None:
     """The checker for `Dataset.checker`; None for mode `off`, which then costs nothing."""
     if CheckMode(mode) is CheckMode.OFF:
         return None
     return BlockChecker(directory, manifest, mode=mode, place_of=place_of)
+
+
+def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
+    """Have `dataset` compare what it reads with its hashes; where a locator gives it a copy, that one's bytes."""
+    dataset.checker = make_checker(
+        dataset.directory,
+        dataset.manifest,
+        mode=mode,
+        place_of=lambda shard: None if dataset.locator is None else dataset.locator.path(shard),
+    )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from hpctrain.data.blocks import HEADERS_DIFFER, Block, BlockFile, blocks_of, samples_of
 from hpctrain.data.manifest import MANIFEST_NAME, ShardEntry, read_manifest
 from hpctrain.data.order import rank_share
+from hpctrain.data.token_windows import read_windows
 from hpctrain.errors import DataError
 
 Progress = Callable[[int, int], None]
@@ -46,6 +48,8 @@ def verify(
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
+    windows = read_windows(directory, manifest=manifest)
+    starts = [0, *accumulate(entry.samples for entry in manifest.shards)]
     blocks = list(blocks_of(manifest))
     share = rank_share(0, len(blocks), rank=rank, num_ranks=num_ranks)
     mine = blocks[share.start : share.stop]
@@ -70,7 +74,11 @@ def verify(
             for block in shard_blocks:
                 reason = file.fault_of(block)
                 if reason is not None:
-                    first_sample, last_sample = samples_of(manifest, block)
+                    first_sample, last_sample = samples_of(
+                        manifest,
+                        block,
+                        windows=None if windows is None else windows[starts[shard] : starts[shard + 1]],
+                    )
                     damages.append(
                         Damage(
                             shard=entry.file,

@@ -1,0 +1,374 @@
+"""Damage that is there, or comes, while a dataset is read: found, named, and left out where that is asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.data import (
+    Damage,
+    Dataset,
+    EpochOrder,
+    LastBatch,
+    Loader,
+    Span,
+    pack_arrays,
+    pack_tokens,
+    read_manifest,
+)
+from hpctrain.data.batch_plan import plan_batch
+from hpctrain.data.integrity import CheckMode, DamagedData, check_while_reading, make_checker
+from hpctrain.data.skipping import read_around_damage
+from hpctrain.errors import DataError, RecipeError
+from tests.unit.test_data_verify import flip_bit
+
+SAMPLES, SHARD_SAMPLES, IMAGE_BYTES, BLOCK_BYTES = 90, 35, 256, 1024
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of images and one of token windows, three shards each."""
+    random = np.random.default_rng(0)
+    where = tmp_path_factory.mktemp("data")
+    images = random.integers(0, 255, (SAMPLES, 16, 16), dtype=np.uint8)
+    fields = {"image": images, "label": np.arange(SAMPLES)}
+    pack_arrays(where / "images", fields, shard_samples=SHARD_SAMPLES, block_bytes=BLOCK_BYTES)
+    stream = [random.integers(0, 50000, 9000, dtype=np.uint16)]
+    pack_tokens(
+        where / "tokens",
+        stream,
+        window=32,
+        stride=20,
+        dtype="uint16",
+        shard_bytes=8000,
+        block_bytes=BLOCK_BYTES,
+    )
+    return where
+
+
+@pytest.fixture
+def images(originals: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals / "images", tmp_path / "images"))
+
+
+@pytest.fixture
+def tokens(originals: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals / "tokens", tmp_path / "tokens"))
+
+
+def open_checked(directory: Path, mode: CheckMode = CheckMode.FIRST_EPOCH) -> Dataset:
+    dataset = Dataset.open(directory)
+    check_while_reading(dataset, mode=mode)
+    return dataset
+
+
+def flip_in(directory: Path, field: str, *, shard: int, byte: int) -> None:
+    """Flip a bit of byte `byte` of a field of a shard."""
+    entry = read_manifest(directory).shards[shard]
+    offset = entry.fields[field].offset
+    assert offset is not None
+    flip_bit(directory / entry.file, offset=offset + byte)
+
+
+def read_epoch(dataset: Dataset, random: np.random.Generator) -> None:
+    """Every sample once, shuffled, in batches of 16."""
+    for batch in np.array_split(random.permutation(dataset.num_samples), dataset.num_samples // 16):
+        dataset.gather(batch)
+
+
+def damage(path: Path, random: np.random.Generator) -> None:
+    """A random bit flipped, or the file cut at a random place."""
+    size = path.stat().st_size
+    if random.random() < 0.25:
+        os.truncate(path, int(random.integers(size)))
+    else:
+        flip_bit(path, offset=int(random.integers(size)), bit=int(random.integers(8)))
+
+
+def test_500_damages_at_random_places_are_all_noticed(originals: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(11)
+    where = Path(shutil.copytree(originals, tmp_path / "data"))
+    whole = {path: path.read_bytes() for path in sorted(where.glob("*/*.h5"))}
+    paths = list(whole)
+    unnoticed = []
+    for trial in range(500):
+        path = paths[random.integers(len(paths))]
+        dataset = None
+        if trial % 2:  # it comes in mid-epoch, before or after the damaged shard was first read
+            dataset = open_checked(path.parent, CheckMode.ALWAYS)
+            dataset.gather(random.integers(dataset.num_samples, size=2))
+        damage(path, random)
+        error = None
+        try:
+            if dataset is None:
+                dataset = open_checked(path.parent, list(CheckMode)[1 + trial % 4 // 2])
+            read_epoch(dataset, random)
+        except DataError as caught:
+            error = caught
+        if path.name not in str(error):
+            unnoticed.append((trial, path.name, error))
+        path.write_bytes(whole[path])
+    assert unnoticed == []
+
+
+def test_a_whole_dataset_is_read_as_without_checks(images: Path) -> None:
+    for mode in CheckMode:
+        dataset = open_checked(images, mode)
+        indices = np.random.default_rng(0).permutation(SAMPLES)
+        for _ in range(2):
+            assert dataset.gather(indices)["label"].tolist() == indices.tolist()
+        assert dataset.checker is None or dataset.checker.damages == []
+
+
+def test_damage_names_shard_field_and_samples(images: Path) -> None:
+    flip_in(images, "image", shard=1, byte=IMAGE_BYTES * 9)
+    dataset = open_checked(images)
+    dataset.gather(np.arange(SHARD_SAMPLES + 8))  # the shard's samples 0 to 7: other blocks
+    message = r"shard-00001.h5, field 'image', samples 8 to 11: the content differs"
+    with pytest.raises(DamagedData, match=message) as caught:
+        dataset.gather(np.array([3, SHARD_SAMPLES + 11]))
+    assert (caught.value.damage.first_sample, caught.value.damage.last_sample) == (8, 11)
+    assert caught.value.exit_code == 3
+    dataset.gather(np.array([3, SHARD_SAMPLES + 12]))
+
+
+@pytest.mark.parametrize("mode", [CheckMode.FIRST_EPOCH, CheckMode.ALWAYS])
+def test_each_block_is_hashed_once_or_always(images: Path, mode: CheckMode) -> None:
+    dataset = open_checked(images, mode)
+    dataset.gather(np.arange(SAMPLES))
+    flip_in(images, "label", shard=2, byte=0)
+    if mode is CheckMode.FIRST_EPOCH:
+        assert dataset.gather(np.array([70]))["label"] != 70  # what this mode does not see
+    else:
+        with pytest.raises(DamagedData, match="field 'label', samples 0 to 19"):
+            dataset.gather(np.array([70]))
+
+
+@pytest.mark.parametrize(("field", "byte"), [("image", 0), ("image", 4 * IMAGE_BYTES - 1), ("label", 8 * 30)])
+def test_the_sound_samples_are_those_that_touch_no_damaged_block(images: Path, field: str, byte: int) -> None:
+    flip_in(images, field, shard=0, byte=byte)
+    dataset = open_checked(images)
+    assert dataset.checker is not None
+    order = np.random.default_rng(3).permutation(SAMPLES)
+    bad = range(4) if field == "image" else range(SHARD_SAMPLES)
+    sound = dataset.checker.sound(order)
+    assert order[~sound].tolist() == [sample for sample in order if sample in bad]
+    assert dataset.gather(order[sound])["label"].tolist() == order[sound].tolist()
+    (found,) = dataset.checker.damages
+    assert (found.shard, found.field) == ("shard-00000.h5", field)
+
+
+def test_windows_of_tokens_that_hold_a_damaged_block_are_not_sound(tokens: Path) -> None:
+    block_tokens = BLOCK_BYTES // 2
+    samples = read_manifest(tokens).shards[0].samples
+    for token in (0, 511, 512, 3000):
+        flip_in(tokens, "tokens", shard=0, byte=2 * token)
+        dataset = open_checked(tokens)
+        assert dataset.checker is not None
+        sound = dataset.checker.sound(np.arange(dataset.num_samples))
+        block = set(range(token // block_tokens * block_tokens, (token // block_tokens + 1) * block_tokens))
+        bad = [sample for sample in range(samples) if block & set(range(20 * sample, 20 * sample + 33))]
+        assert np.flatnonzero(~sound).tolist() == bad
+        flip_in(tokens, "tokens", shard=0, byte=2 * token)
+
+
+def test_a_shard_cut_short_or_gone_is_not_skipped(images: Path) -> None:
+    dataset = open_checked(images)
+    other = open_checked(images)
+    assert dataset.checker is not None
+    assert other.checker is not None
+    os.truncate(images / "shard-00002.h5", 3000)
+    with pytest.raises(DataError, match=r"shard-00002.h5 is cut short"):
+        dataset.checker.sound(np.arange(SAMPLES))
+    (images / "shard-00000.h5").unlink()
+    with pytest.raises(DataError, match=r"shard-00000.h5 .* is missing"):
+        other.checker.sound(np.arange(SAMPLES))
+
+
+def test_damaged_headers_concern_the_whole_shard(images: Path) -> None:
+    path = images / "shard-00001.h5"
+    with path.open("ab") as file:
+        file.write(b"more")
+    dataset = open_checked(images)
+    dataset.gather(np.arange(SHARD_SAMPLES))
+    with pytest.raises(
+        DamagedData, match=r"shard-00001.h5, the whole shard, samples 0 to 34: the HDF5 headers"
+    ):
+        dataset.gather(np.array([40]))
+
+
+def test_re_packed_shards_are_checked_by_their_content(images: Path) -> None:
+    path = images / "shard-00001.h5"
+    with h5py.File(path) as file:
+        found = {name: file[name][()] for name in ("image", "label")}
+    found["image"][9, 3, 3] ^= 1
+    path.unlink()
+    with h5py.File(path, "w") as file:
+        file.create_dataset("image", data=found["image"], chunks=(5, 16, 16), compression="gzip")
+        file.create_dataset("label", data=found["label"].astype(">i8"))
+    dataset = open_checked(images)
+    assert dataset.checker is not None
+    sound = dataset.checker.sound(np.arange(SAMPLES))
+    assert np.flatnonzero(~sound).tolist() == [SHARD_SAMPLES + sample for sample in range(8, 12)]
+
+
+def test_threads_that_read_together_all_meet_the_damage(images: Path) -> None:
+    flip_in(images, "image", shard=0, byte=0)
+    dataset = open_checked(images)
+    assert dataset.checker is not None
+    met: list[str] = []
+
+    def read() -> None:
+        try:
+            dataset.gather(np.arange(SAMPLES))
+        except DamagedData as error:
+            met.append(str(error))
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(met) == 6
+    assert len(set(met)) == 1
+    assert len(dataset.checker.damages) == 1
+
+
+def test_data_without_hashes_cannot_be_checked(images: Path) -> None:
+    manifest = read_manifest(images)
+    document = manifest.model_dump(mode="json")
+    document["shards"][1]["fields"]["label"]["hashes"] = []
+    unhashed = type(manifest).model_validate(document)
+    with pytest.raises(DataError, match=r"field 'label' of shard shard-00001.h5 .* has no hashes"):
+        make_checker(images, unhashed, mode="always")
+    assert make_checker(images, unhashed, mode="off") is None
+
+
+def test_a_copy_elsewhere_is_what_is_checked(images: Path, tmp_path: Path) -> None:
+    copies = Path(shutil.copytree(images, tmp_path / "copies"))
+    flip_in(copies, "label", shard=0, byte=0)
+
+    class Copies:
+        def path(self, shard_index: int) -> Path | None:
+            return copies / "shard-00000.h5" if shard_index == 0 else None
+
+    dataset = open_checked(images)
+    dataset.locator = Copies()
+    dataset.gather(np.arange(SHARD_SAMPLES, SAMPLES))
+    with pytest.raises(DamagedData, match=r"shard-00000.h5, field 'label'"):
+        dataset.gather(np.array([0]))
+
+
+# ---------------------------------------------------------------------- left out of batches
+
+
+def damaged_samples(directory: Path) -> set[int]:
+    """Samples 8 to 11 of the middle shard, and 0 to 3 of the last."""
+    flip_in(directory, "image", shard=1, byte=9 * IMAGE_BYTES)
+    flip_in(directory, "image", shard=2, byte=3)
+    return {*range(SHARD_SAMPLES + 8, SHARD_SAMPLES + 12), *range(2 * SHARD_SAMPLES, 2 * SHARD_SAMPLES + 4)}
+
+
+@pytest.mark.parametrize("mode", [CheckMode.FIRST_EPOCH, CheckMode.ALWAYS])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_batches_lack_the_damaged_samples_and_count_them(
+    images: Path, mode: CheckMode, num_ranks: int
+) -> None:
+    whole = [
+        list(Loader(Dataset.open(images), global_batch=16, rank=rank, num_ranks=num_ranks, seed=5).epoch(1))
+        for rank in range(num_ranks)
+    ]
+    bad = damaged_samples(images)
+    seen: list[int] = []
+    skipped = 0
+    for rank in range(num_ranks):
+        loader = Loader(
+            open_checked(images, mode), global_batch=16, rank=rank, num_ranks=num_ranks, seed=5,
+            on_damage="skip", num_threads=2,
+        )  # fmt: skip
+        for batch, expected in zip(loader.epoch(1), whole[rank], strict=True):
+            labels = [label for label in expected["label"].tolist() if label not in bad]
+            assert batch["label"].tolist() == labels
+            assert (batch.num_samples, len(batch["image"])) == (len(labels), len(labels))
+            assert batch.num_samples + batch.num_skipped == expected.num_samples
+            assert (batch.start, batch.global_samples) == (expected.start, expected.global_samples)
+            seen += labels
+            skipped += batch.num_skipped
+        assert loader.position == SAMPLES
+    assert sorted(seen) == [sample for sample in range(SAMPLES) if sample not in bad]
+    assert skipped == len(bad)
+
+
+def test_a_batch_that_is_filled_up_keeps_its_length(images: Path) -> None:
+    bad = damaged_samples(images)
+    loader = Loader(open_checked(images), global_batch=16, seed=5, last_batch="pad", on_damage="skip")
+    seen: list[int] = []
+    for batch in loader.epoch(0):
+        assert len(batch["label"]) == 16 == batch.num_samples + batch.num_padded
+        assert not bad & set(batch["label"].tolist())
+        seen += batch.real()["label"].tolist()
+    assert sorted(seen) == [sample for sample in range(SAMPLES) if sample not in bad]
+
+
+def test_a_batch_of_damaged_samples_only_is_empty(images: Path) -> None:
+    bad = damaged_samples(images)
+    first = min(bad)
+    loader = Loader(open_checked(images), global_batch=2, shuffle=False, on_damage="skip", last_batch="pad")
+    with loader.epoch(0, start=first) as batches:
+        batch = next(batches)
+    assert (batch.num_samples, batch.num_skipped, batch.weight, batch["image"].shape) == (
+        0,
+        2,
+        0.0,
+        (0, 16, 16),
+    )
+
+
+def test_weights_of_what_is_left_add_up_to_one(images: Path) -> None:
+    batch = Loader(Dataset.open(images), global_batch=16, shuffle=False).epoch(0).__next__()
+    left = [
+        replace(batch.split(2)[0], num_samples=5, num_skipped=3, global_skipped=4),
+        replace(batch.split(2)[1], num_samples=7, num_skipped=1, global_skipped=4),
+    ]
+    assert sum(part.weight for part in left) == pytest.approx(1)
+    assert sum(part.weight for half in left for part in half.split(3)) == pytest.approx(1)
+
+
+def test_damage_that_comes_and_goes_does_not_go_round_for_ever(images: Path) -> None:
+    loader = Loader(open_checked(images), global_batch=4, on_damage="skip")
+    plan = plan_batch(
+        EpochOrder(num_samples=SAMPLES), span=Span(0, 4), global_batch=4, last_batch=LastBatch.KEEP, rank=0,
+        num_ranks=1,
+    )  # fmt: skip
+    assert loader.checker is not None
+    damage = Damage(
+        shard="shard-00000.h5", field="image", first_sample=0, last_sample=3, reason="it seems so"
+    )
+
+    def read(indices: object) -> None:
+        raise DamagedData(damage, directory=images)
+
+    with pytest.raises(DamagedData, match="it seems so"):
+        read_around_damage(plan, read=read, sound=loader.checker.sound, keep_length=False)
+
+
+def test_a_shard_that_disappears_in_mid_epoch_ends_it_in_plain_words(images: Path) -> None:
+    loader = Loader(open_checked(images), global_batch=10, shuffle=False, on_damage="skip", prefetch_bytes=1)
+    with loader.epoch(0) as batches:
+        next(batches)
+        (images / "shard-00002.h5").unlink()
+        with pytest.raises(DataError, match=r"shard-00002.h5 .*(missing|No such file)") as caught:
+            list(batches)
+    assert not isinstance(caught.value, DamagedData)
+
+
+def test_skipping_without_looking_is_refused(images: Path) -> None:
+    with pytest.raises(RecipeError, match="nothing looks for them"):
+        Loader(Dataset.open(images), global_batch=4, on_damage="skip")
