@@ -68,12 +68,13 @@ class ReadField:
     def begin(self, request: Request) -> Sequence[Task]:
         offsets = self._first_byte + request.starts * self._row_bytes
         places = request.all_places
-        ascending = len(offsets) < 2 or bool(np.all(offsets[1:] >= offsets[:-1]))
-        order = np.arange(len(offsets)) if ascending else np.argsort(offsets, kind="stable")
+        order = np.argsort(offsets, kind="stable")
+        offsets, places = offsets[order], places[order]
+        samples = request.samples[order]
         if request.sample_bytes >= ROW_COPY_BYTES:
-            self._scatter(request, offsets=offsets, places=places, order=order)
+            self._scatter(request, offsets=offsets, places=places, samples=samples)
         else:
-            self._through_buffers(request, offsets=offsets, places=places, order=order)
+            self._through_buffers(request, offsets=offsets, places=places, samples=samples)
         if self._swap:
             for place in places.tolist():
                 request.target[place].byteswap(inplace=True)
@@ -85,19 +86,25 @@ class ReadField:
         *,
         offsets: NDArray[np.int64],
         places: NDArray[np.int64],
-        order: NDArray[np.int64],
+        samples: NDArray[np.int64],
     ) -> None:
         """Runs of samples that follow each other in the file, each with calls that fill many places."""
         num_bytes = request.sample_bytes
         whole = request.target.reshape(-1).view(np.uint8).data
-        gaps = np.diff(offsets[order])
-        borders = [0, *(np.flatnonzero(gaps != num_bytes) + 1).tolist(), len(order)]
-        sorted_offsets, sorted_places = offsets[order].tolist(), places[order].tolist()
-        for first, stop in pairwise(borders):
-            for start in range(first, stop, _MAX_BUFFERS):
+        ends = [*(np.flatnonzero(np.diff(offsets) != num_bytes) + 1).tolist(), len(offsets)]
+        place_list, offset_list = places.tolist(), offsets.tolist()
+        start = 0
+        for stop in ends:
+            while start < stop:
                 end = min(stop, start + _MAX_BUFFERS)
-                parts = [whole[p * num_bytes : (p + 1) * num_bytes] for p in sorted_places[start:end]]
-                self._read(parts, offset=sorted_offsets[start], samples=request.samples[order[start:end]])
+                parts = [whole[p * num_bytes : (p + 1) * num_bytes] for p in place_list[start:end]]
+                self._read(
+                    parts,
+                    num_bytes=(end - start) * num_bytes,
+                    offset=offset_list[start],
+                    samples=samples[start:end],
+                )
+                start = end
 
     def _through_buffers(
         self,
@@ -105,24 +112,29 @@ class ReadField:
         *,
         offsets: NDArray[np.int64],
         places: NDArray[np.int64],
-        order: NDArray[np.int64],
+        samples: NDArray[np.int64],
     ) -> None:
         """Small samples: stretches of the file with everything between them, and out of these the samples."""
         num_bytes = request.sample_bytes
         flat = request.target.reshape(len(request.target), -1).view(np.uint8)
-        found = offsets[order]
-        borders = [0, *(np.flatnonzero(np.diff(found) > num_bytes + _GAP_BYTES) + 1).tolist(), len(order)]
-        for first, stop in pairwise(borders):
-            begin, end = int(found[first]), int(found[stop - 1]) + num_bytes
-            which = order[first:stop]
-            stretch = np.empty(end - begin, dtype=np.uint8)
-            self._read([stretch.data], offset=begin, samples=request.samples[which])
-            windows = np.lib.stride_tricks.sliding_window_view(stretch, num_bytes)
-            flat[places[which]] = windows[found[first:stop] - begin]
+        ends = [*(np.flatnonzero(np.diff(offsets) > num_bytes + _GAP_BYTES) + 1).tolist(), len(offsets)]
+        start = 0
+        for stop in ends:
+            begin = int(offsets[start])
+            stretch = np.empty(int(offsets[stop - 1]) + num_bytes - begin, dtype=np.uint8)
+            self._read([stretch.data], num_bytes=len(stretch), offset=begin, samples=samples[start:stop])
+            # (bytes at which a sample can begin, its bytes): overlapping
+            windows: NDArray[np.uint8] = np.ndarray(
+                (len(stretch) - num_bytes + 1, num_bytes), np.uint8, buffer=stretch, strides=(1, 1)
+            )
+            flat[places[start:stop]] = windows[offsets[start:stop] - begin]
+            start = stop
 
-    def _read(self, parts: list[memoryview], *, offset: int, samples: NDArray[np.int64]) -> None:
+    def _read(
+        self, parts: list[memoryview], *, num_bytes: int, offset: int, samples: NDArray[np.int64]
+    ) -> None:
         """Fill all parts from `offset` on. A filesystem may give less than was asked, any number of times."""
-        missing = sum(len(part) for part in parts)
+        missing = num_bytes
         while missing:
             try:
                 count = os.preadv(self._descriptor, parts, offset)

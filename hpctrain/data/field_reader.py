@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ from hpctrain.errors import DataError
 ROW_COPY_BYTES = 2048
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """Samples of one field of one shard.
 
     samples: numbers within the shard, shape (n,). starts: first row of each in the HDF5 dataset, (n,).

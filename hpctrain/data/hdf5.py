@@ -60,48 +60,10 @@ def _open(path: Path) -> h5py.File:
         return h5py.File(path, "r", locking=False)
     except (ValueError, TypeError):  # an HDF5 that cannot choose
         return h5py.File(path, "r")
-
-
-def create(path: Path, *, datasets: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[str, int]:
-    """Make an HDF5 file with contiguous, allocated, unfilled datasets; returns each one's offset in the file.
-
-    datasets: name -> (shape, dtype). Datasets of a page or more begin on a page boundary.
-    Raises OSError.
-    """
-    import h5py
-
-    _probe(path, num_bytes=sum(int(np.prod(s, dtype=np.int64)) * d.itemsize for s, d in datasets.values()))
-    offsets = {}
-    with h5py.File(path, "w", alignment_threshold=_PAGE_BYTES, alignment_interval=_PAGE_BYTES) as file:
-        for name, (shape, dtype) in datasets.items():
-            plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            plist.set_layout(h5py.h5d.CONTIGUOUS)
-            plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-            plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-            # Without times in the headers, packing the same samples twice gives the same files.
-            plist.set_obj_track_times(False)
-            kind = h5py.h5t.py_create(dtype, logical=True)
-            dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), plist)
-            offset = dataset.get_offset()
-            if offset is None:
-                raise OSError(f"HDF5 gave dataset {name!r} of shape {shape} no place in {path}")
-            offsets[name] = int(offset)
-    return offsets
-
-
-def _probe(path: Path, *, num_bytes: int) -> None:
-    """Meet a full disk, a quota or a limit on file sizes here, as an OSError.
-
-    HDF5 (1.10.8 seen) that cannot write a file when it closes it goes on holding it, and crashes the process
-    later. What it writes of the file here is a few KB; the samples are not written by it.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        os.ftruncate(descriptor, num_bytes + _PROBE_BYTES)
-        os.pwrite(descriptor, b"\1" * _PROBE_BYTES, num_bytes)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    except OSError as error:
+        if "locking flag" in str(error):  # this process has it open already, with locks
+            return h5py.File(path, "r")
+        raise
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, Layout]:

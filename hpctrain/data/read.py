@@ -28,7 +28,7 @@ from hpctrain.data.shard_check import check_shard
 from hpctrain.data.token_windows import read_windows
 from hpctrain.errors import DataError, UsageError
 
-__all__ = ["CACHE_BYTES", "BlockChecker", "Dataset", "IoMode", "ShardLocator", "Verify", "check_shard"]
+__all__ = ["CACHE_BYTES", "ContentChecker", "Dataset", "IoMode", "ShardLocator", "Verify", "check_shard"]
 
 CACHE_BYTES = 64 << 20
 
@@ -40,7 +40,7 @@ class Verify(str, Enum):
     SIZES = "sizes"  # every shard: file size, HDF5 header, extent, dtype and shape of each field
 
 
-class BlockChecker(Protocol):
+class ContentChecker(Protocol):
     """Looks at the content of what is about to be read."""
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64], /) -> None:
@@ -57,7 +57,7 @@ class ShardLocator(Protocol):
 class Dataset:
     """An opened dataset. Reading is safe from several threads, and after a fork. Never communicates.
 
-    checker: asked before each read, see `BlockChecker`. locator: asked when a shard is opened.
+    checker: asked before each read, see `ContentChecker`. locator: asked when a shard is opened.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Dataset:
             self.asked_io, directory=directory, file_bytes=manifest.file_bytes, map_bytes=cache_bytes
         )
         """MAP or READ: how contiguous fields are read."""
-        self.checker: BlockChecker | None = None
+        self.checker: ContentChecker | None = None
         self.locator: ShardLocator | None = None
         # (num_shards + 1,): first sample of each shard, and the number of samples
         self._starts = np.concatenate(
@@ -191,10 +191,12 @@ class Dataset:
 
     def _fill(self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64]) -> None:
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
-        touched = np.unique(shard_of).tolist()
+        order = np.argsort(shard_of, kind="stable")
+        borders = np.flatnonzero(np.diff(shard_of[order])) + 1
         tasks: list[Task] = []
-        for number in touched:
-            places = None if len(touched) == 1 else np.flatnonzero(shard_of == number)
+        for group in np.split(order, borders) if len(borders) else [order]:
+            number = int(shard_of[group[0]])
+            places = group if len(borders) else None
             samples = (indices if places is None else indices[places]) - self._starts[number]
             shard = self._shard(number)
             shard.check_size()

@@ -39,7 +39,8 @@ def check_shard(
         ) from None
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         if "status" in locals() and status.st_size < entry.file_bytes:
-            raise DataError(cut_short(found_path, entry, status.st_size)) from error
+            reason = cut_short(found_path, entry, status.st_size)
+            raise DataError(f"{reason} (HDF5 says: {error})") from error
         raise DataError(f"shard {found_path} cannot be opened as HDF5: {error}") from error
     by_field = {}
     for name, stored in entry.fields.items():
