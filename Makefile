@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test test-fast lint demo docs bench-reduction clean distclean
+.PHONY: help setup plan cluster-setup test test-fast lint demo docs bench-reduction bench-data clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -44,6 +44,9 @@ docs: setup ## write docs/recipe.md from the code
 
 bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; alone on the machine
 	$(BIN)python -m benchmarks.reduction --output benchmarks/results/reduction.json
+
+bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; eight minutes, alone on the machine
+	$(BIN)python -m benchmarks.data --output benchmarks/results/data.json
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay
 	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

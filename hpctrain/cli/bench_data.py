@@ -39,6 +39,13 @@ def data_command(
         int, typer.Option(min=1, help="Threads of the loader, as data.threads of a recipe.")
     ] = 1,
     prefetch_mb: Annotated[float, typer.Option(min=0.0, help="MB of batches made ahead.")] = 64.0,
+    io: Annotated[
+        str, typer.Option(help="How contiguous data is read, as data.io of a recipe: auto, map or read.")
+    ] = "auto",
+    cache_mb: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.0, help="MB of decoded chunks that are kept [default: that of hpctrain.data]."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the samples' order, and of the readers'.")] = 0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045
@@ -63,10 +70,13 @@ def data_command(
 
     if order not in ("shuffle", "sequential"):
         raise UsageError(f"--order {order!r} is not one of shuffle, sequential")
+    if io not in ("auto", "map", "read"):
+        raise UsageError(f"--io {io!r} is not one of auto, map, read")
     asked = DataAsked(
         directory=directory, batch=batch, num_batches=batches, shuffle=order == "shuffle", repeats=repeats,
         warmup=warmup if warmup is not None else 0 if cold else 1, cache=Cache.COLD if cold else Cache.WARM,
         step_s=step_ms / 1e3, num_steps=steps, num_threads=threads, prefetch_bytes=int(prefetch_mb * 1e6), seed=seed,
+        open_options={"io": io} | ({} if cache_mb is None else {"cache_bytes": int(cache_mb * 1e6)}),
     )  # fmt: skip
     if json_path is not None:
         check_writable(json_path, option="--json")

@@ -1,0 +1,1 @@
+"""How fast samples are read, against peers and against the machine: `make bench-data`."""

@@ -1,0 +1,87 @@
+"""The other end of `benchmarks.data.serve`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.data.kinds import Kind
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class ReaderFailed(RuntimeError):
+    """A reader could not be opened, read wrongly, or its process ended."""
+
+
+class Child:
+    """A process with readers of one module. A context manager."""
+
+    def __init__(self, python: Path, *, module: str, threads: int = 1) -> None:
+        self._module = module
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in end)
+        environment = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HOME": str(Path.home()),
+            "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [str(python), "-m", "benchmarks.data.serve", module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, cwd=REPOSITORY,
+            env=environment,
+        )  # fmt: skip
+
+    def ask(self, do: str, **more: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018
+        try:
+            print(json.dumps({"do": do, **more}), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._errors.seek(0)
+            raise ReaderFailed(f"{self._module} ended: {self._errors.read()[-2000:]}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ReaderFailed(f"{self._module}, {do}: {reply['error']}")
+        return reply["answer"]
+
+    def open(self, method: str, kind: Kind, *, directory: Path) -> None:
+        self.ask(
+            "open", key=f"{method} {kind.name}", method=method, kind=asdict(kind), directory=str(directory)
+        )
+
+    def check(self, method: str, kind: Kind) -> None:
+        """Raises ReaderFailed unless an epoch has every sample once."""
+        found = self.ask("check", key=f"{method} {kind.name}", kind=asdict(kind), epoch=0)
+        if found != {
+            "samples": kind.num_samples, "different": kind.num_samples, "largest": kind.num_samples - 1
+        }:  # fmt: skip
+            raise ReaderFailed(f"{method} does not read each of {kind.num_samples} {kind.name} once: {found}")
+
+    def time(self, method: str, kind: Kind, *, epoch: int, least_s: float) -> float:
+        """Samples/s."""
+        found = self.ask("time", key=f"{method} {kind.name}", epoch=epoch, least_s=least_s)
+        return float(found["samples"] / found["seconds"])
+
+    def close_reader(self, method: str, kind: Kind) -> None:
+        self.ask("close", key=f"{method} {kind.name}")
+
+    def end(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

@@ -1,0 +1,203 @@
+"""hpctrain's loader, the raw reading beside it, and the decompressor alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.data.kinds import Kind
+from benchmarks.data.serve import Reader
+from hpctrain.bench.step_wait import wait_behind
+from hpctrain.data import Dataset, EpochOrder, Loader
+
+SMALL_CACHE_BYTES = 2 << 20
+
+Batches = Iterator[tuple[int, "NDArray[Any] | None"]]
+
+
+def field_of(kind: Kind) -> str:
+    return "tokens" if kind.tokens else "x"
+
+
+def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
+    if method.startswith("ours"):
+        return Ours(kind, Path(directory), num_threads=2 if method == "ours-2-threads" else 1)
+    if method == "zlib":
+        return Zlib(kind, Path(directory))
+    return Raw(kind, Path(directory), way=method)
+
+
+class Ours:
+    """`Loader` as `hpctrain train` uses it. In order for datasets whose name says so.
+
+    Compressed ones get a small cache: no more than a batch's chunks are decoded for less than their whole price.
+    """
+
+    def __init__(self, kind: Kind, directory: Path, *, num_threads: int) -> None:
+        self._field = field_of(kind)
+        compressed = {"cache_bytes": SMALL_CACHE_BYTES} if "gzip" in directory.name else {}
+        self._loader = Loader(
+            Dataset.open(directory, **compressed), global_batch=kind.batch, num_threads=num_threads,
+            shuffle="in-order" not in directory.name,
+        )  # fmt: skip
+
+    def epoch(self, number: int) -> Batches:
+        with self._loader.epoch(number) as batches:
+            for batch in batches:
+                yield batch.num_samples, batch.fields[self._field].numpy()
+
+    def close(self) -> None:
+        del self._loader
+
+
+class Raw:
+    """The same samples' bytes from the datasets' places in the files, in the same order.
+
+    memmap: gathered from maps into an array of each batch's own. memmap-buffer: into one array over and over.
+    preadv: one system call a sample and field, into an array of each batch's own.
+    """
+
+    def __init__(self, kind: Kind, directory: Path, *, way: str) -> None:
+        self._kind = kind
+        self._way = way
+        self._places: list[tuple[int, dict[str, tuple[int, int]]]] = []
+        self._maps: list[dict[str, NDArray[Any]]] = []
+        self._specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        starts = [0]
+        for path in sorted(directory.glob("shard-*.h5")):
+            places, maps = {}, {}
+            with h5py.File(path, "r") as file:
+                for name, dataset in file.items():
+                    offset, shape, step = dataset.id.get_offset(), dataset.shape[1:], dataset.dtype.itemsize
+                    view = np.memmap(path, dataset.dtype, "r", offset=offset, shape=dataset.shape)
+                    if kind.tokens:
+                        view = np.lib.stride_tricks.sliding_window_view(view, kind.window + 1)[:: kind.window]
+                        shape, step = view.shape[1:], step * kind.window
+                    else:
+                        step *= int(np.prod(shape, dtype=np.int64))
+                    self._specs[name] = (shape, dataset.dtype)
+                    places[name], maps[name] = (offset, step), view
+            self._maps.append(maps)
+            self._places.append((os.open(path, os.O_RDONLY), places))
+            starts.append(starts[-1] + len(maps[field_of(kind)]))
+        self._starts = np.array(starts)
+        self._buffers = self._empty(kind.batch)
+
+    def _empty(self, count: int) -> dict[str, NDArray[Any]]:
+        return {name: np.empty((count, *shape), dtype) for name, (shape, dtype) in self._specs.items()}
+
+    def epoch(self, number: int) -> Batches:
+        order = EpochOrder(num_samples=self._kind.num_samples, epoch=number).at(0, self._kind.num_samples)
+        read = self._preadv if self._way == "preadv" else self._memmap
+        for start in range(0, len(order), self._kind.batch):
+            indices = order[start : start + self._kind.batch]
+            yield len(indices), read(indices)[field_of(self._kind)]
+
+    def _memmap(self, indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        out = self._buffers if self._way == "memmap-buffer" else None
+        if len(self._maps) == 1 and not self._kind.tokens:
+            return {
+                name: np.take(view, indices, axis=0, out=None if out is None else out[name], mode="clip")
+                for name, view in self._maps[0].items()
+            }
+        if len(self._maps) == 1:
+            return {name: view[indices] for name, view in self._maps[0].items()}
+        out = self._empty(len(indices)) if out is None else out
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        for name, array in out.items():
+            for place, (shard, index) in enumerate(zip(shards, indices - self._starts[shards], strict=True)):
+                array[place] = self._maps[shard][name][index]
+        return out
+
+    def _preadv(self, indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        out = self._empty(len(indices))
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        rows = indices - self._starts[shards]
+        for name, array in out.items():
+            for place, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist(), strict=True)):
+                descriptor, places = self._places[shard]
+                offset, step = places[name]
+                os.preadv(descriptor, [array[place : place + 1].view(np.uint8)], offset + row * step)
+        return out
+
+    def close(self) -> None:
+        self._maps.clear()
+        for descriptor, _ in self._places:
+            os.close(descriptor)
+
+
+class Zlib:
+    """Only the decompressor: the dataset's chunks, already in memory, on as many threads as there are cores."""
+
+    def __init__(self, kind: Kind, directory: Path) -> None:
+        self._kind = kind
+        chunks = []
+        for path in sorted(directory.glob("shard-*.h5")):
+            with h5py.File(path, "r") as file:
+                dataset = file["x"]
+                for start in range(0, len(dataset), dataset.chunks[0]):
+                    chunks.append(dataset.id.read_direct_chunk((start, 0, 0, 0))[1])
+        cores = len(os.sched_getaffinity(0))
+        self._parts = [chunks[number::cores] for number in range(cores)]
+
+    def epoch(self, number: int) -> Batches:
+        def work(part: list[bytes]) -> None:
+            for chunk in part:
+                zlib.decompress(chunk)
+
+        threads = [threading.Thread(target=work, args=(part,)) for part in self._parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        yield self._kind.num_samples, None
+
+    def close(self) -> None:
+        self._parts.clear()
+
+
+def step_waits(*, directory: str, batch: int, step_s: float, num_steps: int) -> dict[str, Any]:
+    """What steps that compute for `step_s` on one thread wait for their batch, beginning with the second."""
+    matrix = torch.ones(128, 128)
+
+    def step(_: Any) -> None:
+        end = time.perf_counter() + step_s
+        while time.perf_counter() < end:
+            torch.mm(matrix, matrix)
+
+    loader = Loader(Dataset.open(directory), global_batch=batch)
+    with loader.epoch(0) as batches:
+        wait = wait_behind(iter(batches), step=step, step_s=step_s, num_steps=num_steps + 1)
+    if wait is None:
+        raise RuntimeError("the dataset has fewer than two batches")
+    return {"waits_s": list(wait.waits_s), "first_s": wait.first_s}
+
+
+def order_cost(*, num_samples: int, num_ranks: int, batch: int, repeats: int) -> dict[str, Any]:
+    """Seconds and bytes that one rank's part of a global batch costs in the order of an epoch."""
+    import tracemalloc
+
+    order = EpochOrder(num_samples=num_samples, seed=1)
+    positions = np.random.default_rng(0).integers(0, num_samples - batch * num_ranks, repeats).tolist()
+    seconds = []
+    for position in positions:
+        begin = time.perf_counter()
+        order.at(position, position + batch)
+        seconds.append(time.perf_counter() - begin)
+    tracemalloc.start()
+    fresh = EpochOrder(num_samples=num_samples, seed=2)
+    for position in positions[:8]:
+        fresh.at(position, position + batch)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"seconds": seconds, "bytes": peak}

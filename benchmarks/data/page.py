@@ -1,0 +1,39 @@
+"""The tables of docs/benchmarks/data.md that only it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import results_page
+
+# Figures whose samples have every method's rate -> name of the table.
+SPEEDS = {
+    "data.1a": "warm.images", "data.1d": "warm.volumes", "data.1e": "warm.tokens", "data.1f": "warm.gzip-in-order",
+    "data.1g": "warm.gzip-shuffled", "data.1.cold.images": "cold.images", "data.1.cold.volumes": "cold.volumes",
+    "data.1.cold.tokens": "cold.tokens",
+}  # fmt: skip
+
+
+def refresh(page: Path, content: Mapping[str, Any]) -> None:
+    """Write every figure's table, and what the numbers are of, into the page."""
+    results_page.refresh(page, content, more=speed_tables(content["records"]))
+
+
+def speed_tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """All methods' samples/s: name of the table -> its lines."""
+    return {
+        SPEEDS[record["id"]]: _rates(record["samples"]["samples/s"])
+        for record in records
+        if record["id"] in SPEEDS
+    }
+
+
+def _rates(rates: Mapping[str, Sequence[float]]) -> str:
+    rows = ["| | samples/s, median | slowest round | fastest round |", "| --- | --- | --- | --- |"]
+    for name in sorted(rates, key=lambda name: -median(rates[name])):
+        found = rates[name]
+        rows.append(f"| {name} | {median(found):,.0f} | {min(found):,.0f} | {max(found):,.0f} |")
+    return "\n".join(rows)

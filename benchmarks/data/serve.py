@@ -1,0 +1,92 @@
+"""A process that opens readers and times them when it is told to: a line of JSON in, a line of JSON out.
+
+Runs in the project's environment or in the peers', so it imports neither hpctrain nor a peer by itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.data.kinds import Kind, numbers_of
+
+
+class Reader(Protocol):
+    """epoch: the batches of an epoch, each (number of samples, samples (n, *shape) or None if not kept)."""
+
+    def epoch(self, number: int) -> Iterator[tuple[int, NDArray[Any] | None]]: ...
+
+    def close(self) -> None: ...
+
+
+def timed(reader: Reader, *, first_epoch: int, least_s: float) -> dict[str, float]:
+    """Whole epochs, as many as take `least_s`. What a reader starts for an epoch is in its time."""
+    num_samples = epochs = 0
+    begin = time.perf_counter()
+    while True:
+        for count, _ in reader.epoch(first_epoch + epochs):
+            num_samples += count
+        epochs += 1
+        seconds = time.perf_counter() - begin
+        if seconds >= least_s:
+            return {"seconds": seconds, "samples": num_samples, "epochs": epochs}
+
+
+def checked(reader: Reader, kind: Kind, *, epoch: int) -> dict[str, int]:
+    """How many samples an epoch has, and how many different ones, by what is in them."""
+    seen: list[NDArray[np.int64]] = []
+    for count, samples in reader.epoch(epoch):
+        if samples is None or len(samples) != count:
+            raise RuntimeError("a batch without its samples")
+        seen.append(numbers_of(kind, samples))
+    numbers = np.concatenate(seen)
+    return {"samples": len(numbers), "different": len(np.unique(numbers)), "largest": int(numbers.max())}
+
+
+def main() -> None:
+    module = importlib.import_module(sys.argv[1])
+    # What a library prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    readers: dict[str, Reader] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        key, what = asked.get("key", ""), asked["do"]
+        answer: Any = None
+        try:
+            if what == "open":
+                readers[key] = module.open_reader(
+                    asked["method"], Kind(**{**asked["kind"], "shape": tuple(asked["kind"]["shape"])}),
+                    directory=asked["directory"],
+                )  # fmt: skip
+            elif what == "check":
+                kind = Kind(**{**asked["kind"], "shape": tuple(asked["kind"]["shape"])})
+                answer = checked(readers[key], kind, epoch=asked["epoch"])
+            elif what == "time":
+                answer = timed(readers[key], first_epoch=asked["epoch"], least_s=asked["least_s"])
+            elif what == "close":
+                readers.pop(key).close()
+                gc.collect()
+            else:
+                answer = getattr(module, what)(**asked["arguments"])
+            reply = {"answer": answer}
+        except Exception as error:
+            import traceback
+
+            reply = {"error": f"{error}\n{traceback.format_exc()}"}
+        print(json.dumps(reply), file=answers, flush=True)
+    for reader in readers.values():
+        reader.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What the data benchmark makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import results_file
+from benchmarks.data import figures, page
+from benchmarks.data.kinds import blocks, kinds, numbers_of, stream
+from benchmarks.results_file import figure_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PEERS = {"h5py": [10.0, 12.0, 11.0], "streaming": [7.0], "webdataset": [9.0]}
+RAW = {"memmap": [400.0, 500.0], "memmap-buffer": [700.0], "preadv": [350.0]}
+WARM = {
+    "images": {"ours": [300.0, 330.0, 1.0], **RAW, **PEERS},
+    "volumes": {"ours": [40.0], "memmap": [50.0], "preadv": [42.0], **PEERS},
+    "tokens": {"ours": [10_000.0], **RAW, **PEERS},
+    "gzip-in-order": {"ours": [90.0], "zlib": [100.0]},
+    "gzip-shuffled": {"ours": [70.0], "zlib": [100.0]},
+}
+COLD = {name: {"ours": [8.0], **RAW, **PEERS} for name in ("images", "volumes", "tokens")}
+MEMORY = {
+    "read": [{"idle": 100, "peak": 250}, {"idle": 100, "peak": 300}],
+    "auto": [{"idle": 100, "peak": 700}, {"idle": 100, "peak": 300}],
+    "map": [{"idle": 100, "peak": 900}],
+}
+
+
+def all_records() -> list[results_file.Record]:
+    return [
+        *figures.speed_records(WARM, kinds(share=1.0)),
+        *figures.cold_records(COLD),
+        *figures.wait_records(
+            {"images": {"waits_s": [0.0005, 0.0001], "first_s": 0.3}, "tokens": {"waits_s": [0.01], "first_s": 0}},
+            step_s=0.1, batch=64,
+        ),
+        *figures.memory_records(MEMORY, prefetch_bytes=150, cache_bytes=50),
+        *figures.order_records({"seconds": [0.0001, 0.0003, 0.0002], "bytes": 20_000}),
+    ]  # fmt: skip
+
+
+def test_each_number_is_held_against_its_bar() -> None:
+    made = {record.id: record for record in all_records()}
+    assert {name: (pytest.approx(record.value), record.holds) for name, record in made.items()} == {
+        "data.1a": (300 / 450, True),
+        "data.1b": (300 / 11, True),
+        "data.1c": (300 / 7, True),
+        "data.1d": (40 / 50, False),  # of the faster way of reading raw
+        "data.1e": (10.24, True),
+        "data.1f": (0.9, True),
+        "data.1g": (0.7, False),
+        **{f"data.1.cold.{name}": (8 / 11, False) for name in COLD},
+        "data.2a": (0.003, True),
+        "data.2b": (0.1, False),
+        "data.3a": (3.0, False),  # the largest peak of all sizes of dataset
+        "data.3b": (1.0, True),
+        "data.3c": (0.2, True),
+        "data.3d": (0.02, True),
+    }
+    assert {figure_of(name) for name in made} == {"data.1", "data.2", "data.3"}
+
+
+def test_the_raw_way_that_is_faster_is_the_bar_of_volumes() -> None:
+    warm = {**WARM, "volumes": {**WARM["volumes"], "preadv": [80.0]}}
+    (record,) = (r for r in figures.speed_records(warm, kinds(share=1.0)) if r.id == "data.1d")
+    assert record.value == pytest.approx(0.5)
+    assert "raw preadv" in record.what
+
+
+def test_the_file_has_what_was_measured_and_of_what(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    results_file.write(
+        path, all_records(), repository=REPOSITORY, benchmark="data", versions={"webdataset": "1.0"}
+    )
+    content = json.loads(path.read_text())
+    assert content["versions"]["webdataset"] == "1.0"
+    assert {"numpy", "torch"} <= set(content["versions"])
+    assert {"machine", "commit", "records", "versions"} == set(content)
+    for record in content["records"]:
+        assert {"id", "value", "bar", "unit", "holds", "samples"} <= set(record)
+
+
+def test_a_run_of_one_figure_replaces_all_of_its_records_and_keeps_the_others() -> None:
+    about = {"machine": {}, "versions": {}}
+    records = [record.as_json() for record in all_records()]
+    old = results_file.merged(None, records, about={**about, "commit": "a"})
+    again = [record for record in records if record["id"] in ("data.3a", "data.3c")]
+    new = results_file.merged(old, again, about={**about, "commit": "b"})
+    found = {record["id"]: record.get("commit") for record in new["records"]}
+    assert found["data.1a"] == found["data.2b"] == "a"
+    assert found["data.3a"] is None
+    assert "data.3b" not in found
+
+
+def test_the_page_has_a_place_for_every_table(tmp_path: Path) -> None:
+    original = (REPOSITORY / "docs" / "benchmarks" / "data.md").read_text()
+    path = tmp_path / "page.md"
+    path.write_text(original)
+    content: dict[str, Any] = {
+        "machine": {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}, "versions": {"torch": "2"},
+        "commit": "abc", "records": [record.as_json() for record in all_records()],
+    }  # fmt: skip
+    for _ in range(2):
+        page.refresh(path, content)
+        text = path.read_text()
+        for name in (*page.SPEEDS.values(), "about", "data.1", "data.2", "data.3"):
+            begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+            assert text.count(begin) == text.count(end) == 1
+            assert text[text.index(begin) + len(begin) : text.index(end)].strip()
+        assert text.count("| memmap-buffer | 700 | 700 | 700 |") == 5
+        assert "| `data.1d` |" in text
+    assert text.count("<!--") == original.count("<!--")
+
+
+@pytest.mark.parametrize("name", ["images", "volumes", "tokens", "gzip"])
+def test_samples_carry_their_numbers(name: str) -> None:
+    kind = kinds(share=0.02)[name]
+    seen = []
+    for start, samples in blocks(kind):
+        assert samples.dtype == kind.dtype
+        assert samples.shape[1:] == kind.shape
+        seen += (start + np.arange(len(samples)) - numbers_of(kind, samples)).tolist()
+    assert seen == [0] * kind.num_samples
+
+
+def test_numbers_are_told_apart_up_to_the_largest_set() -> None:
+    for kind in kinds(share=2.0).values():
+        assert kind.num_samples < (1 << 16)
+        assert kind.num_samples % kind.batch == 0
+
+
+def test_windows_of_the_stream_are_the_samples() -> None:
+    kind = kinds(share=0.01)["tokens"]
+    tokens = stream(kind)
+    assert len(tokens) == kind.num_samples * kind.window + 1
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, kind.window + 1)[:: kind.window]
+    assert numbers_of(kind, windows).tolist() == list(range(kind.num_samples))
+    assert np.array_equal(windows, np.concatenate([samples for _, samples in blocks(kind)]))
