@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -261,9 +262,11 @@ def make_checker(
 
 def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
     """Have `dataset` compare what it reads with its hashes; where a locator gives it a copy, that one's bytes."""
-    dataset.checker = make_checker(
-        dataset.directory,
-        dataset.manifest,
-        mode=mode,
-        place_of=lambda shard: None if dataset.locator is None else dataset.locator.path(shard),
-    )
+    # Weakly: a cycle would keep the files open for some time after the dataset is gone.
+    checked = weakref.ref(dataset)
+
+    def place_of(shard: int) -> Path | None:
+        found = checked()
+        return None if found is None or found.locator is None else found.locator.path(shard)
+
+    dataset.checker = make_checker(dataset.directory, dataset.manifest, mode=mode, place_of=place_of)
