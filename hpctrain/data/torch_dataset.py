@@ -88,6 +88,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._options = loader_options
         self._epoch = 0
         self._position: int | None = None  # where this worker's next batch begins; None: at its first
+        self._is_restored = False  # by a state that no iterator has gone on from yet
         self._made: tuple[int, Loader] | None = None
         self._loader()  # raises here what does not fit
 
@@ -104,14 +105,19 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return self._loader().batches_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch `epoch` when iterated next. Without it epochs follow each other in this process; workers
-        that DataLoader starts anew for each epoch have to be told."""
-        self._epoch, self._position = epoch, None
+        """Begin epoch `epoch` when iterated next, or go on in it if a state of it was loaded just now.
+
+        Without it epochs follow each other in this process; workers that DataLoader starts anew for each
+        epoch have to be told.
+        """
+        if not (self._is_restored and epoch == self._epoch):
+            self._epoch, self._position = epoch, None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """This worker's batches: of W workers, worker w has batches w, w + W, ..., as DataLoader asks them."""
         loader = self._loader()
         number, count = _worker()
+        self._is_restored = False
         start = self._position
         if start is None:
             start = number * loader.global_batch
@@ -152,6 +158,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
                 f"{_worker()[1]}: go on with as many"
             )
         self._epoch, self._position = place.epoch, place.position if state["begun"] else None
+        self._is_restored = True
 
 
 def torch_map_dataset(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -298,3 +299,14 @@ def test_shared_arrays_are_private_to_the_process_that_maps_them() -> None:
         assert first[name].dtype == array.dtype
     first["strided"][...] = 0
     assert np.array_equal(second["strided"], arrays["strided"])
+
+
+def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-workers.md"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), names)
+    assert len(blocks) == 5
+    assert names["state"]["place"]["epoch"] == 1
