@@ -206,12 +206,12 @@ class Loader:
 
     def prefetch_bound(self) -> ByteBound[Batch]:
         """What may be ready or being made: of transformed batches the size is known once one is made."""
-        transforms = self._transformer is not None
+        copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,
             num_bytes=lambda batch: batch.num_bytes,
-            expected_bytes=None if transforms else self.batch_bytes,
-            making_bytes=self.batch_bytes if transforms else 0,
+            expected_bytes=None if copies else self.batch_bytes,
+            making_bytes=copies * self.batch_bytes,
         )
 
     def load(self, order: Order, *, span: Span) -> Batch:

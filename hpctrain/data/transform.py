@@ -47,6 +47,7 @@ class BatchTransform:
 
     def __init__(self, function: TransformFunction, *, name: str) -> None:
         self.name = name
+        self.input_copies = 1
         self._function = function
         self._wants_context = _takes_two(function)
         self._without_rows: Arrays | None = None

@@ -20,7 +20,12 @@ from hpctrain.errors import RecipeError
 
 
 class Transformer(Protocol):
-    """`BatchTransform`, in the thread that calls it, or `WorkerPool`."""
+    """`BatchTransform`, in the thread that calls it, or `WorkerPool`.
+
+    input_copies: how often a batch's input is in memory while it is transformed.
+    """
+
+    input_copies: int
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays: ...
 

@@ -1,0 +1,164 @@
+"""One worker seen from its parent: started, asked, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.data import shared_arrays
+from hpctrain.data.transform import Arrays
+from hpctrain.errors import DataError
+
+_LOOK_S = 0.5
+_END_TIMEOUT_S = 1.0
+# Below this a copy costs less than keeping a mapping of its own.
+_COPIED_BYTES = 256 << 10
+
+# What launchers and MPI libraries tell their ranks. A worker is none: a library that it imports and that
+# looks for these would join the job as the rank it is not.
+_LAUNCHER_PREFIXES = (
+    *(
+        "OMPI_",
+        "PMIX_",
+        "PMI_",
+        "PMI2_",
+        "PRTE_",
+        "ORTE_",
+        "OPAL_",
+        "MPI_",
+        "MPIR_",
+        "MPICH_",
+        "HYDRA_",
+        "HYDI_",
+    ),
+    *("I_MPI_", "MV2_", "MVP_", "SLURM_", "SLURMD_", "PALS_", "FLUX_", "HOROVOD_"),
+)
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+# The worker's modules need numpy; the package they lie in imports torch, which takes seconds and 200 MB. So
+# they are loaded beneath a stand-in of the package. A transform that imports hpctrain.data gets the real one.
+_PROGRAM = """
+import os, sys, types
+import hpctrain
+package = types.ModuleType("hpctrain.data")
+package.__path__ = [os.path.join(path, "data") for path in hpctrain.__path__]
+sys.modules[package.__name__] = package
+from hpctrain.data.worker_process import main
+del sys.modules[package.__name__]
+sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+class WorkerDied(Exception):
+    """How the process ended, in words."""
+
+
+def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """A worker's environment: the parent's without what launchers set, and with one compute thread."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    package_root = str(Path(shared_arrays.__file__).resolve().parents[2])
+    searched = [package_root, *filter(None, [environ.get("PYTHONPATH")])]
+    return {**kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(searched)}
+
+
+class Worker:
+    """One process. Used by one thread at a time."""
+
+    def __init__(self, transform: str) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(lifeline)],
+                stdin=subprocess.DEVNULL,
+                env=worker_environment(os.environ),
+                pass_fds=(theirs.fileno(), lifeline),
+            )
+        except OSError as error:
+            os.close(self._lifeline)
+            self._control.close()
+            raise DataError(f"a worker of the loader cannot be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self._ended = False
+        self._is_ready = False
+        with contextlib.suppress(OSError):  # it died already: seen when it is waited for
+            shared_arrays.send(self._control, {"transform": transform, "sys_path": sys.path})
+
+    def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
+        """Raises WorkerDied; DataError for what the transform itself raised."""
+        if not self._is_ready:
+            self._receive()
+            self._is_ready = True
+        try:
+            shared_arrays.send(self._control, request, descriptors=(descriptor,))
+        except OSError:
+            raise self._death() from None
+        message, descriptors = self._receive()
+        try:
+            return _arrays(descriptors[0], message["arrays"])
+        finally:
+            os.close(descriptors[0])
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        waiting = select.poll()
+        waiting.register(self._control, select.POLLIN)
+        # The socket of a dead worker tells its end at once, but not while a fork of this process has it too.
+        while not waiting.poll(_LOOK_S * 1000) and self.process.poll() is None:
+            pass
+        received = shared_arrays.receive(self._control) if waiting.poll(0) else None
+        if received is None:
+            raise self._death()
+        if "error" in received[0]:
+            trace = received[0].get("traceback")
+            raise DataError(received[0]["error"] + (f"\nIn the worker:\n{trace}" if trace else ""))
+        return received
+
+    def _death(self) -> WorkerDied:
+        self.end()
+        code = self.process.returncode
+        if code is None or code >= 0:
+            return WorkerDied(f"worker {self.process.pid} ended with exit code {code}")
+        words = f"worker {self.process.pid} was killed by signal {-code} ({signal.Signals(-code).name})"
+        return WorkerDied(words + (": was memory short?" if -code == signal.SIGKILL else ""))
+
+    def end(self) -> None:
+        """End the process and wait for it. May be called again."""
+        if self._ended:
+            return
+        self._ended = True
+        self._control.close()  # an idle worker leaves by itself
+        try:
+            self.process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._lifeline)
+
+
+def _arrays(descriptor: int, description: shared_arrays.Description) -> Arrays:
+    """Arrays in the shared memory itself, where no copy is cheaper. The last of them frees it."""
+    num_bytes = os.fstat(descriptor).st_size
+    # torch maps the memory and keeps no descriptor, which mmap does: thousands of batches may be alive.
+    memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
+    content = memory.numpy()  # (num_bytes,)
+    if num_bytes < _COPIED_BYTES:
+        content = content.copy()
+    return {
+        entry["name"]: np.ndarray(
+            tuple(entry["shape"]), entry["dtype"], buffer=content, offset=entry["first_byte"]
+        )
+        for entry in description
+    }
