@@ -80,13 +80,8 @@ def open_to_index(path: str) -> Iterator[h5py.File]:
 
     Raises DataError also for what HDF5 cannot read while it is open.
     """
-    import h5py
-
     try:
-        try:
-            file = h5py.File(path, "r", locking="best-effort")
-        except (ValueError, TypeError):  # an HDF5 that cannot choose
-            file = h5py.File(path, "r")
+        file = _open_locked(path)
         with file:
             yield file
     except FileNotFoundError:
@@ -99,6 +94,20 @@ def open_to_index(path: str) -> Iterator[h5py.File]:
                 "index it when it is closed (after a crash: h5clear -s FILE)"
             ) from error
         raise DataError(f"{path} cannot be read as HDF5: {text}") from error
+
+
+def _open_locked(path: str) -> h5py.File:
+    import h5py
+
+    try:
+        return h5py.File(path, "r", locking="best-effort")
+    except (ValueError, TypeError):  # an HDF5 that cannot choose
+        return h5py.File(path, "r")
+    except OSError as error:
+        if "locking flag values" not in str(error):
+            raise
+        # A dataset of this process reads the file, without locks; HDF5 wants all to open it in one way.
+        return h5py.File(path, "r", locking=False)
 
 
 def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[str, Found]]:
@@ -239,6 +248,11 @@ def _with_lengths(found: Found, dataset: h5py.Dataset, base: np.dtype[Any], wher
     _check_number(base, where)
     if len(found.shape) != 1 or base.hasobject:
         raise DataError(f"{where} has variable lengths in shape {found.shape}; one a sample is possible")
+    if base.newbyteorder("=") != base and base.itemsize > 1:
+        # h5py (3.16 seen) hands out their bytes as if they were of this machine's order.
+        raise DataError(
+            f"{where} has variable lengths in the other byte order, which h5py reads wrong: write it again in this one"
+        )
     longest = elements = 0
     for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):
         lengths = [len(row) for row in block]
@@ -251,5 +265,5 @@ def _with_lengths(found: Found, dataset: h5py.Dataset, base: np.dtype[Any], wher
         kind="lengths",
         longest=longest,
         num_bytes=elements * base.itemsize,
-        big_endian=base.newbyteorder("=") != base and base.itemsize > 1,
+        big_endian=False,
     )

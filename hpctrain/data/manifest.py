@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from hpctrain.data.manifest_entries import (
     DTYPES,
     LENGTH_SUFFIX,
+    NOT_IN_VERSION_1,
     FieldSpec,
     FieldStatistics,
     Model,
@@ -196,27 +197,13 @@ class Manifest(Model):
         """Tells datasets apart: a hash over fields, counts and the hashes of all content."""
         exclude: dict[str, Any] = {"statistics": True}
         if self.version == 1:  # as it was computed then: checkpoints hold it
-            exclude |= _NOT_IN_VERSION_1
+            exclude |= NOT_IN_VERSION_1
         return _checksum(self.model_dump(mode="json", exclude=exclude))
 
     @property
     def file_bytes(self) -> int:
         """Bytes of all shard files, each counted once."""
         return sum({shard.file: shard.file_bytes for shard in self.shards}.values())
-
-
-_NOT_IN_VERSION_1: dict[str, Any] = {
-    "windows": True,
-    "indexed": True,
-    "tokens": {"boundaries", "documents"},
-    "fields": {"__all__": {"kind", "classes"}},
-    "shards": {
-        "__all__": {
-            "modified_ns": True,
-            "fields": {"__all__": {"whole", "first_row", "member", "big_endian"}},
-        }
-    },
-}
 
 
 def _checksum(document: dict[str, Any]) -> str:

@@ -172,3 +172,18 @@ class WindowList(Model):
     file: str = Field(pattern=r"^[^/]+\.npy$")
     file_bytes: Positive
     hash: Hash
+
+
+# What a manifest of version 1 did not have: its fingerprint is made without, checkpoints hold it.
+NOT_IN_VERSION_1: dict[str, Any] = {
+    "windows": True,
+    "indexed": True,
+    "tokens": {"boundaries", "documents"},
+    "fields": {"__all__": {"kind", "classes"}},
+    "shards": {
+        "__all__": {
+            "modified_ns": True,
+            "fields": {"__all__": {"whole", "first_row", "member", "big_endian"}},
+        }
+    },
+}
