@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np

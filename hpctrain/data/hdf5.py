@@ -1,14 +1,11 @@
-"""Everything here that touches HDF5: making files whose datasets have a fixed place, and looking into files.
+"""Looks into HDF5 files: where datasets and chunks lie, and rows through h5py where that is needed.
 
-A contiguous dataset allocated early and never filled has its place in the file from the start
-(`dataset.id.get_offset()`): it can then be written with pwrite and read through a memory map, and the file
-stays ordinary HDF5. h5py is imported when it is first needed.
+Making files is in `hdf5_write`. h5py is imported when it is first needed.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,9 +17,6 @@ from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
     import h5py
-
-_PAGE_BYTES = 4096
-_PROBE_BYTES = 1 << 16
 
 
 class Filter(NamedTuple):

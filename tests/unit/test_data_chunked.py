@@ -1,0 +1,357 @@
+"""Chunked, compressed and otherwise scattered fields are read as h5py reads them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.data import Dataset, pack_arrays, pack_tokens
+from hpctrain.data import chunk_sources as sources
+from hpctrain.data.chunk_cache import Chunk, ChunkCache, ChunkKey
+from hpctrain.data.filters import fletcher32
+from hpctrain.data.manifest import Manifest, WindowList, write_manifest
+from hpctrain.data.token_windows import write_windows
+from hpctrain.errors import DataError, UsageError
+
+NUM_SAMPLES = 90
+RANDOM = np.random.default_rng(3)
+ARRAYS = {
+    "image": RANDOM.integers(0, 50, (NUM_SAMPLES, 3, 30, 17), dtype=np.uint8),
+    "wave": RANDOM.integers(0, 9, (NUM_SAMPLES, 700)).astype(np.float32),  # copied by row
+    "label": np.arange(NUM_SAMPLES),
+}
+CHUNKS = {"image": (7, 2, 30, 8), "wave": (1, 512), "label": (16,)}
+
+
+def plugin(name: str, **options: Any) -> dict[str, Any]:
+    hdf5plugin = pytest.importorskip("hdf5plugin")
+    return dict(getattr(hdf5plugin, name)(**options))
+
+
+WRITTEN: dict[str, Any] = {
+    "uncompressed": dict,
+    "gzip": lambda: {"compression": "gzip"},
+    "gzip, shuffle, fletcher32": lambda: {"compression": "gzip", "shuffle": True, "fletcher32": True},
+    "fletcher32": lambda: {"fletcher32": True},
+    "lzf": lambda: {"compression": "lzf"},
+    "zstd": lambda: plugin("Zstd"),
+    "blosc": lambda: plugin("Blosc", cname="lz4", shuffle=1),
+    "bitshuffle": lambda: plugin("Bitshuffle"),
+    "big-endian gzip": lambda: {"compression": "gzip", "shuffle": True, "order": ">"},
+}
+
+
+def rewrite(directory: Path, *, order: str = "<", **options: Any) -> None:
+    for path in sorted(directory.glob("shard-*.h5")):
+        with h5py.File(path) as file:
+            content = {name: file[name][:] for name in file}
+        with h5py.File(path, "w") as file:
+            for name, array in content.items():
+                stored = array.astype(array.dtype.newbyteorder(order))
+                chunks = tuple(min(pair) for pair in zip(array.shape, CHUNKS[name], strict=True))
+                file.create_dataset(name, data=stored, chunks=chunks, **options)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    pack_arrays(tmp_path / "data", ARRAYS, shard_samples=40)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_every_filter_gives_what_was_written(packed: Path, written: str) -> None:
+    rewrite(packed, **WRITTEN[written]())
+    for threads, cache_bytes in ((1, 0), (3, 60_000)):
+        dataset = Dataset.open(packed, decode_threads=threads, cache_bytes=cache_bytes)
+        for indices in (np.array([89, 0, 41, 41, 7]), RANDOM.permutation(NUM_SAMPLES), np.arange(38, 44)):
+            found = dataset.gather(indices)
+            for name, array in ARRAYS.items():
+                assert found[name].dtype == array.dtype
+                assert np.array_equal(found[name], array[indices]), name
+        assert dataset._cache.used_bytes <= cache_bytes
+
+
+def test_a_chunk_is_decoded_once_a_batch_and_not_again_while_it_is_kept(packed: Path) -> None:
+    rewrite(packed, compression="gzip")
+    dataset = Dataset.open(packed, cache_bytes=10 << 20)
+    dataset.gather(np.arange(7).repeat(3))
+    made = (
+        2 * 3 + 7 * 2 + 1
+    )  # image: two halves of the channels, three columns; wave: two chunks a row; label
+    assert dataset._cache.num_made == made
+    dataset.gather(np.arange(6, -1, -1))
+    assert dataset._cache.num_made == made
+    unkept = Dataset.open(packed, cache_bytes=0)
+    for _ in range(2):
+        unkept.gather(np.arange(7))
+    assert unkept._cache.num_made == 2 * made
+
+
+def test_many_chunks_are_not_looked_up_one_by_one(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite(packed, compression="gzip")
+    monkeypatch.setattr(sources, "_MAX_LOOKED_UP", 4)
+    looked_up: list[Any] = []
+    monkeypatch.setattr(sources.StoredChunks, "_place", lambda self, first: looked_up.append(first))
+    found = Dataset.open(packed).gather(np.array([80, 3]))
+    assert looked_up == [(0,), (0,)]  # of `label`, which has three chunks, in each of the two shards
+    assert np.array_equal(found["wave"], ARRAYS["wave"][[80, 3]])
+
+
+def test_chunks_never_written_are_fill_and_filters_left_out_are_respected(packed: Path) -> None:
+    path = packed / "shard-00000.h5"
+    with h5py.File(path, "a") as file:
+        del file["wave"]
+        wave = file.create_dataset(
+            "wave", (40, 700), "f4", chunks=(10, 700), compression="gzip", shuffle=True, fillvalue=-2.5
+        )
+        wave.id.write_direct_chunk((10, 0), ARRAYS["wave"][10:20].tobytes(), filter_mask=0b11)
+    found = Dataset.open(packed).gather(np.arange(25))["wave"]
+    assert np.all(found[:10] == -2.5)
+    assert np.array_equal(found[10:20], ARRAYS["wave"][10:20])
+    assert np.all(found[20:] == -2.5)
+
+
+def test_our_fletcher32_is_that_of_hdf5(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "sums.h5", "w") as file:
+        for size in (1, 2, 3, 719, 720, 721, 131_072, 131_075, 400_001):
+            for values in (RANDOM.integers(0, 256, size, dtype=np.uint8), np.full(size, 255, np.uint8)):
+                name = f"{size}-{values[0]}-{len(file)}"
+                dataset = file.create_dataset(name, data=values, chunks=(size,), fletcher32=True)
+                file.flush()
+                stored = dataset.id.read_direct_chunk((0,))[1]
+                assert fletcher32(values.tobytes()) == int.from_bytes(stored[-4:], "little"), size
+
+
+def test_a_damaged_chunk_names_shard_field_and_samples(packed: Path) -> None:
+    rewrite(packed, compression="gzip", fletcher32=True)
+    path = packed / "shard-00001.h5"
+    with h5py.File(path) as file:
+        place = file["image"].id.get_chunk_info_by_coord((14, 0, 0, 0))
+    with path.open("r+b") as file:
+        file.seek(place.byte_offset + place.size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    dataset = Dataset.open(packed, decode_threads=2)
+    assert np.array_equal(dataset.gather(np.arange(40, 54))["image"], ARRAYS["image"][40:54])
+    with pytest.raises(
+        DataError,
+        match=r"field 'image', samples 15 to 18 of shard .*shard-00001.h5 cannot be read: .*Fletcher",
+    ):
+        dataset.gather(np.array([58, 41, 55]))
+
+
+def test_a_chunked_file_cut_under_an_open_reader_is_an_error(packed: Path) -> None:
+    rewrite(packed, compression="gzip")
+    dataset = Dataset.open(packed, cache_bytes=0)
+    dataset.gather(np.arange(NUM_SAMPLES))
+    os.truncate(packed / "shard-00000.h5", 9000)
+    with pytest.raises(
+        DataError, match=r"field '\w+', .* of shard .*shard-00000.h5 cannot be read: the file ends"
+    ):
+        dataset.gather(np.arange(40))
+
+
+def test_windows_of_a_chunked_stream_are_those_of_the_contiguous_one(tmp_path: Path) -> None:
+    stream = RANDOM.integers(0, 60_000, 5000).astype(np.uint16)
+    pack_tokens(tmp_path, [stream], window=50, stride=31, dtype="uint16", shard_bytes=4000)
+    before = Dataset.open(tmp_path).gather(np.arange(150))["tokens"]
+    for path in tmp_path.glob("shard-*.h5"):
+        with h5py.File(path) as file:
+            tokens = file["tokens"][:]
+        with h5py.File(path, "w") as file:
+            file.create_dataset("tokens", data=tokens, chunks=(17,), compression="gzip")
+    indices = RANDOM.permutation(150)
+    assert np.array_equal(Dataset.open(tmp_path).gather(indices)["tokens"], before[indices])
+
+
+def test_threads_that_want_the_same_chunk_make_it_once() -> None:
+    cache = ChunkCache(capacity_bytes=100)
+    entered, go = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def make() -> Chunk:
+        entered.set()
+        assert go.wait(20)
+        made.append(1)
+        return Chunk(values=np.arange(10, dtype=np.uint8))
+
+    key, found = ChunkKey(0, "x", (0,)), []
+    threads = [threading.Thread(target=lambda: found.append(cache.get_or_make(key, make))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(20)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert all(chunk is found[0] for chunk in found)
+
+
+def test_the_cache_drops_what_was_used_longest_ago_and_never_holds_more_than_it_may() -> None:
+    cache = ChunkCache(capacity_bytes=25)
+    keys = [ChunkKey(0, "x", (number,)) for number in range(4)]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        cache.get_or_make(key, lambda: Chunk(values=np.zeros(10, np.uint8)))
+    assert [cache.get(key) is not None for key in keys] == [True, False, True, False]
+    cache.get_or_make(keys[3], lambda: Chunk(values=np.zeros(26, np.uint8)))
+    assert (cache.used_bytes, cache.get(keys[3])) == (20, None)
+    with pytest.raises(OSError, match="once"):
+        cache.get_or_make(keys[1], lambda: (_ for _ in ()).throw(OSError("once")))
+    assert cache.get_or_make(keys[1], lambda: Chunk(values=np.ones(1, np.uint8))).num_bytes == 1
+
+
+def test_a_negative_cache_and_no_threads_are_refused(packed: Path) -> None:
+    for options in ({"cache_bytes": -1}, {"decode_threads": 0}):
+        with pytest.raises(UsageError, match="at least 0 bytes and 1 thread"):
+            Dataset.open(packed, **options)
+
+
+def index(
+    directory: Path, fields: dict[str, dict[str, Any]], shards: list[dict[str, Any]], **more: Any
+) -> Dataset:
+    """A dataset over files as they are. shards: file, samples, and of each field what StoredField has."""
+    entries = []
+    for shard in shards:
+        status = (directory / shard["file"]).stat()
+        entries.append({"file_bytes": status.st_size, "modified_ns": status.st_mtime_ns, **shard})
+    manifest = Manifest.model_validate(
+        {
+            "kind": "samples",
+            "samples": sum(shard["samples"] for shard in shards),
+            "block_bytes": 1 << 20,
+            "fields": fields,
+            "indexed": True,
+            "shards": entries,
+            **more,
+        }
+    )
+    write_manifest(manifest, directory=directory)
+    return Dataset.open(directory)
+
+
+def at(dataset: str, num_bytes: int, **more: Any) -> dict[str, Any]:
+    return {"dataset": dataset, "num_bytes": num_bytes, "offset": None, **more}
+
+
+def test_variable_lengths_strings_members_and_rows_from_the_middle_are_read(tmp_path: Path) -> None:
+    lengths = np.array([3, 0, 5, 1])
+    samples = [np.arange(length, dtype=np.int32) + 10 for length in lengths]
+    table = np.zeros(6, dtype=[("id", "i8"), ("v", ">f4", (2,))])
+    table["v"] = np.arange(12).reshape(6, 2)
+    with h5py.File(tmp_path / "mixed.h5", "w") as file:
+        ragged = file.create_dataset("g/ragged", (4,), dtype=h5py.vlen_dtype(np.int32))
+        for number, sample in enumerate(samples):
+            ragged[number] = sample
+        file["fixed"] = np.array([b"cat", b"dog", b"cat", b"eel"])
+        file.create_dataset("text", data=["dog", "eel", "cat", "cat"], dtype=h5py.string_dtype())
+        file.create_dataset("table", data=table, chunks=(2,), compression="gzip")
+    names = ("cat", "dog", "eel")
+    dataset = index(
+        tmp_path,
+        {
+            "seq": {"dtype": "int32", "shape": [5], "kind": "ragged"},
+            "fixed": {"dtype": "int64", "shape": [], "kind": "classes", "classes": names},
+            "text": {"dtype": "int64", "shape": [], "kind": "classes", "classes": names},
+            "v": {"dtype": "float32", "shape": [2]},
+        },
+        [
+            {
+                "file": "mixed.h5",
+                "samples": 4,
+                "fields": {
+                    "seq": at("/g/ragged", 36),
+                    "fixed": at("fixed", 12),
+                    "text": at("text", 12),
+                    "v": at("table", 32, member="v", first_row=2, big_endian=True),
+                },
+            }
+        ],
+    )
+    order = np.array([2, 0, 3, 1, 0])
+    found = dataset.gather(order)
+    assert found["seq.length"].tolist() == lengths[order].tolist()
+    for row, number in zip(found["seq"], order, strict=True):
+        assert row.tolist() == [*samples[number], *[0] * (5 - lengths[number])]
+    assert found["fixed"].tolist() == [0, 0, 2, 1, 0]
+    assert found["text"].tolist() == [0, 1, 0, 2, 1]
+    assert np.array_equal(found["v"], table["v"][2:][order])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunks": (2, 3), "compression": "gzip"}], ids=["contiguous", "gzip"]
+)
+def test_a_file_a_sample_is_read_whole_padded_where_lengths_differ(tmp_path: Path, options: Any) -> None:
+    images = [RANDOM.random((4, 5)).astype(np.float32) for _ in range(3)]
+    rows = [np.full((length, 4), length, dtype=np.int16) for length in (3, 6, 4)]
+    shards = []
+    for number, (image, row) in enumerate(zip(images, rows, strict=True)):
+        with h5py.File(tmp_path / f"{number}.h5", "w") as file:
+            file.create_dataset("image", data=image.astype(">f4" if number == 1 else "<f4"), **options)
+            file.create_dataset("rows", data=row, **options)
+            file["number"] = np.int32(number)
+            file["name"] = f"class {number}"
+            offset = file["image"].id.get_offset()
+        fields = {
+            "image": at("image", 80, offset=offset, whole=True, big_endian=number == 1),
+            "rows": at("rows", row.nbytes, whole=True),
+            "number": at("number", 4, whole=True),
+            "name": at("name", 7, whole=True),
+        }
+        shards.append(
+            {"file": f"{number}.h5", "samples": 1, "fields": {**fields, "image": {**fields["image"]}}}
+        )
+    dataset = index(
+        tmp_path,
+        {
+            "image": {"dtype": "float32", "shape": [4, 5]},
+            "rows": {"dtype": "int16", "shape": [6, 4], "kind": "ragged"},
+            "number": {"dtype": "int32", "shape": []},
+            "name": {
+                "dtype": "int64",
+                "shape": [],
+                "kind": "classes",
+                "classes": ["class 2", "class 1", "class 0"],
+            },
+        },
+        shards,
+    )
+    found = dataset.gather(np.array([2, 1, 0, 2]))
+    assert np.array_equal(found["image"], np.stack(images)[[2, 1, 0, 2]])
+    assert found["rows.length"].tolist() == [4, 6, 3, 4]
+    assert found["rows"][:, :, 0].tolist() == [
+        [4] * 4 + [0] * 2,
+        [6] * 6,
+        [3] * 3 + [0] * 3,
+        [4] * 4 + [0] * 2,
+    ]
+    assert found["number"].tolist() == [2, 1, 0, 2]
+    assert found["name"].tolist() == [0, 1, 2, 0]
+
+
+def test_listed_windows_begin_where_the_list_says(tmp_path: Path) -> None:
+    tokens = np.arange(400, dtype=np.int32)
+    for name, options in (("a.h5", {}), ("b.h5", {"chunks": (33,)})):
+        with h5py.File(tmp_path / name, "w") as file:
+            file.create_dataset("t", data=tokens, **options)
+    starts = np.array([0, 9, 380, 5, 32, 90], dtype=np.int64)
+    listed: WindowList = write_windows(starts, directory=tmp_path)
+    shard = {"samples": 3, "fields": {"tokens": at("t", 1590, first_row=2)}}
+    shard["fields"]["tokens"]["num_bytes"] = 4 * 398
+    dataset = index(
+        tmp_path,
+        {"tokens": {"dtype": "int32", "shape": [11]}},
+        [{"file": "a.h5", **shard}, {"file": "b.h5", **shard}],
+        kind="tokens",
+        tokens={"window": 10, "stride": 10, "boundaries": "split"},
+        windows=listed.model_dump(),
+    )
+    order = RANDOM.permutation(6)
+    expected = starts[order][:, None] + 2 + np.arange(11)
+    assert np.array_equal(dataset.gather(order)["tokens"], expected)
