@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpctrain.cli.data_index import index_command
-from hpctrain.errors import DataError, UsageError
+from hpctrain.cli.data_pack import pack_command
+from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
     from hpctrain.data.manifest import Manifest
@@ -35,66 +36,8 @@ data_app = typer.Typer(
 )
 
 
+data_app.command("pack")(pack_command)
 data_app.command("index")(index_command)
-
-
-@data_app.command("pack")
-def pack_command(
-    source: Annotated[
-        str,
-        typer.Argument(help="digits, python-source, X.npz, or a directory of text files (also text:DIR)."),
-    ],
-    out: Annotated[Path, typer.Argument(help="Where the dataset goes.")],
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a sample predicts, for text [default: 128].")
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens from one sample to the next [default: the window].")
-    ] = None,
-    shard_mb: Annotated[
-        float, typer.Option("--shard-mb", help="Size of a shard in MB (10^6 bytes), at most.")
-    ] = 256.0,
-    held_out: Annotated[
-        float | None,
-        typer.Option(
-            "--held-out",
-            help="Share kept apart as OUT/test; 0 packs everything into OUT itself "
-            "[default: digits 0.2, text 0.1, npz 0].",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is held out.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
-) -> None:
-    """Pack SOURCE into HDF5 shards with a manifest: digits, python-source, X.npz, or a directory of texts.
-
-    \b
-    hpctrain data pack digits data/digits
-    hpctrain data pack python-source data/python --window 128
-    hpctrain data pack arrays.npz data/mine --held-out 0.1 --shard-mb 512
-    hpctrain data pack text:books data/books --stride 64
-    """
-    from hpctrain.data.pack import Existing
-    from hpctrain.data.pack_source import pack_source
-
-    _, num_ranks = _who_am_i()
-    if num_ranks > 1:
-        raise UsageError(f"hpctrain data pack runs as one process, {num_ranks} ranks were started")
-    if shard_mb * 1e6 < 1:
-        raise UsageError(f"--shard-mb {shard_mb}: a shard holds at least one byte")
-    with _Meter() as meter:
-        manifests = pack_source(
-            source,
-            out=out,
-            window=window,
-            stride=stride,
-            shard_bytes=int(shard_mb * 1e6),
-            held_out=held_out,
-            seed=seed,
-            existing=Existing.REPLACE if overwrite else Existing.REFUSE,
-            progress=meter.part,
-        )
-    for directory, manifest in manifests.items():
-        typer.echo(f"{directory}: {_summary(manifest)}")
 
 
 @data_app.command("info")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.agreement import agreed, check_same, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.data.compression import Compression
@@ -27,6 +27,7 @@ from hpctrain.data.pack_shards import (
     Progress,
     RowShards,
     ShardMaker,
+    WindowPlan,
     make_shards,
     plan_windows,
     write_together,
@@ -101,11 +102,12 @@ def pack_rows(
 ) -> Manifest:
     """Pack samples that are read by position, as `pack_arrays` does."""
     comm = comm or SerialWorld()
-    fields = rows.fields
+    fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
         shard_samples = max(1, shard_bytes // sum(spec.sample_bytes for spec in fields.values()))
     _check_sizes(shard=shard_samples, block=block_bytes)
     described: JsonValue = {name: spec.model_dump(mode="json") for name, spec in fields.items()}
+    check_same(comm, name="the source", value=[rows.num_samples, described], error=DataError)
     return _pack(
         Path(directory),
         RowShards(rows, shard_samples=shard_samples, rank=comm.rank, num_ranks=comm.num_ranks),
@@ -113,7 +115,7 @@ def pack_rows(
         plan={
             "samples": rows.num_samples,
             "fields": described,
-            "source": rows.identity,
+            "source": identity,
             "shard_samples": shard_samples,
         },
         like={"samples": rows.num_samples, "fields": described},
@@ -198,13 +200,20 @@ def pack_documents(
         update={"boundaries": boundaries, "documents": DOCUMENTS_DATASET}
     )
     _check_sizes(shard=shard_bytes, block=block_bytes)
-    cut = plan_windows(
-        documents,
-        window=windows.window,
-        stride=windows.stride,
-        shard_tokens=shard_bytes // np.dtype(documents.dtype).itemsize,
-        split=boundaries == "split",
-    )
+
+    def plan() -> tuple[WindowPlan, JsonValue]:
+        cut = plan_windows(
+            documents,
+            window=windows.window,
+            stride=windows.stride,
+            shard_tokens=shard_bytes // np.dtype(documents.dtype).itemsize,
+            split=boundaries == "split",
+        )
+        return cut, documents.identity
+
+    cut, identity = agreed(comm, plan, os_error=DataError)
+    counts = [len(documents.starts) - 1, int(documents.starts[-1])]
+    check_same(comm, name="the source", value=counts, error=DataError)
     described = windows.model_dump(mode="json")
     return _pack(
         Path(directory),
@@ -214,7 +223,7 @@ def pack_documents(
             "samples": cut.num_samples,
             "tokens": described,
             "dtype": documents.dtype,
-            "source": documents.identity,
+            "source": identity,
             "shards": len(cut.first),
         },
         like={"samples": cut.num_samples, "tokens": described},

@@ -56,6 +56,7 @@ def prepare_directory(
         directory.mkdir(parents=True, exist_ok=True)
         names = sorted(child.name for child in directory.iterdir())
         if names and existing is Existing.RESUME:
+            _check_names(directory, names=names, existing=existing)
             check_resumable(directory, plan=plan or Plan(document={}))
             return
         if names:
@@ -122,6 +123,7 @@ def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | 
     wanted = Plan(document=dict(like))
     if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
         raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
+    _tidy(directory, keep=frozenset(entry.file for entry in manifest.shards))  # what the end left undone
     return manifest
 
 

@@ -61,6 +61,7 @@ def pack_source(
     comm = comm or SerialWorld()
     if chunk_samples is not None and codec is None:
         raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
+    # Everyone raises together, and only then: what comes next is collective.
     opened = agreed(
         comm,
         lambda: open_source(source, held_out=held_out, seed=seed, shuffle=shuffle, options=options),

@@ -31,7 +31,7 @@ def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
     """`module:function`, looked for in the working directory and the installed packages.
 
     The function takes no arguments, or `part` and `num_parts`: then each part is packed by itself, also on
-    another rank. Raises UsageError if it cannot be imported, or takes other arguments.
+    another rank. num_parts: None is one. Raises UsageError if it cannot be imported, or takes other arguments.
     """
     module_name, _, attribute = target.partition(":")
     if str(Path.cwd()) not in sys.path:

@@ -125,14 +125,6 @@ def test_bad_calls_end_in_plain_words(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pack_is_refused_on_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    result = run("pack", "digits", tmp_path)
-    assert isinstance(result.exception, UsageError)
-    assert "runs as one process, 2 ranks were started" in str(result.exception)
-
-
 def test_npz_files_are_packed(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros((20, 3), np.float32), y=np.arange(20))
     out = succeed("pack", tmp_path / "x.npz", tmp_path / "out")

@@ -1,0 +1,140 @@
+"""`hpctrain data pack`: a dataset of HDF5 shards from files, tables, pictures, text or an iterator."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpctrain.errors import HpctrainError, UsageError
+
+
+def pack_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="digits, python-source, X.npz, X.npy, X.csv, X.parquet, text:DIR, images:DIR, npy:DIR (an array "
+            "a field), npy-files:DIR (a file a sample), parquet:DIR, or module:function that yields dicts."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Where the dataset goes.")],
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a sample predicts, for text [default: 128].")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from one sample to the next [default: the window].")
+    ] = None,
+    boundaries: Annotated[
+        str | None,
+        typer.Option(help="Of documents, for text: ignore, or split (no sample has tokens of two files)."),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="HEIGHTxWIDTH of pictures [default: as they are, all alike].")
+    ] = None,
+    colour: Annotated[str | None, typer.Option(help="Of pictures: rgb or grey [default: rgb].")] = None,
+    fields: Annotated[
+        str | None,
+        typer.Option(help="Of tables: FIELD=COLUMN+COLUMN:DTYPE,... [default: each column a field]."),
+    ] = None,
+    parts: Annotated[
+        int | None,
+        typer.Option(min=1, help="For module:function(part, num_parts): parts to pack [default: 1]."),
+    ] = None,
+    shard_mb: Annotated[
+        float, typer.Option("--shard-mb", help="Size of a shard in MB (10^6 bytes), at most.")
+    ] = 256.0,
+    compress: Annotated[str | None, typer.Option(help="gzip or zstd [default: contiguous].")] = None,
+    chunk_samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples a compressed chunk [default: 256 KiB of them].")
+    ] = None,
+    held_out: Annotated[
+        float | None,
+        typer.Option(
+            "--held-out",
+            help="Share kept apart as OUT/test; 0 packs everything into OUT itself "
+            "[default: digits 0.2, text 0.1, others 0].",
+        ),
+    ] = None,
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="Pack samples in random order: for reading in blocks.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is held out, and the shuffled order.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted packing: whole shards are kept.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
+) -> None:
+    """Pack SOURCE into HDF5 shards with a manifest. Started as several ranks, they share the work.
+
+    \b
+    hpctrain data pack digits data/digits
+    hpctrain data pack python-source data/python --window 128
+    hpctrain data pack arrays.npz data/mine --held-out 0.1 --shard-mb 512
+    hpctrain data pack text:books data/books --stride 64 --boundaries split
+    hpctrain data pack images:photos data/photos --size 224x224 --shuffle
+    hpctrain data pack table.parquet data/table --fields x=a+b:float32,y=kind
+    mpirun -n 8 hpctrain data pack simulation:samples data/simulated --compress zstd --resume
+    """
+    from hpctrain.cli.data import _Meter, _summary, _who_am_i
+    from hpctrain.comm.select import open_world
+    from hpctrain.data.compression import Codec
+    from hpctrain.data.pack import Existing
+    from hpctrain.data.pack_source import pack_source
+    from hpctrain.data.sources import SourceOptions
+    from hpctrain.data.sources_images import Colour, parse_size
+    from hpctrain.data.sources_tables import parse_fields
+
+    if shard_mb * 1e6 < 1:
+        raise UsageError(f"--shard-mb {shard_mb}: a shard holds at least one byte")
+    if resume and overwrite:
+        raise UsageError("--resume keeps what is there, --overwrite replaces it: choose one of them")
+    if boundaries not in (None, "ignore", "split"):
+        raise UsageError(f"--boundaries {boundaries}: ignore or split is expected")
+    options = SourceOptions(
+        image_size=None if size is None else parse_size(size),
+        colour=None if colour is None else Colour(_one_of("--colour", colour, [c.value for c in Colour])),
+        fields=None if fields is None else parse_fields(fields),
+        num_parts=parts,
+    )
+    codec = None if compress is None else Codec(_one_of("--compress", compress, [c.value for c in Codec]))
+    _, num_ranks = _who_am_i()
+    world = open_world("auto" if num_ranks > 1 else "serial").world
+    try:
+        with _Meter() as meter:
+            manifests = pack_source(
+                source,
+                out=out,
+                window=window,
+                stride=stride,
+                boundaries=boundaries,  # type: ignore[arg-type]  # checked above
+                shard_bytes=int(shard_mb * 1e6),
+                held_out=held_out,
+                seed=seed,
+                shuffle=shuffle,
+                options=options,
+                codec=codec,
+                chunk_samples=chunk_samples,
+                existing=Existing.RESUME if resume else Existing.REPLACE if overwrite else Existing.REFUSE,
+                progress=meter.part,
+                comm=world,
+            )
+    except HpctrainError:
+        world.close()
+        raise
+    except BaseException:  # met by this rank alone: the others wait for it
+        if num_ranks > 1:
+            traceback.print_exc()
+            world.abort(1)
+        raise
+    if world.rank == 0:
+        for directory, manifest in manifests.items():
+            typer.echo(f"{directory}: {_summary(manifest)}")
+    world.close()
+
+
+def _one_of(option: str, value: str, possible: list[str]) -> str:
+    if value not in possible:
+        raise UsageError(f"{option} {value}: {' or '.join(possible)} is expected")
+    return value
