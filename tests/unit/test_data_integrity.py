@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from dataclasses import replace
@@ -372,3 +373,14 @@ def test_a_shard_that_disappears_in_mid_epoch_ends_it_in_plain_words(images: Pat
 def test_skipping_without_looking_is_refused(images: Path) -> None:
     with pytest.raises(RecipeError, match="nothing looks for them"):
         Loader(Dataset.open(images), global_batch=4, on_damage="skip")
+
+
+def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-integrity.md"
+    names: dict[str, object] = {}
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), names)
+    assert isinstance(names["skipped"], int)
