@@ -78,6 +78,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._errors.close()
 
     def __enter__(self) -> Child:

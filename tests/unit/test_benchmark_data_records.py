@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks import results_file
-from benchmarks.data import figures, page
+from benchmarks.data import figures, make_data, page
+from benchmarks.data.child import Child, ReaderFailed
 from benchmarks.data.kinds import blocks, kinds, numbers_of, stream
 from benchmarks.results_file import figure_of
 
@@ -142,3 +145,30 @@ def test_windows_of_the_stream_are_the_samples() -> None:
     windows = np.lib.stride_tricks.sliding_window_view(tokens, kind.window + 1)[:: kind.window]
     assert numbers_of(kind, windows).tolist() == list(range(kind.num_samples))
     assert np.array_equal(windows, np.concatenate([samples for _, samples in blocks(kind)]))
+
+
+def test_readers_in_a_process_of_their_own_read_every_sample_once_and_are_timed(tmp_path: Path) -> None:
+    of = kinds(share=0.01)
+    with Child(Path(sys.executable), module="benchmarks.data.ours") as child:
+        for name, methods in (("tokens", ["ours", "memmap", "preadv"]), ("gzip", ["ours"])):
+            directory = tmp_path / f"{name}-in-order"
+            if name == "gzip":
+                make_data.write_compressed(of[name], directory, chunk_samples=16)
+            else:
+                make_data.write_shards(of[name], directory)
+            for method in methods:
+                child.open(method, of[name], directory=directory)
+                child.check(method, of[name])
+                assert child.time(method, of[name], epoch=1, least_s=0.0) > 0
+                child.close_reader(method, of[name])
+        more = replace(of["gzip"], num_samples=of["gzip"].num_samples + 1)
+        child.open("ours", more, directory=directory)
+        with pytest.raises(ReaderFailed, match=r"ours does not read each of 129 gzip once: .*'samples': 128"):
+            child.check("ours", more)
+        with pytest.raises(ReaderFailed, match="no dataset at"):
+            child.open("ours", of["gzip"], directory=tmp_path / "nothing")
+        found = child.ask(
+            "order_cost", arguments={"num_samples": 10**9, "num_ranks": 65_536, "batch": 8, "repeats": 9}
+        )
+        assert len(found["seconds"]) == 9
+        assert found["bytes"] < 1_000_000  # figure 3's bar: it does not hang on the machine
