@@ -87,3 +87,20 @@ def nothing(fields: Arrays) -> None:
 
 
 number = 3
+
+
+def mortal(fields: Arrays, context: TransformContext) -> Arrays:
+    """Each worker notes that it lived; one dies over the first batch, and every one that gets sample 100."""
+    where = Path(os.environ["HPCTRAIN_TEST_MARK"])
+    (where / f"worker-{os.getpid()}").touch()
+    if context.start == 0:
+        try:
+            (where / "first").touch(exist_ok=False)
+        except FileExistsError:
+            return fields
+        os.kill(os.getpid(), signal.SIGKILL)
+    if 100 in context.indices:
+        with (where / "over-sample-100").open("a") as file:
+            print(time.time(), file=file)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fields
