@@ -121,7 +121,7 @@ def open_source(
     return RowSource(
         parts=split_rows(rows, held_out=held_out or 0.0, seed=seed, shuffle=shuffle),
         attributes={
-            "source": name if kind == path.suffix.lower()[1:] else f"{kind}:{path.name}",
+            "source": f"{kind}:{path.name}" if path.is_dir() else path.name,
             "seed": seed,
         },
     )

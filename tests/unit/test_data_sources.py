@@ -60,7 +60,7 @@ def test_pictures_are_made_alike_only_when_asked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.jpg has 30x30 pixels, .* has 8x12: say --size"):
         pack(f"images:{root}", tmp_path / "out")
     options = SourceOptions(image_size=parse_size("6x4"), colour=Colour.GREY)
-    manifest, found = pack(f"images:{root}", tmp_path / "small", options=options, shuffle=True, seed=5)
+    _, found = pack(f"images:{root}", tmp_path / "small", options=options, shuffle=True, seed=5)
     assert found["image"].shape == (7, 1, 6, 4)
     assert sorted(found["label"].tolist()) == [0, 0, 0, 1, 1, 1, 1]
     assert found["label"].tolist() != sorted(found["label"].tolist())
