@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data import Dataset, EpochOrder, Loader
+from hpctrain.data.collective_read import CollectiveDataset
 from hpctrain.data.memory_store import MemoryStore
 from hpctrain.errors import DataError, HpctrainError
 
@@ -77,6 +79,45 @@ def gather_from_memory(world: Any, directory: str) -> dict[str, Any]:
     return {"wrong": wrong, "labels": labels, "refused": refused, "held_bytes": held}
 
 
+def read_together(world: Any, directory: str) -> dict[str, Any]:
+    """Collective reading: ranks with many samples, few and none, and a file that gets shorter."""
+    dataset = Dataset.open(directory)
+    together = CollectiveDataset.open(world, dataset)
+    wrong: list[str] = []
+    rng = np.random.default_rng(40 + world.rank)
+    for turn in range(6):
+        count = 0 if (turn + world.rank) % 3 == 0 else int(rng.integers(1, 60))
+        indices = rng.integers(0, dataset.num_samples, count)
+        if not same(together.gather(indices), dataset.gather(indices)):
+            wrong.append(f"turn {turn}")
+    if not same(together.gather(np.empty(0, dtype=np.int64)), dataset.gather(np.empty(0, dtype=np.int64))):
+        wrong.append("nothing at all")
+    labels = []
+    loader = Loader(together, global_batch=12, rank=world.rank, num_ranks=world.num_ranks, seed=5)
+    with loader.epoch(1) as batches:
+        next(batches)  # an epoch that is left early: no rank is ahead of the others
+    for batch in loader.epoch(1):
+        labels.append(batch["label"].tolist())
+
+    refused = []
+    if world.rank == world.num_ranks - 1:
+        path = Path(directory, dataset.manifest.shards[0].file)
+        os.truncate(path, path.stat().st_size - 1)
+    world.barrier()
+    # Only the last rank asks for a sample of the shard that is shorter now; then only rank 0 asks for nonsense.
+    for asked in (
+        [0] if world.rank == world.num_ranks - 1 else [100],
+        [dataset.num_samples] if world.rank == 0 else [50],
+    ):
+        try:
+            together.gather(np.array(asked))
+        except DataError as error:
+            refused.append(f"{error.agreed} {error}")
+    together.close()
+    together.close()
+    return {"wrong": wrong, "labels": labels, "refused": refused}
+
+
 def load_what_one_rank_cannot_read(world: Any, directory: str) -> str:
     """A shard of one rank's part is gone when the store is filled: what each rank raises."""
     dataset = Dataset.open(directory)
@@ -100,10 +141,11 @@ def ask_for_too_much(world: Any) -> str:
     return "given"
 
 
-def everything_of_locality(world: Any, directory: str, broken: str) -> dict[str, Any]:
+def everything_of_locality(world: Any, directory: str, shortened: str, broken: str) -> dict[str, Any]:
     """All cases in one launch."""
     return {
         "memory": gather_from_memory(world, directory),
+        "together": read_together(world, shortened),
         "too much": ask_for_too_much(world) if world.backend == "mpi" else None,
         "broken": load_what_one_rank_cannot_read(world, broken),
     }

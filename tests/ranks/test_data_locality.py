@@ -42,6 +42,14 @@ def check(outputs: list[Any], *, backend: str) -> None:
             "samples 101 to 101 were asked of a memory store",
             "samples were asked of a memory store that is closed",
         ]
+        together = output["together"]
+        assert together["wrong"] == []
+        assert together["labels"] == memory["labels"]
+        assert len(together["refused"]) == 2
+        assert together["refused"] == outputs[0]["together"]["refused"]
+        assert "shard-00000.h5 has" in together["refused"][0]
+        assert "samples 101 to 101 were asked of" in together["refused"][1]
+        assert all(text.startswith("True ") for text in together["refused"])
         assert output["broken"] == outputs[0]["broken"]
         assert output["too much"] == outputs[0]["too much"]
     # No rank holds more than its share, and what padding to cache lines takes.
@@ -55,29 +63,28 @@ def check(outputs: list[Any], *, backend: str) -> None:
         assert "1125899907 MB" in outputs[0]["too much"]
 
 
-def broken_copy(dataset: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(dataset, tmp_path / "broken"))
+def copies(dataset: Path, tmp_path: Path) -> list[str]:
+    """The dataset, and two copies of it that a case damages."""
+    return [str(dataset), *(shutil.copytree(dataset, tmp_path / f"copy-{k}") for k in range(2))]
 
 
 @pytest.mark.launches
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_read_all_samples_from_each_others_memory(
+def test_ranks_read_from_each_others_memory_and_read_files_together(
     dataset: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    broken = broken_copy(dataset, tmp_path)
-    result = run_ranks(num_ranks, everything_of_locality, str(dataset), str(broken))
+    result = run_ranks(num_ranks, everything_of_locality, *map(str, copies(dataset, tmp_path)))
     check(result.outputs, backend="mpi")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_threads_read_all_samples_from_each_others_memory(
+def test_threads_read_from_each_others_memory_and_read_files_together(
     dataset: Path, tmp_path: Path, num_ranks: int
 ) -> None:
-    broken = str(broken_copy(dataset, tmp_path))
-    outputs = run_threads(num_ranks, lambda world: everything_of_locality(world, str(dataset), broken))
+    directories = copies(dataset, tmp_path)
+    outputs = run_threads(num_ranks, lambda world: everything_of_locality(world, *directories))
     check(outputs, backend="threads")
 
 
-def test_a_single_process_has_its_memory_to_itself(dataset: Path, tmp_path: Path) -> None:
-    broken = broken_copy(dataset, tmp_path)
-    check([everything_of_locality(SerialWorld(), str(dataset), str(broken))], backend="serial")
+def test_a_single_process_reads_as_many_do(dataset: Path, tmp_path: Path) -> None:
+    check([everything_of_locality(SerialWorld(), *copies(dataset, tmp_path))], backend="serial")
