@@ -69,10 +69,16 @@ def _below(hashed: Values, bound: Any) -> Values:
     return ((hashed >> np.uint64(32)) * bound) >> np.uint64(32)
 
 
-def _encrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
-    """One pass of the network: a bijection of [0, a * b). a, b: uint64, one for all values or one each."""
+def _encrypt(
+    values: Values, *, a: Any, b: Any, keys: Values, which: NDArray[np.intp] | None = None
+) -> Values:
+    """One pass of the network: a bijection of [0, a * b). a, b: uint64, one for all values or one each.
+
+    keys: shape (rounds,); or, with `which`, (rounds, groups): value i has the keys of group which[i].
+    """
     left, right = values % a, values // a
-    for number, key in enumerate(keys):
+    for number in range(len(keys)):
+        key = keys[number] if which is None else keys[number][which]
         if number % 2 == 0:
             left = left + _below(mix(right + key), a)
             left = np.where(left >= a, left - a, left)
@@ -130,10 +136,11 @@ def permute_groups(
     distinct, which = np.unique(groups, return_inverse=True)
     # One key alone would be taken for a key of all values: two at least.
     group_keys = hashes(key, np.append(distinct, distinct[-1:]))
-    keys = _round_keys(group_keys, rounds=_ROUNDS_SMALL)[:, which.reshape(-1)]  # (rounds, n)
-    found = _encrypt(values.astype(np.uint64), a=a, b=b, keys=keys)
+    keys = _round_keys(group_keys, rounds=_ROUNDS_SMALL)  # (rounds, groups)
+    which = which.reshape(-1)
+    found = _encrypt(values.astype(np.uint64), a=a, b=b, keys=keys, which=which)
     outside = np.flatnonzero(found >= sizes)
     while outside.size:
-        found[outside] = _encrypt(found[outside], a=a[outside], b=b[outside], keys=keys[:, outside])
+        found[outside] = _encrypt(found[outside], a=a[outside], b=b[outside], keys=keys, which=which[outside])
         outside = outside[found[outside] >= sizes[outside]]
     return found.astype(np.int64)

@@ -68,7 +68,7 @@ class Blocks:
     """Blocks of consecutive samples in random order, mixed within a window of blocks. See `BlockOrder`."""
 
     block_samples: int
-    window_blocks: int = 16
+    window_blocks: int = 64
 
     @property
     def name(self) -> str:

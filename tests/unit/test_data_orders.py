@@ -390,7 +390,7 @@ def test_micro_batches_of_a_padded_batch_make_it_up_again(real: int, padded: int
 def test_a_place_is_refused_by_another_order_and_by_other_data(datasets: dict[int, Dataset]) -> None:
     state = Loader(datasets[26], global_batch=8, seed=3, order=Blocks(block_samples=4)).state_dict()
     with pytest.raises(
-        DataError, match=r"saved in the order 'blocks-1 of 4 samples within 16'.*has 'feistel-1'"
+        DataError, match=r"saved in the order 'blocks-1 of 4 samples within 64'.*has 'feistel-1'"
     ):
         Loader(datasets[26], global_batch=8).load_state_dict(state)
     with pytest.raises(DataError, match="saved with 97 samples, this dataset has 5"):
