@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
 from hpctrain.data.batch import Batch
+
+T = TypeVar("T")
 
 
 def batches_on(device: torch.device | str, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -22,29 +24,46 @@ def batches_on(device: torch.device | str, batches: Iterable[Batch]) -> Iterator
     device = torch.device(device)
     if device.type != "cuda":
         return (batch.to(device) for batch in batches)
-    return _copied_ahead(iter(batches), device=device, stream=torch.cuda.Stream(device))
+    copying = torch.cuda.Stream(device)
 
+    def begin(batch: Batch) -> Batch:
+        # Pinned memory goes back to torch's pool only when the copies out of it have ended: nothing to hold.
+        with torch.cuda.stream(copying):
+            return batch.to(device, non_blocking=True)
 
-def _copied_ahead(source: Iterator[Batch], *, device: torch.device, stream: Any) -> Iterator[Batch]:
-    ahead = _begin(source, device=device, stream=stream)
-    while ahead is not None:
-        batch, pinned = ahead
+    def finish(batch: Batch) -> None:
         computing = torch.cuda.current_stream(device)
-        computing.wait_stream(stream)
+        computing.wait_stream(copying)
         for tensor in batch.fields.values():
-            # Its memory belongs to the copying stream: it may be used again only once the work here is done.
+            # Allocated on the copying stream: it may be used again only once the work here is done.
             tensor.record_stream(computing)
-        # The copy that was waited for has ended before the pinned memory goes back to its pool: that pool
-        # knows the stream of each copy. Held until the next copy is begun all the same.
-        ahead = _begin(source, device=device, stream=stream)
-        del pinned
-        yield batch
+
+    return one_ahead(iter(batches), begin=begin, finish=finish)
 
 
-def _begin(source: Iterator[Batch], *, device: torch.device, stream: Any) -> tuple[Batch, Batch] | None:
-    """Start copying the next batch; returns it and the one it is copied from."""
-    pinned = next(source, None)
-    if pinned is None:
-        return None
-    with torch.cuda.stream(stream):
-        return pinned.to(device, non_blocking=True), pinned
+def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[[T], None]) -> Iterator[T]:
+    """What `begin` makes of each item; that of item k + 1 is begun before item k is handed out.
+
+    `finish` is called on what `begin` made, before the next is begun. An error of `source` or `begin` is
+    raised where its item would have come.
+    """
+    ahead = _begun(source, begin)
+    while True:
+        if isinstance(ahead, Exception):
+            raise ahead
+        if ahead is None:
+            return
+        (item,) = ahead
+        finish(item)
+        ahead = _begun(source, begin)
+        yield item
+
+
+def _begun(source: Iterator[T], begin: Callable[[T], T]) -> tuple[T] | Exception | None:
+    """None at the end of `source`."""
+    try:
+        for item in source:
+            return (begin(item),)
+    except Exception as error:  # handed on where its item would have come
+        return error
+    return None

@@ -21,6 +21,7 @@ from hpctrain.data import (
     torch_iterable_dataset,
     torch_map_dataset,
 )
+from hpctrain.data.device_copy import one_ahead
 from hpctrain.errors import DataError, UsageError
 
 NUM_SAMPLES = 50
@@ -167,3 +168,28 @@ def test_batches_for_the_cpu_come_in_order_and_none_is_held_back(directory: Path
     moved = batches_on("cpu", loader.epoch(0))
     assert next(moved).stop == loader.position == 8
     assert [batch.start for batch in moved] == [8, 16, 24, 32, 40, 48]
+
+
+def test_the_copy_of_the_next_batch_is_begun_before_a_batch_is_handed_out() -> None:
+    events: list[str] = []
+
+    def begin(item: int) -> int:
+        events.append(f"begin {item}")
+        return 10 * item
+
+    for item in one_ahead(iter([1, 2, 3]), begin=begin, finish=lambda item: events.append(f"finish {item}")):
+        events.append(f"use {item}")
+    assert events == [
+        "begin 1", "finish 10", "begin 2", "use 10", "finish 20", "begin 3", "use 20", "finish 30", "use 30",
+    ]  # fmt: skip
+
+
+def test_an_error_surfaces_behind_the_batch_that_was_copied_before_it(tmp_path: Path) -> None:
+    pack_arrays(tmp_path, {"x": np.zeros((30, 2))}, shard_samples=10)
+    dataset = Dataset.open(tmp_path)
+    (tmp_path / "shard-00001.h5").unlink()
+    batches = Loader(dataset, global_batch=10, shuffle=False).epoch(0)
+    moved = one_ahead(batches, begin=lambda batch: batch.to("cpu"), finish=lambda batch: None)
+    assert next(moved).stop == 10
+    with pytest.raises(DataError, match=r"shard-00001.h5"):
+        next(moved)
