@@ -31,7 +31,10 @@ def field_of(kind: Kind) -> str:
 
 def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
     if method.startswith("ours"):
-        return Ours(kind, Path(directory), num_threads=2 if method == "ours-2-threads" else 1)
+        return Ours(
+            kind, Path(directory), num_threads=2 if method == "ours-2-threads" else 1,
+            io="map" if method == "ours-map" else "auto",
+        )  # fmt: skip
     if method == "zlib":
         return Zlib(kind, Path(directory))
     return Raw(kind, Path(directory), way=method)
@@ -43,11 +46,13 @@ class Ours:
     Compressed ones get a small cache: no more than a batch's chunks are decoded for less than their whole price.
     """
 
-    def __init__(self, kind: Kind, directory: Path, *, num_threads: int) -> None:
+    def __init__(self, kind: Kind, directory: Path, *, num_threads: int, io: str) -> None:
         self._field = field_of(kind)
-        compressed = {"cache_bytes": SMALL_CACHE_BYTES} if "gzip" in directory.name else {}
+        options: dict[str, Any] = {"io": io}
+        if "gzip" in directory.name:
+            options["cache_bytes"] = SMALL_CACHE_BYTES
         self._loader = Loader(
-            Dataset.open(directory, **compressed), global_batch=kind.batch, num_threads=num_threads,
+            Dataset.open(directory, **options), global_batch=kind.batch, num_threads=num_threads,
             shuffle="in-order" not in directory.name,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from benchmarks.data.kinds import kinds
 from benchmarks.data.rounds import Method, cold_rounds, warm_rounds
 from benchmarks.results_file import Record
 
-OURS = ("ours", "ours-2-threads", "memmap", "memmap-buffer", "preadv")
+OURS = ("ours", "ours-2-threads", "ours-map", "memmap", "memmap-buffer", "preadv")
 PEERS = ("streaming", "webdataset")
 COLD_OURS = ("ours", "memmap", "preadv")
 KINDS = ("images", "volumes", "tokens")
