@@ -2,12 +2,103 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hpctrain.data import ORDER_NAME, Blocks, Dataset, OrderSpec, Sequential, Shuffled, Stratified, Weighted
+from hpctrain.comm import check_same
+from hpctrain.data import (
+    ORDER_NAME,
+    Blocks,
+    Dataset,
+    OrderSpec,
+    Samples,
+    Sequential,
+    Shuffled,
+    Stratified,
+    Verify,
+    Weighted,
+    make_checker,
+)
+from hpctrain.data.collective_read import CollectiveDataset
 from hpctrain.data.column import read_column
+from hpctrain.data.memory_store import MemoryStore
 from hpctrain.data.orders import block_samples_for
+from hpctrain.data.staging import StagedDataset
+from hpctrain.errors import DataError
 from hpctrain.run.recipe import DataSection
+from hpctrain.run.session import Session
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """samples: what training batches are read from; `dataset` itself, or something in front of it."""
+
+    dataset: Dataset
+    samples: Samples
+    held_out: Dataset | None
+
+
+def open_data(section: DataSection, *, session: Session) -> RunData:
+    """Open what a run reads, as its recipe says. Collective. Raises DataError on every rank.
+
+    What needs all ranks to be closed is closed with the session.
+    """
+    dataset = _open_checked(section.train, section, session=session)
+    held_out = None
+    if section.held_out is not None:
+        held_out = _open_checked(section.held_out, section, session=session)
+    samples: Samples = dataset
+    if section.io == "collective":
+        together = CollectiveDataset.open(session.world, dataset)
+        session.on_close(together.close)
+        samples = together
+    elif section.memory_store:
+        store = MemoryStore.load(session.world, dataset)
+        session.on_close(store.close)
+        samples = store
+    elif section.stage is not None:
+        staged = session.agreed(lambda: _staged(section, dataset), os_error=DataError)
+        session.on_close(staged.close)
+        samples = staged
+    return RunData(dataset=dataset, samples=samples, held_out=held_out)
+
+
+def open_same_dataset(directory: str, *, session: Session, **options: Any) -> Dataset:
+    """Open a dataset, and DataError on every rank unless all have the same content. Collective.
+
+    options: of `Dataset.open`.
+    """
+    dataset = session.open_dataset(directory, **options)
+    check_same(
+        session.world, name=f"the content of {directory}", value=dataset.manifest.fingerprint, error=DataError
+    )
+    return dataset
+
+
+def _staged(section: DataSection, dataset: Dataset) -> StagedDataset:
+    def reopen(folder: Path) -> Dataset:
+        copies = Dataset.open(folder, verify=Verify.NOTHING, io=section.io, cache_bytes=dataset.cache_bytes)
+        copies.checker = make_checker(folder, copies.manifest, mode=section.check)
+        return copies
+
+    assert section.stage is not None
+    return StagedDataset.open(
+        dataset, directory=section.stage, max_bytes=int(section.stage_gb * 1e9), reopen=reopen
+    )
+
+
+def _open_checked(directory: str, section: DataSection, *, session: Session) -> Dataset:
+    dataset = open_same_dataset(
+        directory,
+        session=session,
+        io="auto" if section.io == "collective" else section.io,
+        cache_bytes=int(section.cache_mb * 1e6),
+    )
+    dataset.checker = session.agreed(
+        lambda: make_checker(dataset.directory, dataset.manifest, mode=section.check), os_error=DataError
+    )
+    return dataset
 
 
 def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:

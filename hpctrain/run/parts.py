@@ -15,7 +15,7 @@ from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce.auto_choice import CalibrationFiles
 from hpctrain.reduce.calibration_file import FILE_NAME
-from hpctrain.run.data import order_of
+from hpctrain.run.data import RunData, order_of
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.recipe import Recipe
@@ -45,34 +45,35 @@ class Parts:
     autocast: Callable[[], AbstractContextManager[object]]
 
 
-def build_parts(
-    recipe: Recipe, task: Task, *, session: Session, dataset: Dataset, held_out: Dataset | None
-) -> Parts:
+def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
     """Raises RecipeError for what does not fit, also for an error in the user's `build_model`."""
-    loader = _training_loader(recipe, dataset, session)
+    loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = _model(recipe, task, session)
     return Parts(
         loader=loader,
-        held_out=_held_out_loader(recipe, held_out, session) if held_out is not None else None,
+        held_out=_held_out_loader(recipe, data.held_out, session) if data.held_out is not None else None,
         model=model,
         optimizer=build_optimizer(model, recipe.optimizer),
         autocast=autocast_for(recipe.run.precision, device=session.device),
     )
 
 
-def _training_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
+def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
     if recipe.data.global_batch < session.num_ranks:
         raise RecipeError(
             f"data.global_batch = {recipe.data.global_batch} cannot be split over {session.num_ranks} ranks: every "
             f"rank needs at least one sample. Set data.global_batch to {session.num_ranks} or more, or use fewer ranks"
         )
     return session.loader(
-        dataset,
+        data.samples,
         global_batch=recipe.data.global_batch,
         seed=derive_seed(recipe.run.seed, "order"),
-        order=order_of(recipe.data, dataset),
+        order=order_of(recipe.data, data.dataset),
         last_batch=recipe.data.last_batch,
+        on_damage=recipe.data.on_damage,
+        transform=recipe.data.transform,
+        workers=recipe.data.workers,
         prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
     )
 
@@ -83,6 +84,8 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
         dataset,
         global_batch=max(recipe.data.evaluation_batch, session.num_ranks),
         order=Fixed(of=Shuffled() if recipe.data.evaluation_samples is not None else Sequential()),
+        on_damage=recipe.data.on_damage,
+        transform=recipe.data.held_out_transform,
         prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
     )
 

@@ -83,7 +83,7 @@ class DataSection(Section):
     order_block: int | None = Field(
         None, ge=1, description="`blocks`: samples in a block. Absent: as many as take 4 MiB."
     )
-    order_window: int = Field(16, ge=1, description="`blocks`: so many blocks are mixed with each other.")
+    order_window: int = Field(64, ge=1, description="`blocks`: so many blocks are mixed with each other.")
     weights: str | None = Field(
         None, min_length=1,
         description="`weighted`: a field with one number a sample, or a .npy file of them; an epoch draws as many "
@@ -101,7 +101,49 @@ class DataSection(Section):
         description="What happens to the last, smaller batch of an epoch. `pad`: it is filled by repeating its own "
         "samples, which weigh nothing in the loss.",
     )
+    io: Literal["auto", "map", "read", "collective"] = Field(
+        "auto",
+        description="How training data are read. `map`: copied from memory maps. `read`: read at their places in the "
+        "files; an error of the disk is told. `collective`: all ranks together, by MPI-IO. `auto`: `map` for local "
+        "files that fit the cache, else `read`.",
+    )
+    cache_mb: float = Field(
+        64.0, ge=0, description="Memory bound of a rank's cache of decoded chunks, or of mapped files, MB."
+    )
     prefetch_mb: float = Field(64.0, gt=0, description="Memory bound of prefetched batches per rank, MB.")
+    check: Literal["off", "first-epoch", "always"] = Field(
+        "off",
+        description="Compare what is read with its hashes: never, each block once per start, or at every read.",
+    )
+    on_damage: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What a damaged block that `check` finds does: end the run, or leave its samples out of the "
+        "batches, counted in the metrics and the summary.",
+    )
+    transform: str | None = Field(
+        None, pattern=r"^[\w.]+:[\w.]+$",
+        description="`module:function` that makes a training batch's arrays from those that were read, found as the "
+        "task is.",
+    )  # fmt: skip
+    held_out_transform: str | None = Field(
+        None, pattern=r"^[\w.]+:[\w.]+$", description="The same for held-out batches. Absent: they stay as read."
+    )  # fmt: skip
+    workers: int = Field(
+        0, ge=0,
+        description="Processes of each rank that run `transform`, for Python that holds the interpreter. 0: in the "
+        "threads that read.",
+    )  # fmt: skip
+    stage: str | None = Field(
+        None, min_length=1,
+        description="A directory on each node's own storage: training shards are copied there in the background, "
+        "compared with their hashes, and read from there. What a run leaves there the next one removes.",
+    )  # fmt: skip
+    stage_gb: float = Field(100.0, gt=0, description="What the copies on a node may take, GB.")
+    memory_store: bool = Field(
+        False,
+        description="Read the training data once, into the memory of all ranks together, and take every sample from "
+        "there by MPI's one-sided reads.",
+    )
     evaluation_batch: int = Field(1024, ge=1, description="Samples per evaluation batch, over all ranks.")
     evaluation_samples: int | None = Field(
         None, ge=1,
@@ -117,6 +159,17 @@ class DataSection(Section):
     def _fits_together(self) -> DataSection:
         if not self.shuffle and self.order not in (None, "sequential"):
             raise ValueError(f"order = {self.order!r} and shuffle = false: leave one of the two out")
+        if self.on_damage == "skip" and (self.check == "off" or self.memory_store):
+            raise ValueError(
+                "on_damage = 'skip' needs data that are checked while they are read: set check to 'first-epoch' or "
+                "'always', and leave memory_store out"
+            )
+        if self.io == "collective" and (self.check != "off" or self.memory_store):
+            raise ValueError("io = 'collective' goes with check = 'off' and without memory_store")
+        if self.stage is not None and (self.io == "collective" or self.memory_store):
+            raise ValueError("stage goes neither with io = 'collective' nor with memory_store")
+        if self.workers and self.transform is None:
+            raise ValueError("workers run a transform: set transform, or leave workers out")
         for key, order in (("weights", "weighted"), ("strata", "stratified")):
             if (getattr(self, key) is not None) != (self.chosen_order == order):
                 raise ValueError(f"{key} and order = {order!r} belong together: set both or neither")

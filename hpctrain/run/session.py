@@ -24,7 +24,7 @@ from hpctrain.comm import (
 )
 from hpctrain.comm.horovod_settings import NCCL_VARIABLES, HorovodBuild, nccl_in_effect, why_no_nccl
 from hpctrain.comm.totals import Operation, all_reduce_values
-from hpctrain.data import Dataset, Loader
+from hpctrain.data import Dataset, Loader, Samples
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.reduce import AllReduceUpdater, LossScale
@@ -70,6 +70,7 @@ class Session:
         self._reducers: list[
             BucketReducer
         ] = []  # in the order in which they were made, the same on all ranks
+        self._closers: list[Callable[[], object]] = []
         self._updaters: weakref.WeakSet[AllReduceUpdater] = weakref.WeakSet()
 
     @property
@@ -180,11 +181,18 @@ class Session:
         self._updaters.add(updater)
         return updater
 
-    def open_dataset(self, directory: str | Path) -> Dataset:
-        """Open a dataset on every rank, or raise the same DataError on all. Collective."""
-        return self.agreed(lambda: Dataset.open(Path(directory)), os_error=DataError)
+    def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
+        """Open a dataset on every rank, or raise the same DataError on all. Collective.
 
-    def loader(self, dataset: Dataset, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
+        options: of `hpctrain.data.Dataset.open`.
+        """
+        return self.agreed(lambda: Dataset.open(Path(directory), **options), os_error=DataError)
+
+    def on_close(self, close: Callable[[], object]) -> None:
+        """Call `close` when the session is closed, before communication ends. It may be collective."""
+        self._closers.append(close)
+
+    def loader(self, dataset: Samples, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
         """This rank's share of the global batches. See `hpctrain.data.Loader` for the options."""
         return Loader(
             dataset,
@@ -235,6 +243,8 @@ class Session:
         if all(all_gather_json(self.world, all(ended))):
             while self._reducers:
                 self._reducers.pop(0).close()
+        while self._closers:
+            self._closers.pop()()
         self.world.close()
 
     def __enter__(self) -> Session:

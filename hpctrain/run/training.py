@@ -13,10 +13,10 @@ import torch
 
 from hpctrain.comm import all_gather_json, check_same, on_rank_0
 from hpctrain.data import Dataset
-from hpctrain.errors import DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
+from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
 from hpctrain.resilience import StopRequest
-from hpctrain.run.data import place_identity
+from hpctrain.run.data import open_data, place_identity
 from hpctrain.run.directory import prepare_run_directory, set_aside, set_aside_newer
 from hpctrain.run.parts import (
     build_parts,
@@ -104,14 +104,13 @@ def carry_out(
     session.agreed(lambda: session.world.publish_in(directory / "watch"), os_error=LaunchError)
     if resume.anew:
         _start_anew(recipe, session)
-    dataset = open_same_dataset(recipe.data.train, session=session)
-    held_out = open_same_dataset(recipe.data.held_out, session=session) if recipe.data.held_out else None
+    data = open_data(recipe.data, session=session)
     if recipe.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Or else every new buffer would first be filled with NaN.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     parts = session.agreed(
-        lambda: build_parts(recipe, task, session=session, dataset=dataset, held_out=held_out),
+        lambda: build_parts(recipe, task, session=session, data=data),
         os_error=RecipeError,
     )
     reduction = session.reduction(reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model))
@@ -124,7 +123,7 @@ def carry_out(
     if recipe.reduction.sync_batch_norm:
         # The optimizer has the parameters already: the layers keep them.
         parts = replace(parts, model=session.sync_batch_norm(parts.model))
-    _tell_start(recipe, session, reduction=reduction, dataset=dataset)
+    _tell_start(recipe, session, reduction=reduction, dataset=data.dataset)
     updater = session.updater(
         parts.model,
         parts.optimizer,
@@ -137,7 +136,7 @@ def carry_out(
     seed_generators(derive_seed(recipe.run.seed, "rank", session.rank))
     state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
     identity = {
-        "dataset": dataset.manifest.fingerprint,
+        "dataset": data.dataset.manifest.fingerprint,
         **place_identity(parts.loader.order),
         "last_batch": recipe.data.last_batch,
     }
@@ -199,15 +198,6 @@ def _check_same_recipe(recipe: Recipe, session: Session) -> None:
     if len({str(found) for found in all_gather_json(session.world, sections)}) > 1:
         for name, values in sections.items():
             check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
-
-
-def open_same_dataset(directory: str, *, session: Session) -> Dataset:
-    """Open a dataset, and DataError on every rank unless all have the same content. Collective."""
-    dataset = session.open_dataset(directory)
-    check_same(
-        session.world, name=f"the content of {directory}", value=dataset.manifest.fingerprint, error=DataError
-    )
-    return dataset
 
 
 def _resume(

@@ -140,4 +140,62 @@ def test_a_block_is_by_default_what_fills_four_mebibytes(tmp_path: Path) -> None
     assert default_block(Dataset.open(tmp_path / "d")) == BLOCK_BYTES // (32 * 32 * 8 + 8)
     assert default_block(Dataset.open(tmp_path / "t")) == BLOCK_BYTES // (16 * 4)
     section = DataSection(train="d", global_batch=4, order="blocks")
-    assert order_of(section, Dataset.open(tmp_path / "d")).name == "blocks-1 of 511 samples within 16"
+    assert order_of(section, Dataset.open(tmp_path / "d")).name == "blocks-1 of 511 samples within 64"
+
+
+# ------------------------------------------------------------------ how data are read
+
+
+def halve(arrays: dict[str, Any]) -> dict[str, Any]:
+    """A transform for `test_data_are_read_as_the_recipe_says`."""
+    return {**arrays, "image": arrays["image"] / 2}
+
+
+def test_data_are_read_as_the_recipe_says(where: Path) -> None:  # noqa: F811
+    def loss(place: str, **data: Any) -> float:
+        return float(run(where, Task(), run={"directory": str(where / place), "steps": 3}, data=data)["loss"])
+
+    plain = loss("plain")
+    assert loss("read", io="read", cache_mb=0.0, check="always") == plain
+    assert loss("map", io="map", check="first-epoch", on_damage="skip") == plain
+    assert loss("staged", stage=str(where / "near"), stage_gb=1.0, check="always") == plain
+    name = f"{__name__}:halve"
+    halved = loss("halved", transform=name, held_out_transform=name)
+    assert halved != plain
+    assert loss("workers", transform=name, held_out_transform=name, workers=1) == halved
+
+
+def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where: Path) -> None:  # noqa: F811
+    entry = Dataset.open(where / "data").manifest.shards[0]
+    offset = entry.fields["label"].offset
+    with (where / "data" / entry.file).open("r+b") as file:
+        file.seek(offset or 0)
+        byte = file.read(1)[0]
+        file.seek(offset or 0)
+        file.write(bytes([byte ^ 2]))
+    data = {"check": "first-epoch", "held_out": str(where / "data")}
+    with pytest.raises(DataError, match="field 'label', samples 0 to 99"):
+        run(where, Task(), data=data)
+    with pytest.raises(DataError, match="are damaged: restore the dataset"):
+        run(where, Task(), run={"directory": str(where / "skip")}, data={**data, "on_damage": "skip"})
+    told = run(where, Task(), run={"directory": str(where / "off")}, data={"check": "off"})
+    assert told["step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"on_damage": "skip"}, "on_damage = 'skip' needs data that are checked while they are read"),
+        ({"io": "collective", "check": "always"}, "io = 'collective' goes with check = 'off'"),
+        ({"stage": "/tmp", "memory_store": True}, "stage goes neither with"),
+        ({"workers": 2}, "workers run a transform"),
+        ({"transform": "no colon"}, "data.transform"),
+    ],
+)
+def test_ways_of_reading_that_do_not_fit_are_refused(data: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({
+            "run": {"directory": "x", "epochs": 1}, "task": {"target": "a:b"},
+            "data": {"train": "d", "global_batch": 8, **data},
+        })  # fmt: skip
+    assert expected in str(caught.value)

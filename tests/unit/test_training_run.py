@@ -20,8 +20,9 @@ from hpctrain.errors import CheckpointError, DataError, DivergedError, LaunchErr
 from hpctrain.launch import RankIdentity
 from hpctrain.resilience import StopRequest
 from hpctrain.run import Session, parse_recipe
+from hpctrain.run.data import open_same_dataset
 from hpctrain.run.device import Proposal, decide
-from hpctrain.run.training import Resume, carry_out, open_same_dataset
+from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology
 
