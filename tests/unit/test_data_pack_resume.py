@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,14 @@ def test_samples_that_make_no_dataset_are_refused(tmp_path: Path, yielded: Any, 
         pack_iterator(tmp_path, lambda part: iter(yielded))
     with pytest.raises(DataError, match="no dataset"):
         read_manifest(tmp_path)
+
+
+def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-packing.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), names)
+    assert round(names["statistics"].mean, 2) == 0.5
