@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.comm.serial import SerialWorld
 from hpctrain.data.index_content import Content, read_content
 from hpctrain.data.index_fields import Place, all_places, combine, num_samples
-from hpctrain.data.index_inspect import inspect_file
+from hpctrain.data.index_inspect import FoundFile, inspect_file
 from hpctrain.data.index_request import FieldRequest, SampleIs, find_files, parse_fields, sample_is
+from hpctrain.data.index_share import Progress, share_work
 from hpctrain.data.index_tokens import CutStream, TokenRequest, check_token_request, cut_stream, token_field
 from hpctrain.data.manifest import (
     MANIFEST_NAME,
@@ -34,9 +39,6 @@ from hpctrain.data.token_windows import write_windows
 from hpctrain.errors import DataError, UsageError
 
 BLOCK_BYTES = 1 << 20
-
-Progress = Callable[[int, int | None], None]
-"""Called with (done, total) files."""
 
 
 class Reading(str, Enum):
@@ -80,83 +82,93 @@ def index_files(
     old: OldIndex = OldIndex.REFUSE,
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
+    comm: Collective | None = None,
 ) -> Indexed:
     """Write the manifest of `files` (names, globs, directories) into the directory `out`.
 
     fields: as in `x=/images,y=/labels` (see `parse_fields`). samples: None chooses (see `sample_is`).
     The files are neither copied nor changed; whoever reads the dataset later trusts them as long as size and
-    time of change are the same. Not collective.
+    time of change are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
     Raises UsageError; DataError, which names the file that cannot be indexed, or does not fit the others.
     """
+    comm = comm or SerialWorld()
     out = Path(out)
     requests = parse_fields(fields) if isinstance(fields, str) else tuple(fields)
     kind_of_sample = sample_is(requests, asked=samples)
     if tokens is not None:
         check_token_request(requests, samples=kind_of_sample)
-    _check_room(out, old=old)
-    found = find_files(files)
-    looked = []
-    for number, path in enumerate(found):
-        looked.append(inspect_file(path, requests=requests))
-        if progress is not None:
-            progress(number + 1, len(found))
+    names: list[str] = on_rank_0(comm, lambda: _files(out, files=files, old=old), os_error=DataError)
+
+    def inspect(path: str) -> dict[str, Any]:
+        return asdict(inspect_file(path, requests=requests))
+
+    looked = [FoundFile.of_json(found) for found in share_work(comm, names, inspect, progress=progress)]
     places = all_places(looked)
-    specs = combine(places, requests=requests, samples=kind_of_sample)
-    streams = [_stream(place, samples=kind_of_sample, tokens=tokens) for place in places]
-    if tokens is not None:
-        specs = {TOKENS_FIELD: token_field(places, spec=specs[TOKENS_FIELD], request=tokens)}
+    specs, streams = agreed(
+        comm,
+        lambda: _cut(places, requests=requests, samples=kind_of_sample, tokens=tokens),
+        os_error=DataError,
+    )
     used = [stream for stream in streams if stream.samples]
-    if not used:
-        raise DataError(
-            f"no file has a window of {specs[TOKENS_FIELD].shape[0]} tokens: choose shorter windows"
-        )
     builder = _Builder(out=out, specs=specs, samples=kind_of_sample, paths=paths, block_bytes=block_bytes)
-    entries = []
-    for number, stream in enumerate(used):
-        entries.append(builder.entry(stream, reading=reading))
-        if progress is not None and reading is Reading.CONTENT:
-            progress(number + 1, len(used))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        manifest = Manifest(
-            kind=Kind.SAMPLES if tokens is None else Kind.TOKENS,
-            samples=sum(entry.samples for entry in entries),
-            block_bytes=block_bytes,
-            fields=specs,
-            tokens=None if tokens is None else tokens.windows,
-            windows=_write_windows(used, out=out),
-            indexed=True,
-            statistics=builder.statistics(),
-            attributes={"source": "index"},
-            shards=tuple(entries),
-        )
-        write_manifest(manifest, directory=out)
-    except OSError as error:
-        raise DataError(f"the index in {out} cannot be written: {error}") from error
+    contents: list[dict[str, Any]] = [{} for _ in used]
+    if reading is Reading.CONTENT:
+        contents = share_work(comm, used, builder.read, progress=progress)
+    entries = [builder.entry(stream, content) for stream, content in zip(used, contents, strict=True)]
+    windows = on_rank_0(comm, lambda: _write_windows(used, out=out), os_error=DataError)
+    manifest = Manifest(
+        kind=Kind.SAMPLES if tokens is None else Kind.TOKENS,
+        samples=sum(entry.samples for entry in entries),
+        block_bytes=block_bytes,
+        fields=specs,
+        tokens=None if tokens is None else tokens.windows,
+        windows=None if windows is None else WindowList.model_validate(windows),
+        indexed=True,
+        statistics=builder.statistics(),
+        attributes={"source": "index"},
+        shards=tuple(entries),
+    )
+    on_rank_0(comm, lambda: write_manifest(manifest, directory=out), os_error=DataError)
     short = tuple(stream.place.file.path for stream in streams if not stream.samples)
     return Indexed(manifest=manifest, too_short=short)
 
 
-def _check_room(out: Path, *, old: OldIndex) -> None:
-    """Whether an index may be written there; an older one stays until the new one is complete."""
-    if not (out / MANIFEST_NAME).exists():
-        return
-    if not read_manifest(out).indexed:
-        raise UsageError(f"{out} holds a packed dataset: index into another directory")
-    if old is OldIndex.REFUSE:
-        raise UsageError(f"{out} holds an index already: --overwrite replaces it")
+def _files(out: Path, *, files: Sequence[str], old: OldIndex) -> list[str]:
+    """The files; refuses to write where an index may not be written. An older one stays until the end."""
+    if (out / MANIFEST_NAME).exists():
+        if not read_manifest(out).indexed:
+            raise UsageError(f"{out} holds a packed dataset: index into another directory")
+        if old is OldIndex.REFUSE:
+            raise UsageError(f"{out} holds an index already: --overwrite replaces it")
+    return list(find_files(files))
 
 
-def _stream(place: Place, *, samples: SampleIs, tokens: TokenRequest | None) -> CutStream:
-    if tokens is not None:
-        return cut_stream(place, request=tokens)
-    count = num_samples(place, samples=samples)
-    return CutStream(place=place, samples=count, num_tokens=0, starts=None)
+def _cut(
+    places: Sequence[Place],
+    *,
+    requests: Sequence[FieldRequest],
+    samples: SampleIs,
+    tokens: TokenRequest | None,
+) -> tuple[dict[str, FieldSpec], list[CutStream]]:
+    """The fields of a sample, and how many samples each place has. Raises DataError."""
+    specs = combine(places, requests=requests, samples=samples)
+    if tokens is None:
+        counts = [num_samples(place, samples=samples) for place in places]
+        return specs, [
+            CutStream(place=place, samples=count, num_tokens=0, starts=None)
+            for place, count in zip(places, counts, strict=True)
+        ]
+    specs = {TOKENS_FIELD: token_field(places, spec=specs[TOKENS_FIELD], request=tokens)}
+    streams = [cut_stream(place, request=tokens) for place in places]
+    if not any(stream.samples for stream in streams):
+        raise DataError(f"no file has a window of {tokens.window + 1} tokens: choose shorter windows")
+    return specs, streams
 
 
-def _write_windows(streams: Sequence[CutStream], *, out: Path) -> WindowList | None:
+def _write_windows(streams: Sequence[CutStream], *, out: Path) -> dict[str, Any] | None:
+    out.mkdir(parents=True, exist_ok=True)
     starts: list[NDArray[np.int64]] = [stream.starts for stream in streams if stream.starts is not None]
-    return write_windows(np.concatenate(starts), directory=out) if starts else None
+    return write_windows(np.concatenate(starts), directory=out).model_dump() if starts else None
 
 
 class _Builder:
@@ -178,12 +190,29 @@ class _Builder:
         self._block_bytes = block_bytes
         self._moments: dict[str, Moments] = {}
 
-    def entry(self, stream: CutStream, *, reading: Reading) -> ShardEntry:
-        """The entry of one place; with its content read, if so asked. Raises DataError."""
+    def read(self, stream: CutStream) -> dict[str, Any]:
+        """The content of the fields of numbers of one place, as JSON. Raises DataError."""
+        numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
+        limit = None
+        if stream.num_tokens:
+            limit = stream.num_tokens * np.dtype(numbers[TOKENS_FIELD].dtype).itemsize
+        contents = read_content(
+            stream.place.file.path,
+            found=list(numbers.values()),
+            block_bytes=self._block_bytes,
+            hashed_bytes=limit,
+        )
+        return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
+
+    def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
+        """The entry of one place. content: what `read` returned, or nothing."""
         file, fields = stream.place.file, stream.place.fields
-        content: dict[str, Content] = {}
-        if reading is Reading.CONTENT:
-            content = self._read(stream)
+        hashes: dict[str, tuple[str, ...]] = {}
+        for name, document in content.items():
+            one = Content.of_json(document)
+            self._moments[name] = self._moments.get(name, Moments()) + one.moments
+            if self._specs[name].kind == "array":
+                hashes[name] = one.hashes
         stored = {}
         for name, found in fields.items():
             num_bytes = found.num_bytes
@@ -193,7 +222,7 @@ class _Builder:
                 dataset=found.dataset,
                 offset=found.offset,
                 num_bytes=num_bytes,
-                hashes=content[name].hashes if name in content else (),
+                hashes=hashes.get(name, ()),
                 whole=self._whole,
                 member=found.member,
                 big_endian=found.big_endian,
@@ -206,22 +235,6 @@ class _Builder:
             modified_ns=file.modified_ns,
             fields=stored,
         )
-
-    def _read(self, stream: CutStream) -> dict[str, Content]:
-        file = stream.place.file
-        numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
-        limit = None
-        if stream.num_tokens:
-            limit = stream.num_tokens * np.dtype(numbers[TOKENS_FIELD].dtype).itemsize
-        found = list(numbers.values())
-        read = read_content(file.path, found=found, block_bytes=self._block_bytes, hashed_bytes=limit)
-        for name, content in zip(numbers, read, strict=True):
-            self._moments[name] = self._moments.get(name, Moments()) + content.moments
-        return {
-            name: content
-            for name, content in zip(numbers, read, strict=True)
-            if self._specs[name].kind == "array"
-        }
 
     def statistics(self) -> dict[str, FieldStatistics]:
         """Of the fields whose content was read."""

@@ -21,6 +21,13 @@ class Content:
     hashes: tuple[str, ...]
     moments: Moments
 
+    def as_json(self) -> dict[str, Any]:
+        return {"hashes": list(self.hashes), "moments": self.moments.as_json()}
+
+    @classmethod
+    def of_json(cls, document: dict[str, Any]) -> Content:
+        return cls(hashes=tuple(document["hashes"]), moments=Moments(**document["moments"]))
+
 
 class _BlockHashes:
     """xxh3_64 of each block of a stream of bytes that comes in pieces of any size."""

@@ -45,6 +45,11 @@ class Found:
     longest: int = 0
     classes: tuple[str, ...] = ()
 
+    @classmethod
+    def of_json(cls, document: dict[str, Any]) -> Found:
+        lists = {"shape": tuple(document["shape"]), "classes": tuple(document["classes"])}
+        return cls(**{**document, **lists})
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFile:
@@ -54,6 +59,13 @@ class FoundFile:
     file_bytes: int
     modified_ns: int
     places: tuple[dict[str, Found], ...]
+
+    @classmethod
+    def of_json(cls, document: dict[str, Any]) -> FoundFile:
+        places = tuple(
+            {name: Found.of_json(found) for name, found in place.items()} for place in document["places"]
+        )
+        return cls(**{**document, "places": places})
 
 
 def inspect_file(path: str, *, requests: Sequence[FieldRequest]) -> FoundFile:

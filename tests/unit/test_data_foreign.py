@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -220,3 +221,11 @@ def test_the_command_indexes_verifies_and_says_what_is_wrong(tmp_path: Path) -> 
     ):
         result = run("index", pattern, *arguments, "--out", tmp_path / "c")
         assert message in str(result.exception)
+
+
+def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-index.md"
+    (block,) = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(guide), "exec"), {})
+    assert (tmp_path / "data" / "measured" / "manifest.json").exists()

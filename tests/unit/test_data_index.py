@@ -11,6 +11,7 @@ import hdf5plugin
 import numpy as np
 import pytest
 
+from hpctrain.comm.threads import ThreadsWorld, run_threads
 from hpctrain.data import Dataset, read_manifest, verify
 from hpctrain.data.index import OldIndex, Paths, Reading, index_files
 from hpctrain.data.index_request import SampleIs, find_files, parse_fields
@@ -349,3 +350,35 @@ def test_files_are_found_by_name_glob_and_directory_and_each_once(tmp_path: Path
     assert find_files([str(tmp_path), names[1], f"{tmp_path}/**/f*.h5"]) == tuple(names)
     with pytest.raises(DataError, match=r"nothing matches '.*\*.nothing'"):
         find_files([f"{tmp_path}/*.nothing"])
+
+
+def test_ranks_share_the_work_and_make_the_same_index(tmp_path: Path) -> None:
+    names = three_files(tmp_path, chunks=(4, 6, 5), compression="gzip")
+    fields = "x=/data/images,y=/labels"
+    alone = index_files(tmp_path / "alone", files=names, fields=fields, reading=Reading.CONTENT).manifest
+    out, progress = tmp_path / "shared", list[tuple[int, int | None]]()
+
+    def on_a_rank(world: ThreadsWorld) -> Any:
+        return index_files(
+            out,
+            files=names,
+            fields=fields,
+            reading=Reading.CONTENT,
+            progress=(lambda done, total: progress.append((done, total))) if world.rank == 0 else None,
+            comm=world,
+        ).manifest
+
+    manifests = run_threads(2, on_a_rank)
+    assert manifests == [alone, alone]
+    assert read_manifest(out) == alone
+    assert progress == [(1, 2), (2, 2)] * 2 or progress == [(1, 1)] * 2
+
+    def failing(world: ThreadsWorld) -> str:
+        with pytest.raises(DataError, match="has no /labels/nothing") as error:
+            index_files(out, files=names, fields="y=/labels/nothing", old=OldIndex.REPLACE, comm=world)
+        assert error.value.agreed
+        return str(error.value)
+
+    messages = run_threads(2, failing)
+    assert messages[0] == messages[1]
+    assert read_manifest(out) == alone
