@@ -5,10 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from hpctrain.data import Dataset, Loader
+
+# Batches behind which the consumer is slow: what is made ahead then fills all the memory that it may have.
+PAUSES = (1, 40, 80)
+PAUSE_S = 0.5
 
 
 def read_epoch(
@@ -26,7 +31,9 @@ def read_epoch(
         Dataset.open(directory, **open_options), global_batch=batch, prefetch_bytes=prefetch_bytes
     )
     anonymous = num_samples = 0
-    for one in loader.epoch(0):
+    for number, one in enumerate(loader.epoch(0)):
+        if number in PAUSES:
+            time.sleep(PAUSE_S)
         num_samples += one.num_samples
         anonymous = max(anonymous, _status("RssAnon") + _status("RssShmem"))
     return {
