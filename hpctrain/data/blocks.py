@@ -14,10 +14,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data import hdf5
+from hpctrain.data import filters, hdf5
+from hpctrain.data.chunk_cache import ChunkCache
+from hpctrain.data.chunk_sources import StoredChunks
+from hpctrain.data.chunked import ChunkedField
+from hpctrain.data.field_reader import FieldName, Request
 from hpctrain.data.manifest import Manifest, ShardEntry
 from hpctrain.data.shard_check import check_shard
 from hpctrain.data.shards import structure_hash
+from hpctrain.errors import DataError
+
+CACHE_BYTES = 32 << 20
 
 CONTENT_DIFFERS = "the content differs from its hash"
 HEADERS_DIFFER = "the HDF5 headers differ from what was written"
@@ -90,14 +97,21 @@ def blocks_touched(
 
 
 class BlockFile:
-    """Blocks of one shard, from their place in the file or, where they have none, through h5py. Safe in threads.
+    """Blocks of one shard, read as batches are: at their place, out of chunks, or else through h5py. Safe in threads.
 
-    path: a copy of the file to read instead of the one in `directory`.
+    path: a copy of the file to read instead of the one in `directory`. cache_bytes: decoded chunks that are kept,
+    since a chunk may reach into several blocks.
     Raises DataError (see `check_shard`) and OSError when it is made. The file is closed with the last reference.
     """
 
     def __init__(
-        self, directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
+        self,
+        directory: Path,
+        *,
+        manifest: Manifest,
+        entry: ShardEntry,
+        path: Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.path = directory / entry.file if path is None else path
         self._manifest = manifest
@@ -109,6 +123,21 @@ class BlockFile:
         self._rows: hdf5.RowReader | None = None
         if not all(self._is_in_place(name) for name in entry.fields):
             self._rows = hdf5.RowReader(self.path)
+        self._cache = ChunkCache(capacity_bytes=cache_bytes)
+        self._chunked = {name: self._chunked_field(name) for name in entry.fields if self._is_decodable(name)}
+
+    def _is_decodable(self, name: str) -> bool:
+        layout = self._layouts[name]
+        plain = self._entry.fields[name].member is None and self._manifest.fields[name].kind == "array"
+        return plain and layout.chunks is not None and filters.can_undo(layout.filters)
+
+    def _chunked_field(self, name: str) -> ChunkedField:
+        assert self._rows is not None
+        source = StoredChunks(
+            self._rows, descriptor=self._descriptor, dataset=self._entry.fields[name].dataset,
+            layout=self._layouts[name],
+        )  # fmt: skip
+        return ChunkedField(source, cache=self._cache, shard=0, name=FieldName(path=self.path, field=name))
 
     def _is_in_place(self, name: str) -> bool:
         """Whether the field's bytes lie in the file as they are hashed."""
@@ -142,8 +171,8 @@ class BlockFile:
         """What is wrong with a block, in words; None: it is as the manifest says. Reads it from the file."""
         try:
             data = self._read(block)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            return f"cannot be read: {error}"
+        except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
+            return f"cannot be read: {error.__cause__ or error}"
         if len(data) < block.stop - block.start:
             return f"the file ends {block.stop - block.start - len(data)} bytes before the block does"
         if xxhash.xxh3_64_hexdigest(data) == self._entry.fields[block.field].hashes[block.index]:
@@ -164,17 +193,28 @@ class BlockFile:
         if self._is_in_place(block.field) and layout.offset is not None:
             offset = layout.offset + stored.first_row * row_bytes + block.start
             return self._read_at(offset, num_bytes=block.stop - block.start)
-        assert self._rows is not None
         first, last = block.start // row_bytes, (block.stop - 1) // row_bytes
         if in_rows:
-            rows: NDArray[Any] = self._rows.rows(
-                stored.dataset, start=stored.first_row + first, stop=stored.first_row + last + 1,
-                member=stored.member,
-            )  # fmt: skip
+            start = stored.first_row + first
+            rows = self._some_rows(block.field, start=start, stop=stored.first_row + last + 1)
         else:
+            assert self._rows is not None
             rows = self._rows.whole(stored.dataset, member=stored.member)
         data = np.ascontiguousarray(rows, dtype=spec.stored_dtype).tobytes()
         return data[block.start - first * row_bytes : block.stop - first * row_bytes]
+
+    def _some_rows(self, name: str, *, start: int, stop: int) -> NDArray[Any]:
+        """Rows start, ..., stop - 1 of the field's HDF5 dataset."""
+        stored, layout = self._entry.fields[name], self._layouts[name]
+        field = self._chunked.get(name)
+        if field is None:
+            assert self._rows is not None
+            return self._rows.rows(stored.dataset, start=start, stop=stop, member=stored.member)
+        target: NDArray[Any] = np.empty((1, stop - start, *layout.shape[1:]), layout.dtype.newbyteorder("="))
+        request = Request(samples=np.array([0]), starts=np.array([start]), places=None, target=target)
+        for task in field.begin(request):
+            task()
+        return target
 
     def _read_at(self, offset: int, *, num_bytes: int) -> memoryview:
         # One buffer a thread: fresh memory for each block would cost as much as hashing it.

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import final
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data.blocks import (
+    CACHE_BYTES,
     HEADERS_DIFFER,
-    Block,
     BlockFile,
     block_at,
     blocks_touched,
@@ -90,6 +90,8 @@ class BlockChecker:
         self.mode = CheckMode(mode)
         self.damages: list[Damage] = []
         self._place_of = place_of
+        # What was decoded once is not what is on the disk now.
+        self._cache_bytes = 0 if self.mode is CheckMode.ALWAYS else CACHE_BYTES
         # (num_shards + 1,): first sample of each shard, and the number of samples
         self._starts = np.concatenate([[0], np.cumsum([shard.samples for shard in manifest.shards])])
         # (shard, field) -> (num_blocks,) of _UNKNOWN, _SOUND, _DAMAGED
@@ -211,7 +213,9 @@ class BlockChecker:
                 self._files.move_to_end(shard)
                 return file
         try:
-            file = BlockFile(self.directory, manifest=self.manifest, entry=entry, path=copy)
+            file = BlockFile(
+                self.directory, manifest=self.manifest, entry=entry, path=copy, cache_bytes=self._cache_bytes
+            )
         except OSError as error:
             raise DataError(f"shard {path} cannot be opened: {error}") from error
         self._check_structure(shard, file)
@@ -223,22 +227,14 @@ class BlockChecker:
         return file
 
     def _check_structure(self, shard: int, file: BlockFile) -> None:
-        """Raises DamagedData for the whole shard, unless what differs is found in blocks: those are damaged then."""
-        if file.structure_is_sound():
-            return
-        if file.has_chunks and any(file.fault_of(block) is not None for block in self._blocks_of(shard)):
+        # Where it covers chunks too it would mean reading the whole file: the content's hashes then decide.
+        if file.has_chunks or file.structure_is_sound():
             return
         entry = self.manifest.shards[shard]
         damage = Damage(
             shard=entry.file, field=None, first_sample=0, last_sample=entry.samples - 1, reason=HEADERS_DIFFER
         )
         raise DamagedData(damage, directory=self.directory)
-
-    def _blocks_of(self, shard: int) -> Iterator[Block]:
-        for field, stored in self.manifest.shards[shard].fields.items():
-            if is_hashed(self.manifest, shard=shard, field=field):
-                for index in range(len(stored.hashes)):
-                    yield block_at(self.manifest, shard=shard, field=field, index=index)
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
