@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -45,6 +46,10 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
             )
         return None
     if workers:
+        if not hasattr(os, "memfd_create"):
+            raise RecipeError(
+                f"workers = {workers}: only Linux has the shared memory for them; use workers = 0"
+            )
         named = find_transform(transform if isinstance(transform, str) else name_of(transform))
         return WorkerPool(named.name, num_workers=workers)
     if isinstance(transform, str):

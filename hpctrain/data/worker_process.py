@@ -22,13 +22,16 @@ from hpctrain.data.transform import BatchTransform, TransformContext, find_trans
 from hpctrain.errors import HpctrainError
 
 _LONGEST_TEXT = 8000
+# Ctrl-C reaches every process of a terminal, and what Slurm sends before a time limit every process of a step.
+# The parent decides what becomes of the run: it may still want batches.
+_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(control_descriptor: int, lifeline: int) -> int:
     """Serve the parent until it closes the control socket; `lifeline` is a pipe that only it holds open."""
     _end_with_parent(lifeline)
-    # Ctrl-C reaches every process of the terminal: the parent decides what becomes of the run.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _FOR_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=control_descriptor)
     start = receive(control)
     if start is None:

@@ -157,6 +157,19 @@ def test_workers_killed_while_idle_do_not_count_against_the_next_batch() -> None
         with_pool(arrays, context=context(3))
 
 
+def test_signals_for_the_run_are_left_to_the_rank() -> None:
+    pool = WorkerPool(BY_NAME + "augment", num_workers=1)
+    arrays = {"x": np.ones((3, 2), np.float32), "label": np.zeros(3)}
+    pool(dict(arrays), context=context(3))
+    (pid,) = pool.pids
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+    assert pool(dict(arrays), context=context(3))["x"].shape == (3, 2)
+    assert (pool.pids, pool.num_deaths) == ([pid], 0)
+    pool.close()
+    assert not is_alive(pid)
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [("die_always", r"killed by signal 9 \(SIGKILL\): was memory short"), ("leave", "exit code 9")],
