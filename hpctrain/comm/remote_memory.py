@@ -63,7 +63,7 @@ class MpiRemoteMemory:
         self._mpi = mpi
         self._comm = comm
         self._rank = comm.Get_rank()
-        self._num_bytes = num_bytes
+        self._byte = mpi.BYTE
         try:
             self._check_room(num_bytes)
             self._window = mpi.Win.Allocate(num_bytes, 1, mpi.INFO_NULL, comm)
@@ -117,11 +117,18 @@ class MpiRemoteMemory:
             self._window.Sync()
 
     def get(self, rank: int, *, offset: int, out: NDArray[np.uint8]) -> None:
-        with self._reported(f"reading from rank {rank}"):
+        # Called for each sample: no context manager here, which would take as long as the read.
+        try:
+            if len(out) <= _PIECE_BYTES:
+                self._window.Get([out, self._byte], rank, (offset, len(out), self._byte))
+                return
             for start in range(0, len(out), _PIECE_BYTES):
                 piece = out[start : start + _PIECE_BYTES]
-                target = (offset + start, len(piece), self._mpi.BYTE)
-                self._window.Get([piece, self._mpi.BYTE], rank, target)
+                self._window.Get([piece, self._byte], rank, (offset + start, len(piece), self._byte))
+        except self._mpi.Exception as error:
+            raise CommunicationError(
+                f"reading from rank {rank} on rank {self._rank}: MPI says {error}"
+            ) from error
 
     def flush(self) -> None:
         with self._reported("reading from other ranks"):

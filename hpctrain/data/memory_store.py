@@ -7,6 +7,7 @@ Any rank gathers any samples without the help of the rank that holds them.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -20,7 +21,7 @@ from hpctrain.comm.remote_memory import RemoteMemory
 from hpctrain.data.loader import Samples
 from hpctrain.data.manifest import FieldSpec
 from hpctrain.data.order import Span, rank_share
-from hpctrain.errors import DataError
+from hpctrain.errors import DataError, HpctrainError
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) samples of this rank's part."""
@@ -103,6 +104,9 @@ class MemoryStore:
         self.layout = layout
         self._world = world
         self._memory: RemoteMemory | None = memory
+        self._places: dict[int, tuple[int, dict[str, int]]] = {}
+        self._idle = threading.Condition()
+        self._gathers = 0
         self._local = _views(memory.local, layout=layout, rank=world.rank)
 
     @classmethod
@@ -127,7 +131,11 @@ class MemoryStore:
                 agreed=True,
             )
         store = cls(world=world, source=dataset, memory=memory, layout=layout)
-        agreed(world, lambda: store._fill(progress), os_error=DataError)
+        try:
+            agreed(world, lambda: store._fill(progress), os_error=DataError)
+        except HpctrainError:
+            store.close()  # every rank is here
+            raise
         memory.publish()
         return store
 
@@ -166,16 +174,27 @@ class MemoryStore:
 
         Raises DataError for an index outside, and after `close`; CommunicationError when a read fails.
         """
-        memory = self._memory
-        if memory is None:
-            raise DataError("samples were asked of a memory store that is closed")
+        with self._idle:
+            memory = self._memory
+            if memory is None:
+                raise DataError("samples were asked of a memory store that is closed")
+            self._gathers += 1
+        try:
+            return self._gather(memory, indices, given=out or {})
+        finally:
+            with self._idle:
+                self._gathers -= 1
+                self._idle.notify_all()
+
+    def _gather(
+        self, memory: RemoteMemory, indices: NDArray[np.int64], *, given: Mapping[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
                 f"samples {indices.min()} to {indices.max()} were asked of a memory store, "
                 f"which has 0 to {self.num_samples - 1}"
             )
-        given = out or {}
         arrays, filled = {}, {}
         for name, stored in self.layout.arrays.items():
             new = np.empty((len(indices), *stored.shape), stored.dtype) if name not in given else None
@@ -197,18 +216,16 @@ class MemoryStore:
         mine = self._world.rank
         holders = self.layout.holders(indices)
         begun = 0
+        flat = [(name, array.reshape(len(indices), -1).view(np.uint8)) for name, array in arrays.items()]
         for start, stop in runs(indices, holders=holders):
             holder = int(holders[start])
             if holder == mine:
                 continue
-            row = int(indices[start]) - self.layout.share(holder).start
-            for name, array in arrays.items():
-                row_bytes = self.layout.arrays[name].row_bytes
-                memory.get(
-                    holder,
-                    offset=self.layout.offset(holder, name=name) + row * row_bytes,
-                    out=array[start:stop].reshape(-1).view(np.uint8),
-                )
+            first, offsets = self._place(holder)
+            row = int(indices[start]) - first
+            for name, rows_of in flat:
+                piece = rows_of[start:stop].reshape(-1)
+                memory.get(holder, offset=offsets[name] + row * rows_of.shape[1], out=piece)
                 begun += 1
             if begun >= _READS_UNDER_WAY:
                 memory.flush()
@@ -224,13 +241,25 @@ class MemoryStore:
         if begun:
             memory.flush()
 
+    def _place(self, holder: int) -> tuple[int, dict[str, int]]:
+        """First sample of a rank, and where each array begins in its memory."""
+        place = self._places.get(holder)
+        if place is None:
+            offsets = {name: self.layout.offset(holder, name=name) for name in self.layout.arrays}
+            place = self._places[holder] = (self.layout.share(holder).start, offsets)
+        return place
+
     def close(self) -> None:
-        """Give the memory back. Collective: no rank may gather any more. May be called again."""
-        if self._memory is None:
-            return
+        """Give the memory back. Collective. Waits for gathers of this rank's threads. May be called again."""
+        with self._idle:
+            if self._memory is None:
+                return
+            memory, self._memory = self._memory, None
+            while self._gathers:
+                self._idle.wait()
         # A rank that is still reading is waited for here, where the deadline of the run holds.
         self._world.barrier()
-        memory, self._memory, self._local = self._memory, None, {}
+        self._local = {}
         memory.close()
 
 

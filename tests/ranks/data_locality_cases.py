@@ -146,7 +146,7 @@ def everything_of_locality(world: Any, directory: str, shortened: str, broken: s
     return {
         "memory": gather_from_memory(world, directory),
         "together": read_together(world, shortened),
-        "too much": ask_for_too_much(world) if world.backend == "mpi" else None,
+        "too much": ask_for_too_much(world) if world.backend in ("mpi", "horovod") else None,
         "broken": load_what_one_rank_cannot_read(world, broken),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.comm import Monitored
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import run_threads
 from hpctrain.data import pack_arrays
 from tests.ranks.data_locality_cases import everything_of_locality, expected_labels
 from tests.ranks_launcher import run_ranks
 
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"
+)
 NUM_SAMPLES = 101
 
 
@@ -58,7 +63,7 @@ def check(outputs: list[Any], *, backend: str) -> None:
     assert whole / num_ranks <= most <= whole / num_ranks + (35 + 132 + 8) + 3 * 64
     assert outputs[0]["broken"].startswith("DataError True ")
     assert "shard-00005.h5" in outputs[0]["broken"]
-    if backend == "mpi":
+    if backend in ("mpi", "horovod"):
         assert outputs[0]["too much"].startswith("CommunicationError True the ranks of the node of rank")
         assert "1125899907 MB" in outputs[0]["too much"]
 
@@ -69,12 +74,15 @@ def copies(dataset: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "backend"), [pytest.param(2, "horovod", marks=needs_horovod), (3, "mpi")]
+)
 def test_ranks_read_from_each_others_memory_and_read_files_together(
-    dataset: Path, tmp_path: Path, num_ranks: int
+    dataset: Path, tmp_path: Path, num_ranks: int, backend: str
 ) -> None:
-    result = run_ranks(num_ranks, everything_of_locality, *map(str, copies(dataset, tmp_path)))
-    check(result.outputs, backend="mpi")
+    directories = map(str, copies(dataset, tmp_path))
+    result = run_ranks(num_ranks, everything_of_locality, *directories, backend=backend)
+    check(result.outputs, backend=backend)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
@@ -87,4 +95,8 @@ def test_threads_read_from_each_others_memory_and_read_files_together(
 
 
 def test_a_single_process_reads_as_many_do(dataset: Path, tmp_path: Path) -> None:
-    check([everything_of_locality(SerialWorld(), *copies(dataset, tmp_path))], backend="serial")
+    world = Monitored(SerialWorld(), timeout_s=60)
+    try:
+        check([everything_of_locality(world, *copies(dataset, tmp_path))], backend="serial")
+    finally:
+        world.close()
