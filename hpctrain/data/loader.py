@@ -18,14 +18,17 @@ import torch
 from numpy.typing import NDArray
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.batch_memory import BatchMemory
 from hpctrain.data.batch_plan import BatchPlan, plan_batch
 from hpctrain.data.in_step import InStep
 from hpctrain.data.integrity import BlockChecker, OnDamage
 from hpctrain.data.manifest import FieldSpec
 from hpctrain.data.order import LastBatch, Order, Span, num_batches
+from hpctrain.data.order_ahead import ahead_for
 from hpctrain.data.orders import OrderSpec, Sequential, Shuffled
 from hpctrain.data.place import Place
 from hpctrain.data.prefetch import ByteBound, Prefetch
+from hpctrain.data.read_ahead import read_ahead_for
 from hpctrain.data.skipping import read_around_damage
 from hpctrain.data.tensors import WIDENED, as_tensor, torch_dtype
 from hpctrain.data.transform import TransformContext, TransformFunction
@@ -108,6 +111,7 @@ class Loader:
         )
         self.prefetch_batches = max(1, prefetch_bytes // max(1, self.batch_bytes))
         self._pin = pin_memory
+        self._memory = BatchMemory(kept_bytes=prefetch_bytes)
         self._transformer = build_transformer(transform, workers=workers)
 
     def _check(self) -> None:
@@ -255,7 +259,10 @@ class Loader:
         for name, spec in self.dataset.fields.items():
             if spec.dtype not in WIDENED:
                 shape = (len(indices), *spec.shape)
-                tensors[name] = torch.empty(shape, dtype=torch_dtype(spec.dtype), pin_memory=pin)
+                if pin:
+                    tensors[name] = torch.empty(shape, dtype=torch_dtype(spec.dtype), pin_memory=True)
+                else:
+                    tensors[name] = self._memory.empty(shape, dtype=np.dtype(spec.dtype))
                 direct[name] = tensors[name].numpy()
         arrays = self.dataset.gather(indices, out=direct)
         for name in self.dataset.fields:
@@ -271,10 +278,15 @@ class Batches:
         self._loader = loader
         self._counted_wait_s = 0.0
         self.num_batches = -(-loader.remaining_batches(start=start) // every)
+        read_ahead = read_ahead_for(loader.dataset, order)
+        order = ahead_for(order, num_ranks=loader.num_ranks)
 
         def make(number: int) -> Batch:
             first = start + number * every * loader.global_batch
-            return loader.load(order, span=Span(first, min(first + loader.global_batch, order.num_samples)))
+            span = Span(first, min(first + loader.global_batch, order.num_samples))
+            if read_ahead is not None:
+                read_ahead.before(span)
+            return loader.load(order, span=span)
 
         self._prefetch: Prefetch[Batch] | InStep[Batch]
         if getattr(loader.dataset, "collective", False):

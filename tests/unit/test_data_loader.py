@@ -192,7 +192,7 @@ def test_an_error_surfaces_where_its_batch_would_have_come(num_threads: int) -> 
 
 
 def test_closing_early_joins_the_threads() -> None:
-    batches = Loader(Source(), global_batch=10, num_threads=2).epoch(0)
+    batches = Loader(Source(), global_batch=10, num_threads=2, prefetch_bytes=1).epoch(0)
     next(batches)
     assert len(loader_threads()) == 2
     batches.close()
