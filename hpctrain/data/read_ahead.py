@@ -1,0 +1,119 @@
+"""Asks the kernel for whole blocks before a block order needs them: large reads, in the background.
+
+What a window needs stands all over its blocks; read sample by sample it would be small reads again. So when the
+epoch enters a window, the bytes of the next one's blocks are asked for with posix_fadvise(WILLNEED), and lie in
+the page cache when their samples are wanted. Only a hint: it is never waited for, and what fails is read as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hpctrain.data.block_order import BlockOrder
+from hpctrain.data.manifest import Manifest
+from hpctrain.data.order import Order, Span
+from hpctrain.data.read import Dataset
+
+# The kernel takes no more of one hint than a device's or its own readahead, which is 128 KiB by default.
+_HINT_BYTES = 128 << 10
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+class ReadAhead:
+    """Hints for one epoch of one loader. Safe in threads."""
+
+    def __init__(self, dataset: Dataset, *, order: BlockOrder) -> None:
+        self._directory = dataset.directory
+        self._manifest = dataset.manifest
+        self._order = order
+        self._first_samples = np.cumsum([0, *(shard.samples for shard in dataset.manifest.shards)])
+        self._next_window = 0
+        self._lock = threading.Lock()
+
+    def before(self, span: Span) -> None:
+        """Call before positions `span` of the epoch are read: asks for their windows and the next one."""
+        reached = self._order.windows_of(*span)
+        if not reached:
+            return
+        with self._lock:
+            first = max(self._next_window, reached.start)
+            wanted = range(first, min(reached.stop + 1, self._order.num_windows))
+            self._next_window = max(self._next_window, wanted.stop)
+        for window in wanted:
+            _ask(self._directory, list(self.stretches(window)))
+
+    def stretches(self, window: int) -> Iterator[Stretch]:
+        """Where the blocks of a window are, as far as they are contiguous in files. Pure."""
+        for block in self._order.blocks_of(window):
+            shard = int(np.searchsorted(self._first_samples, block.start, side="right")) - 1
+            while shard < len(self._manifest.shards) and self._first_samples[shard] < block.stop:
+                first = int(self._first_samples[shard])
+                rows = Span(max(block.start - first, 0), block.stop - first)
+                yield from _rows_in(self._manifest, shard=shard, rows=rows)
+                shard += 1
+
+
+def read_ahead_for(dataset: object, order: Order) -> ReadAhead | None:
+    """None where there is nothing to gain: another order, or samples that are not read from files as they stand."""
+    if not isinstance(dataset, Dataset) or not isinstance(order, BlockOrder) or dataset.manifest.is_split:
+        return None
+    return ReadAhead(dataset, order=order)
+
+
+def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[Stretch]:
+    entry = manifest.shards[shard]
+    rows = Span(rows.start, min(rows.stop, entry.samples))
+    for name, stored in entry.fields.items():
+        spec = manifest.fields[name]
+        if stored.offset is None or spec.kind != "array":
+            continue
+        sample_bytes = step = spec.sample_bytes
+        skipped = 0 if stored.whole else stored.first_row * sample_bytes
+        if manifest.tokens is not None:
+            itemsize = np.dtype(spec.dtype).itemsize
+            step, skipped = manifest.tokens.stride * itemsize, stored.first_row * itemsize
+        num_bytes = (rows.num_samples - 1) * step + sample_bytes
+        yield Stretch(entry.file, stored.offset + skipped + rows.start * step, num_bytes)
+
+
+def _ask(directory: Path, stretches: list[Stretch]) -> None:
+    for file, parts in itertools.groupby(sorted(stretches), key=lambda stretch: stretch.file):
+        with contextlib.suppress(OSError):  # reading itself tells what is wrong
+            descriptor = os.open(directory / file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for part in parts:
+                    if _is_cached(descriptor, part):
+                        continue
+                    for done in range(0, part.num_bytes, _HINT_BYTES):
+                        os.posix_fadvise(
+                            descriptor, part.offset + done, min(_HINT_BYTES, part.num_bytes - done),
+                            os.POSIX_FADV_WILLNEED,
+                        )  # fmt: skip
+            finally:
+                os.close(descriptor)
+
+
+def _is_cached(descriptor: int, part: Stretch) -> bool:
+    """Whether its first, middle and last byte are in the page cache. False where the filesystem cannot tell."""
+    byte = bytearray(1)
+    try:
+        for place in (0, part.num_bytes // 2, part.num_bytes - 1):
+            os.preadv(descriptor, [byte], part.offset + place, os.RWF_NOWAIT)
+    except OSError:  # BlockingIOError: not in the cache
+        return False
+    return True
