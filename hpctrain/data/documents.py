@@ -29,8 +29,8 @@ class Documents(Protocol):
     def identity(self) -> JsonValue:
         """Tells contents apart without reading them."""
 
-    def read(self, number: int) -> NDArray[Any]:
-        """The tokens of one document, shape (length,). Raises DataError."""
+    def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
+        """Tokens start, ..., stop - 1 of one document, shape (stop - start,). Raises DataError."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class TokenArrays:
     def starts(self) -> NDArray[np.int64]:
         return np.concatenate([[0], np.cumsum([len(array) for array in self.arrays])]).astype(np.int64)
 
-    def read(self, number: int) -> NDArray[Any]:
-        return as_tokens(self.arrays[number], dtype=self.dtype)
+    def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
+        return as_tokens(self.arrays[number][start:stop], dtype=self.dtype)
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
@@ -60,14 +60,11 @@ def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
     position = start
     while position < stop:
         begin, end = int(starts[number]), int(starts[number + 1])
-        if end > begin:
-            tokens = documents.read(number)
-            if len(tokens) != end - begin:
-                raise DataError(
-                    f"document {number} has {len(tokens)} tokens, {end - begin} when it was counted"
-                )
-            until = min(stop, end)
-            stream[position - start : until - start] = tokens[position - begin : until - begin]
+        until = min(stop, end)
+        if until > position:
+            stream[position - start : until - start] = documents.read(
+                number, start=position - begin, stop=until - begin
+            )
             position = until
         number += 1
     return stream

@@ -20,7 +20,13 @@ from hpctrain.data.compression import Compression
 from hpctrain.data.documents import Documents, check_token_dtype
 from hpctrain.data.manifest import Kind, Manifest, TokenWindows
 from hpctrain.data.manifest_entries import Boundaries
-from hpctrain.data.pack_directory import Existing, finish, finished_already, prepare_directory
+from hpctrain.data.pack_directory import (
+    FOUND_WHILE_PACKING,
+    Existing,
+    finish,
+    finished_already,
+    prepare_directory,
+)
 from hpctrain.data.pack_shards import (
     DOCUMENTS_DATASET,
     DocumentShards,
@@ -165,7 +171,7 @@ def pack_tokens(
         windows=windows,
         block_bytes=block_bytes,
         compression=compression,
-        attributes=lambda: {**(attributes or {}), "stream_tokens": stream.read_tokens},
+        attributes=lambda: {**(attributes or {}), FOUND_WHILE_PACKING: stream.read_tokens},
         existing=existing,
         progress=progress,
         comm=SerialWorld(),
@@ -232,7 +238,7 @@ def pack_documents(
         total=cut.num_samples,
         block_bytes=block_bytes,
         compression=compression,
-        attributes=lambda: {**(attributes or {}), "stream_tokens": int(documents.starts[-1])},
+        attributes=lambda: {**(attributes or {}), FOUND_WHILE_PACKING: int(documents.starts[-1])},
         existing=existing,
         progress=progress,
         comm=comm,
@@ -306,7 +312,7 @@ def _pack(
     nothing: Callable[[], str] | None = None,
 ) -> Manifest:
     """Prepare on rank 0, write together, finish on rank 0. Collective."""
-    noted = {key: value for key, value in attributes().items() if key != "stream_tokens"}
+    noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
     whole_plan = Plan(
         document={
             "kind": kind.value,
@@ -319,7 +325,7 @@ def _pack(
 
     def prepare() -> Any:
         if existing is Existing.RESUME:
-            alike = {"kind": kind.value, "block_bytes": block_bytes, **like}
+            alike = {"kind": kind.value, "block_bytes": block_bytes, "attributes": noted, **like}
             found = finished_already(directory, like=alike)
             if found is not None:
                 return found.model_dump(mode="json")

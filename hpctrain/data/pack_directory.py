@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from hpctrain.data.manifest import (
     MANIFEST_NAME,
+    PARTIAL_SUFFIX,
     FieldSpec,
     Kind,
     Manifest,
@@ -33,6 +34,9 @@ from hpctrain.data.shards import is_shard_name, shard_number
 from hpctrain.data.statistics import statistics_of
 from hpctrain.data.token_windows import write_windows
 from hpctrain.errors import DataError, UsageError
+
+# An attribute that is not known before a stream was read.
+FOUND_WHILE_PACKING = "stream_tokens"
 
 
 class Existing(str, Enum):
@@ -120,6 +124,7 @@ def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | 
         return None
     manifest = read_manifest(directory)
     found = manifest.model_dump(mode="json")
+    found["attributes"].pop(FOUND_WHILE_PACKING, None)
     wanted = Plan(document=dict(like))
     if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
         raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
@@ -195,5 +200,6 @@ def _describe(spec: FieldSpec | None) -> str:
 def _tidy(directory: Path, *, keep: frozenset[str]) -> None:
     """Records go, and shards of an interrupted packing that the dataset does not have."""
     for name in sorted(child.name for child in directory.iterdir()):
-        if name == PLAN_NAME or (is_shard_name(name) and name not in keep):
+        is_left_over = name == PLAN_NAME or (name in OWN_NAMES and name.endswith(PARTIAL_SUFFIX))
+        if is_left_over or (is_shard_name(name) and name not in keep):
             (directory / name).unlink(missing_ok=True)

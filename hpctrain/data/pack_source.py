@@ -89,6 +89,8 @@ def pack_source(
             "comm": comm,
         }
         noted: dict[str, JsonValue] = {**opened.attributes, "part": part}
+        if codec is not None:
+            noted["compression"] = codec.value
         if isinstance(opened, TextSource):
             length = stride or window or DEFAULT_WINDOW
             manifests[directory] = pack_documents(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ from hpctrain.errors import DataError, UsageError
 # A byte that no text holds ends each file, so that a model can see where one begins.
 DOCUMENT_SEPARATOR = 0
 BYTE_VOCABULARY = 256
+_READ_BYTES = 1 << 20
 # Tests and vendored packages of the standard library's directory: repetitive, or not its text.
 _SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -53,8 +56,23 @@ class TextDocuments:
     def identity(self) -> JsonValue:
         return identity_of(self.files)
 
-    def read(self, number: int) -> NDArray[np.uint8]:
-        return next(read_tokens([self.files[number]]))
+    def read(self, number: int, *, start: int, stop: int) -> NDArray[np.uint8]:
+        path = self.files[number]
+        length = int(self.starts[number + 1] - self.starts[number])
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                data = file.read(min(stop, length - 1) - start)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"the text file {path} cannot be read: {error}") from error
+        if size != length - 1:
+            raise DataError(
+                f"the text file {path} has {size} bytes, {length - 1} when it was looked at first"
+            )
+        tokens = np.full(stop - start, DOCUMENT_SEPARATOR, dtype=np.uint8)
+        tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return tokens
 
 
 def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
@@ -88,14 +106,21 @@ def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) ->
 
 
 def _is_text(path: Path) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    empty = True
     try:
-        data = path.read_bytes()
-        data.decode("utf-8")
+        with path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                decoder.decode(data)
+                if DOCUMENT_SEPARATOR in data:
+                    return False
+                empty = False
+        decoder.decode(b"", final=True)
     except OSError as error:
         raise DataError(f"the text file {path} cannot be read: {error}") from error
     except UnicodeDecodeError:
         return False
-    return bool(data) and DOCUMENT_SEPARATOR not in data
+    return not empty
 
 
 def _text_source(root: Path, paths: list[Path], *, held_out: float, seed: int, source: str) -> TextSource:

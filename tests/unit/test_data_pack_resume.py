@@ -73,6 +73,10 @@ def test_a_finished_dataset_of_the_same_is_kept_and_another_is_refused(tmp_path:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     with pytest.raises(UsageError, match=r"holds another dataset .*samples was 100, now 90"):
         pack_arrays(tmp_path, some_fields(90), shard_samples=40, existing=Existing.RESUME)
+    with pytest.raises(UsageError, match=r'attributes was \{\}, now \{"source": "other"\}'):
+        pack_iterator(
+            tmp_path, lambda part: samples(0, 3), attributes={"source": "other"}, existing=Existing.RESUME
+        )
 
 
 def test_a_packing_goes_on_only_as_it_began(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hpctrain.data.pack_source import pack_source
 from hpctrain.data.sources import SourceOptions
 from hpctrain.data.sources_images import Colour, parse_size
 from hpctrain.data.sources_tables import parse_fields
+from hpctrain.data.sources_text import TextDocuments
 from hpctrain.errors import DataError, UsageError
 
 
@@ -224,3 +225,25 @@ def test_sizes_of_pictures() -> None:
     assert parse_size("96") == (96, 96)
     with pytest.raises(UsageError, match="--size 0x4"):
         parse_size("0x4")
+
+
+def test_a_text_longer_than_a_shard_is_read_in_pieces_and_must_not_change(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    long = "".join(f"{n} ä " for n in range(900))
+    for name, text in (("a", "short"), ("b", long), ("c", "end")):
+        (texts / name).write_text(text, encoding="utf-8")
+    (texts / "d").write_bytes("ä".encode()[:1])  # ends within a letter
+    manifest, found = pack(f"text:{texts}", tmp_path / "out", held_out=0, window=50, shard_bytes=1000)
+    stream = b"short\0" + long.encode() + b"\0end\0"
+    assert manifest.attributes["skipped_files"] == 1
+    assert len(manifest.shards) > 5
+    assert [bytes(window) for window in found["tokens"]] == [
+        stream[50 * n : 50 * n + 51] for n in range((len(stream) - 1) // 50)
+    ]
+    documents = TextDocuments((texts / "a", texts / "b"))
+    assert documents.starts[1] == 6
+    with (texts / "b").open("a") as file:
+        file.write("more")
+    with pytest.raises(DataError, match=r"b has \d+ bytes, \d+ when it was looked at first"):
+        documents.read(1, start=3, stop=9)
