@@ -4,8 +4,8 @@ A global batch stays the same set of samples; within it the samples go to the no
 block (it has the block in its page cache, or staged), as far as each rank keeps the number of samples that is
 its share. Pure planning: every rank computes the same, nothing communicates.
 
-The cost of a batch is that of the whole global batch on every rank, 0.1 ms for each 1000 samples: for global
-batches up to some ten thousand samples.
+The cost of a batch is that of the whole global batch on every rank: about 0.1 ms for each 1000 samples. That suits
+global batches of up to some ten thousand samples.
 """
 
 from __future__ import annotations

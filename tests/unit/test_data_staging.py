@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -248,3 +249,13 @@ def test_files_beyond_the_bound_are_read_where_they_are(dataset: Path, tmp_path:
         assert "more than the bound of 1000" in staged.problems["shard-00000.h5"]
         assert np.array_equal(staged.gather(np.arange(50))["label"], np.arange(50))
         assert (staged.staged_samples, staged.read_samples) == (0, 50)
+
+
+def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    guide = REPOSITORY / "docs" / "guides" / "data-locality.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), names)
