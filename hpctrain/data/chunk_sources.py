@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data import filters, hdf5
 from hpctrain.data.chunk_cache import Chunk
+from hpctrain.data.class_names import class_texts
 from hpctrain.errors import DataError
 
 # HDF5 1.10 finds a chunk's place by looking through all of them; from so many on it is asked for the bytes.
@@ -129,17 +130,13 @@ class ClassBlocks(NumberBlocks):
         self._numbers = {name: number for number, name in enumerate(classes)}
 
     def load(self, place: tuple[int, ...]) -> Chunk:
-        names = [_text(value) for value in self._rows(place[0]).reshape(-1).tolist()]
+        names = class_texts(self._rows(place[0]))
         unknown = [name for name in names if name not in self._numbers]
         if unknown:
             raise DataError(
                 f"{unknown[0]!r} is none of the {len(self._numbers)} classes: index the files again"
             )
         return Chunk(values=np.array([self._numbers[name] for name in names], dtype=np.int64))
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else value
 
 
 class RaggedBlocks(NumberBlocks):

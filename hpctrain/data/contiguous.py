@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from hpctrain.data.hdf5 import Layout
 _MAX_BUFFERS = 512
 # Bytes that are rather read with what is before and behind them than skipped: a call costs as much.
 _GAP_BYTES = 8192
+# Samples of this size are worth a task each: one core does not copy as fast as the memory is.
+_TASK_BYTES = 512 << 10
 
 
 class MappedField:
@@ -47,11 +50,18 @@ class MappedField:
                 writeable=False,
             )
         if request.sample_bytes >= ROW_COPY_BYTES:
-            for place, start in zip(request.all_places.tolist(), starts.tolist(), strict=True):
+            pairs = zip(request.all_places.tolist(), starts.tolist(), strict=True)
+            if request.sample_bytes >= _TASK_BYTES:
+                return [partial(_copy, view, target, start, place) for place, start in pairs]
+            for place, start in pairs:
                 target[place] = view[start]
         else:
             target[slice(None) if request.places is None else request.places] = view[starts]
         return ()
+
+
+def _copy(view: NDArray[Any], target: NDArray[Any], start: int, place: int) -> None:
+    target[place] = view[start]
 
 
 class ReadField:
@@ -70,14 +80,28 @@ class ReadField:
         order = np.argsort(offsets, kind="stable")
         offsets, places = offsets[order], places[order]
         samples = request.samples[order]
+        if request.sample_bytes >= _TASK_BYTES:
+            return [
+                partial(
+                    self._scatter,
+                    request,
+                    offsets=offsets[number : number + 1],
+                    places=places[number : number + 1],
+                    samples=samples[number : number + 1],
+                )
+                for number in range(len(order))
+            ]
         if request.sample_bytes >= ROW_COPY_BYTES:
             self._scatter(request, offsets=offsets, places=places, samples=samples)
         else:
             self._through_buffers(request, offsets=offsets, places=places, samples=samples)
+            self._swap_bytes(request, places)
+        return ()
+
+    def _swap_bytes(self, request: Request, places: NDArray[np.int64]) -> None:
         if self._swap:
             for place in places.tolist():
                 request.target[place].byteswap(inplace=True)
-        return ()
 
     def _scatter(
         self,
@@ -104,6 +128,7 @@ class ReadField:
                     samples=samples[start:end],
                 )
                 start = end
+        self._swap_bytes(request, places)
 
     def _through_buffers(
         self,
