@@ -8,6 +8,7 @@ A worker that dies is replaced, and its batch is made again from what was read.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 
@@ -79,12 +80,15 @@ class WorkerPool:
             "arrays": description, "seed": context.seed, "epoch": context.epoch, "start": context.start,
         }  # fmt: skip
         try:
-            for _ in range(1 + MAX_REMAKES):
+            for attempt in range(1 + MAX_REMAKES):
                 worker = self._take()
                 try:
                     made = worker.transform(request, descriptor)
                 except WorkerDied as death:
                     last = death
+                    if attempt < MAX_REMAKES:
+                        # Told at once: the run goes on, and somebody may wonder why it is slow.
+                        print(f"hpctrain: a batch is made again: {death}", file=sys.stderr, flush=True)
                     self._put(worker, alive=False)
                 except BaseException:
                     self._put(worker, alive=True)

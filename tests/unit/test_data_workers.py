@@ -127,7 +127,10 @@ def test_a_worker_is_no_rank_and_starts_without_torch(
 
 
 def test_a_killed_worker_is_replaced_and_its_batch_made_again(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HPCTRAIN_TEST_MARK", str(tmp_path / "mark"))
     loader = Loader(dataset, global_batch=8, transform=BY_NAME + "die_once", workers=2)
@@ -136,6 +139,9 @@ def test_a_killed_worker_is_replaced_and_its_batch_made_again(
     assert time.monotonic() - begin < 10
     assert (tmp_path / "mark").exists()
     assert same(batches, list(Loader(dataset, global_batch=8).epoch(0)))
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1
+    assert re.match(r"hpctrain: a batch is made again: worker \d+ was killed by signal 9 \(SIGKILL\)", told)
 
 
 def test_workers_killed_while_idle_do_not_count_against_the_next_batch() -> None:
