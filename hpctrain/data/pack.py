@@ -312,6 +312,7 @@ def _pack(
     nothing: Callable[[], str] | None = None,
 ) -> Manifest:
     """Prepare on rank 0, write together, finish on rank 0. Collective."""
+    existing = Existing(existing)  # a plain string would be none of them, and the directory emptied
     noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
     whole_plan = Plan(
         document={

@@ -90,7 +90,7 @@ def _check_names(directory: Path, *, names: list[str], existing: Existing) -> No
             f"{directory} holds files that belong to no dataset ({', '.join(foreign[:5])}): "
             "choose another directory, they are not removed"
         )
-    if existing is Existing.REFUSE:
+    if Existing(existing) is Existing.REFUSE:
         if MANIFEST_NAME in names:
             raise UsageError(f"{directory} already holds a dataset: choose another directory, or --overwrite")
         raise UsageError(

@@ -59,6 +59,7 @@ def pack_source(
     Returns dataset directory -> manifest. Raises UsageError, DataError.
     """
     comm = comm or SerialWorld()
+    existing = Existing(existing)
     if chunk_samples is not None and codec is None:
         raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
     # Everyone raises together, and only then: what comes next is collective.

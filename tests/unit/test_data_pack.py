@@ -137,6 +137,8 @@ def test_an_existing_dataset_is_replaced_only_when_asked(tmp_path: Path) -> None
     pack_arrays(tmp_path, some_fields(90), shard_samples=30)
     with pytest.raises(UsageError, match="already holds a dataset"):
         pack_arrays(tmp_path, some_fields(20))
+    with pytest.raises(UsageError, match="already holds a dataset"):
+        pack_arrays(tmp_path, some_fields(20), existing="refuse")  # type: ignore[arg-type]
     manifest = pack_arrays(tmp_path, some_fields(20), existing=Existing.REPLACE)
     assert manifest.samples == Dataset.open(tmp_path).num_samples == 20
     assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json", "shard-00000.h5"]
