@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,21 @@ def can_undo(filters: Sequence[Filter]) -> bool:
         elif each.code not in (DEFLATE, SHUFFLE, FLETCHER32):
             return False
     return True
+
+
+def require_plugins(filters: Sequence[Filter]) -> None:
+    """Have HDF5 know the filters, those of hdf5plugin too. Raises DataError naming one that it does not know."""
+    import h5py
+
+    for each in filters:
+        if not h5py.h5z.filter_avail(each.code):
+            with suppress(ImportError):
+                import hdf5plugin  # noqa: F401  # registers its filters
+        if not h5py.h5z.filter_avail(each.code):
+            raise DataError(
+                f"it is compressed with HDF5 filter {each.code}, which is not installed here: "
+                "pip install hpctrain[formats]"
+            )
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -> Bytes:

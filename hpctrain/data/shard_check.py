@@ -37,7 +37,8 @@ def check_shard(
             f"shard {entry.file} of {directory} is missing (the manifest lists {len(manifest.shards)} "
             f"shards): copy it again, or {_again(manifest)}"
         ) from None
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
+        # h5py has an exception of its own for each way in which headers can be damaged.
         if "status" in locals() and status.st_size < entry.file_bytes:
             reason = cut_short(found_path, entry, status.st_size)
             raise DataError(f"{reason} (HDF5 says: {error})") from error

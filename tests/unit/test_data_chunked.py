@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,32 @@ def test_chunks_never_written_are_fill_and_filters_left_out_are_respected(packed
     assert np.all(found[:10] == -2.5)
     assert np.array_equal(found[10:20], ARRAYS["wave"][10:20])
     assert np.all(found[20:] == -2.5)
+
+
+def test_plugins_are_found_without_being_imported_and_missing_ones_are_named(packed: Path) -> None:
+    rewrite(packed, **plugin("Bitshuffle"))
+    program = (
+        "import sys, numpy as np\n"
+        "from hpctrain.data import Dataset\n"
+        "if sys.argv[2] == 'without':\n"
+        "    sys.modules['hdf5plugin'] = None\n"  # as if it were not installed
+        "try:\n"
+        "    print(Dataset.open(sys.argv[1]).gather(np.array([7]))['label'][0])\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    environ = {**os.environ, "HDF5_PLUGIN_PATH": str(packed)}  # hdf5plugin's import has set it here
+    found = {}
+    for which in ("with", "without"):
+        command = [sys.executable, "-c", program, str(packed), which]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+        found[which] = done.stdout.strip()
+    assert found["with"] == "7"
+    assert re.fullmatch(
+        r"DataError field 'image', samples 0 to 39 of shard .*shard-00000.h5 cannot be read: it is compressed "
+        r"with HDF5 filter 32008, which is not installed here: pip install hpctrain\[formats\]",
+        found["without"],
+    )
 
 
 def test_our_fletcher32_is_that_of_hdf5(tmp_path: Path) -> None:

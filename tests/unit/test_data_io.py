@@ -286,3 +286,23 @@ def test_the_checker_sees_the_samples_before_they_are_read(packed: Path) -> None
     assert checker.seen == [(s, f, r) for s, r in ((0, [1, 1]), (1, [1, 0])) for f in dataset.fields]
     with pytest.raises(DataError, match="sample 7"):
         dataset.gather(np.array([22]))
+
+
+def test_large_samples_are_copied_in_threads_to_the_same_result(tmp_path: Path) -> None:
+    volumes = np.random.default_rng(0).integers(0, 9, (6, 150, 1000)).astype(np.float32)
+    for order in "<>":
+        directory = tmp_path / f"order {ord(order)}"
+        pack_arrays(directory, {"x": volumes, "label": np.arange(6)}, shard_samples=4)
+        for path in directory.glob("shard-*.h5") if order == ">" else ():
+            with h5py.File(path) as file:
+                content = {name: file[name][:] for name in file}
+            with h5py.File(path, "w") as file:
+                for name, array in content.items():
+                    file[name] = array.astype(array.dtype.newbyteorder(order))
+        for io in ("map", "read"):
+            dataset = Dataset.open(directory, io=io, decode_threads=3)
+            indices = np.array([5, 0, 3, 3, 4])
+            assert np.array_equal(dataset.gather(indices)["x"], volumes[indices])
+    os.truncate(directory / "shard-00000.h5", 700_000)
+    with pytest.raises(DataError, match="cut short"):
+        dataset.gather(np.array([5, 2]))
