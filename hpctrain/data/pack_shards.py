@@ -19,7 +19,7 @@ from hpctrain.comm.agreement import agreed, all_gather_json
 from hpctrain.comm.communicator import Collective
 from hpctrain.data.compression import Compression
 from hpctrain.data.documents import Documents, read_stream
-from hpctrain.data.manifest import TOKENS_FIELD, FieldSpec
+from hpctrain.data.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
 from hpctrain.data.packing_record import Plan, ShardRecord, make_record, read_record, write_record
 from hpctrain.data.rows import Rows
 from hpctrain.data.shards import is_as_written, shard_name, write_shard
@@ -84,7 +84,7 @@ class RowShards:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan:
-    """Which windows of a stream of documents each shard holds. Stretches of a few hundred MB of tokens.
+    """Which windows of a stream of documents each shard holds: a stretch of tokens with whole windows.
 
     first: first token of each shard, stop: the token behind its last; counts: windows of each.
     starts: where each window of the dataset begins, counted from the first token of its shard; None if that
@@ -112,13 +112,28 @@ def plan_windows(
     num_tokens = int(borders[-1])
     if split:
         windows = split_windows(borders[:-1], num_tokens=num_tokens, window=window, stride=stride)
+        if len(windows):
+            return _cut_listed(windows, window=window, shard_tokens=shard_tokens)
+        longest, what = int(np.diff(borders).max(initial=0)), "longest document"
     else:
-        count = 0 if num_tokens <= window else (num_tokens - window - 1) // stride + 1
-        windows = np.arange(count, dtype=np.int64) * stride
-    if not len(windows):
-        longest = int(np.diff(borders).max()) if split and len(borders) > 1 else num_tokens
-        what = "longest document" if split else "stream"
-        raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}")
+        even = TokenWindows(window=window, stride=stride)
+        if (samples := even.windows_in(num_tokens)) > 0:
+            return _cut_evenly(even, samples=samples, shard_tokens=shard_tokens)
+        longest, what = num_tokens, "stream"
+    raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}")
+
+
+def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowPlan:
+    """Needs memory for the shards, not for the windows."""
+    shard_samples = max(1, windows.windows_in(shard_tokens))
+    begins = np.arange(0, samples, shard_samples, dtype=np.int64)
+    counts = np.minimum(shard_samples, samples - begins)
+    first = begins * windows.stride
+    stop = first + (counts - 1) * windows.stride + windows.window + 1
+    return WindowPlan(first=first, stop=stop, counts=counts, starts=None)
+
+
+def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -> WindowPlan:
     cuts = [0]
     while cuts[-1] < len(windows):
         begin = cuts[-1]
@@ -127,7 +142,7 @@ def plan_windows(
     bounds = np.array(cuts, dtype=np.int64)
     first, last_window = windows[bounds[:-1]], windows[bounds[1:] - 1]
     counts = np.diff(bounds)
-    starts = windows - np.repeat(first, counts) if split else None
+    starts = windows - np.repeat(first, counts)
     return WindowPlan(first=first, stop=last_window + window + 1, counts=counts, starts=starts)
 
 
