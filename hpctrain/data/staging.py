@@ -28,6 +28,8 @@ _LOOK_EVERY_S = 0.25
 # Looking for new files may take at most this share of the time.
 _LOOK_SHARE = 0.02
 _IDLE_S = 10.0
+# Files that a process keeps from going, each by a descriptor; then it lets go of all, and holds what it reads next.
+_MAX_HELD = 256
 
 
 def open_verified_when_read(folder: Path) -> Dataset:
@@ -230,6 +232,8 @@ class StagedDataset:
             if self._copies is None:
                 self._copies = _Copies(self._reopen(self._folder.path))
             if not self._all_fit:
+                if len(self._copies.held) + len(files) > _MAX_HELD:
+                    self._copies = _Copies(self._reopen(self._folder.path))
                 self._used[files] = True
                 for number in files.tolist():
                     if number in self._copies.held:

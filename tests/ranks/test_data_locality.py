@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from hpctrain.comm import Monitored
+from hpctrain.comm.collective_files import LocalFiles
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import run_threads
-from hpctrain.data import pack_arrays
-from tests.ranks.data_locality_cases import everything_of_locality, expected_labels
+from hpctrain.data import Dataset, pack_arrays
+from hpctrain.data.collective_read import CollectiveDataset
+from tests.ranks.data_locality_cases import everything_of_locality, expected_labels, same
 from tests.ranks_launcher import run_ranks
 
 needs_horovod = pytest.mark.skipif(
@@ -100,3 +103,35 @@ def test_a_single_process_reads_as_many_do(dataset: Path, tmp_path: Path) -> Non
         check([everything_of_locality(world, *copies(dataset, tmp_path))], backend="serial")
     finally:
         world.close()
+
+
+class Forgetful:
+    """Reads like `LocalFiles`, but says nothing of the end of a stretch that it leaves as it was."""
+
+    def __init__(self) -> None:
+        self.files = LocalFiles()
+        self.forgotten = 0
+
+    def read(self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: Any) -> None:
+        before = out.copy()
+        self.files.read(path, offsets=offsets, lengths=lengths, out=out)
+        ends = np.cumsum(lengths)
+        for number, lost in ((0, 1), (len(lengths) // 2, 30), (len(lengths) - 1, 500)):
+            end = int(ends[number])
+            begin = end - min(lost, lengths[number])
+            self.forgotten += int((out[begin:end] != before[begin:end]).sum())
+            out[begin:end] = before[begin:end]
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def test_what_mpi_says_it_has_read_and_has_not_is_read_again(dataset: Path) -> None:
+    original = Dataset.open(dataset)
+    files = Forgetful()
+    together = CollectiveDataset(world=SerialWorld(), dataset=original, files=files)
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        indices = rng.integers(0, NUM_SAMPLES, 30)
+        assert same(together.gather(indices), original.gather(indices))
+    assert together.unread_bytes == files.forgotten > 1000
