@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm.agreement import agreed, check_same, on_rank_0
+from hpctrain.comm.agreement import agreed, check_same
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.data.compression import Compression
@@ -23,8 +23,6 @@ from hpctrain.data.manifest_entries import Boundaries
 from hpctrain.data.pack_directory import (
     FOUND_WHILE_PACKING,
     Existing,
-    finish,
-    finished_already,
     prepare_directory,
 )
 from hpctrain.data.pack_shards import (
@@ -32,13 +30,10 @@ from hpctrain.data.pack_shards import (
     DocumentShards,
     Progress,
     RowShards,
-    ShardMaker,
     WindowPlan,
-    make_shards,
     plan_windows,
-    write_together,
 )
-from hpctrain.data.packing_record import Plan
+from hpctrain.data.packing import write_dataset
 from hpctrain.data.rows import ArrayRows, Rows
 from hpctrain.data.streams import IteratorShards, Sample, StreamShards
 from hpctrain.errors import DataError, UsageError
@@ -114,7 +109,7 @@ def pack_rows(
     _check_sizes(shard=shard_samples, block=block_bytes)
     described: JsonValue = {name: spec.model_dump(mode="json") for name, spec in fields.items()}
     check_same(comm, name="the source", value=[rows.num_samples, described], error=DataError)
-    return _pack(
+    return write_dataset(
         Path(directory),
         RowShards(rows, shard_samples=shard_samples, rank=comm.rank, num_ranks=comm.num_ranks),
         kind=Kind.SAMPLES,
@@ -162,7 +157,7 @@ def pack_tokens(
     shard_samples = max(1, windows.windows_in(shard_bytes // np.dtype(dtype).itemsize))
     _check_sizes(shard=shard_bytes, block=block_bytes)
     stream = StreamShards(chunks, windows=windows, dtype=dtype, shard_samples=shard_samples)
-    return _pack(
+    return write_dataset(
         Path(directory),
         stream,
         kind=Kind.TOKENS,
@@ -221,7 +216,7 @@ def pack_documents(
     counts = [len(documents.starts) - 1, int(documents.starts[-1])]
     check_same(comm, name="the source", value=counts, error=DataError)
     described = windows.model_dump(mode="json")
-    return _pack(
+    return write_dataset(
         Path(directory),
         DocumentShards(documents, plan=cut, window=window, rank=comm.rank, num_ranks=comm.num_ranks),
         kind=Kind.TOKENS,
@@ -277,7 +272,7 @@ def pack_iterator(
         shard_bytes=shard_bytes,
         shard_samples=shard_samples,
     )
-    return _pack(
+    return write_dataset(
         Path(directory),
         maker,
         kind=Kind.SAMPLES,
@@ -291,71 +286,6 @@ def pack_iterator(
         comm=comm,
         nothing=lambda: "the iterator yields no samples: there is nothing to pack",
     )
-
-
-def _pack(
-    directory: Path,
-    maker: ShardMaker,
-    *,
-    kind: Kind,
-    plan: Mapping[str, JsonValue],
-    like: Mapping[str, JsonValue],
-    block_bytes: int,
-    compression: Compression | None,
-    attributes: Callable[[], dict[str, JsonValue]],
-    existing: Existing,
-    progress: Progress | None,
-    comm: Collective,
-    windows: TokenWindows | None = None,
-    window_starts: NDArray[np.int64] | None = None,
-    total: int | None = None,
-    nothing: Callable[[], str] | None = None,
-) -> Manifest:
-    """Prepare on rank 0, write together, finish on rank 0. Collective."""
-    existing = Existing(existing)  # a plain string would be none of them, and the directory emptied
-    noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
-    whole_plan = Plan(
-        document={
-            "kind": kind.value,
-            **plan,
-            "block_bytes": block_bytes,
-            "compression": dict(compression.as_json()) if compression else None,
-            "attributes": noted,
-        }
-    )
-
-    def prepare() -> Any:
-        if existing is Existing.RESUME:
-            alike = {"kind": kind.value, "block_bytes": block_bytes, "attributes": noted, **like}
-            found = finished_already(directory, like=alike)
-            if found is not None:
-                return found.model_dump(mode="json")
-        prepare_directory(directory, existing=existing, plan=whole_plan)
-        return None
-
-    finished = on_rank_0(comm, prepare, os_error=DataError)
-    if finished is not None:
-        return Manifest.model_validate(finished)
-    records = make_shards(
-        maker, directory=directory, plan=whole_plan, block_bytes=block_bytes, compression=compression
-    )
-    files = write_together(records, comm=comm, total=total, progress=progress)
-
-    def end() -> Any:
-        if not files:
-            raise DataError(nothing() if nothing is not None else "there is nothing to pack")
-        return finish(
-            directory,
-            files=files,
-            plan=whole_plan,
-            kind=kind,
-            block_bytes=block_bytes,
-            tokens=windows,
-            window_starts=window_starts,
-            attributes=attributes(),
-        ).model_dump(mode="json")
-
-    return Manifest.model_validate(on_rank_0(comm, end, os_error=DataError))
 
 
 def _windows(*, window: int, stride: int | None) -> TokenWindows:

@@ -1,0 +1,97 @@
+"""One packing from beginning to end: the directory is prepared, the ranks write their shards, the manifest ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.data.compression import Compression
+from hpctrain.data.manifest import Kind, Manifest, TokenWindows
+from hpctrain.data.pack_directory import (
+    FOUND_WHILE_PACKING,
+    Existing,
+    finish,
+    finished_already,
+    prepare_directory,
+)
+from hpctrain.data.pack_shards import Progress, ShardMaker, make_shards, write_together
+from hpctrain.data.packing_record import Plan
+from hpctrain.errors import DataError
+
+
+def write_dataset(
+    directory: Path,
+    maker: ShardMaker,
+    *,
+    kind: Kind,
+    plan: Mapping[str, JsonValue],
+    like: Mapping[str, JsonValue],
+    block_bytes: int,
+    compression: Compression | None,
+    attributes: Callable[[], dict[str, JsonValue]],
+    existing: Existing,
+    progress: Progress | None,
+    comm: Collective,
+    windows: TokenWindows | None = None,
+    window_starts: NDArray[np.int64] | None = None,
+    total: int | None = None,
+    nothing: Callable[[], str] | None = None,
+) -> Manifest:
+    """Prepare on rank 0, write together, finish on rank 0. Collective.
+
+    maker: this rank's shards. plan: what decides their content. like: keys of the manifest that a finished
+    dataset must have to be kept with RESUME. attributes: asked for at the end once more, when a stream has
+    been read. nothing: says why there are no shards.
+    Raises UsageError, DataError on all ranks.
+    """
+    existing = Existing(existing)  # a plain string would be none of them, and the directory emptied
+    noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
+    whole_plan = Plan(
+        document={
+            "kind": kind.value,
+            **plan,
+            "block_bytes": block_bytes,
+            "compression": dict(compression.as_json()) if compression else None,
+            "attributes": noted,
+        }
+    )
+
+    def prepare() -> Any:
+        if existing is Existing.RESUME:
+            alike = {"kind": kind.value, "block_bytes": block_bytes, "attributes": noted, **like}
+            found = finished_already(directory, like=alike)
+            if found is not None:
+                return found.model_dump(mode="json")
+        prepare_directory(directory, existing=existing, plan=whole_plan)
+        return None
+
+    finished = on_rank_0(comm, prepare, os_error=DataError)
+    if finished is not None:
+        return Manifest.model_validate(finished)
+    records = make_shards(
+        maker, directory=directory, plan=whole_plan, block_bytes=block_bytes, compression=compression
+    )
+    files = write_together(records, comm=comm, total=total, progress=progress)
+
+    def end() -> Any:
+        if not files:
+            raise DataError(nothing() if nothing is not None else "there is nothing to pack")
+        return finish(
+            directory,
+            files=files,
+            plan=whole_plan,
+            kind=kind,
+            block_bytes=block_bytes,
+            tokens=windows,
+            window_starts=window_starts,
+            attributes=attributes(),
+        ).model_dump(mode="json")
+
+    return Manifest.model_validate(on_rank_0(comm, end, os_error=DataError))
