@@ -1,6 +1,7 @@
 """HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
 
 from hpctrain.data.batch import Batch
+from hpctrain.data.batches import Batches
 from hpctrain.data.device_copy import batches_on
 from hpctrain.data.integrity import (
     BlockChecker,
@@ -10,7 +11,7 @@ from hpctrain.data.integrity import (
     check_while_reading,
     make_checker,
 )
-from hpctrain.data.loader import Batches, Loader, Samples
+from hpctrain.data.loader import Loader, Samples
 from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
 from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Order, Span, batch_spans, rank_share
 from hpctrain.data.orders import Blocks, Fixed, OrderSpec, Sequential, Shuffled, Stratified, Weighted

@@ -4,8 +4,8 @@
         batch.fields["image"]
 
 The global batches of an epoch depend on order, seed, epoch and batch size only; a rank takes its contiguous
-part of each. The place in an epoch is counted in samples, so a run can go on from it with another number of ranks, or
-another batch size. Never communicates.
+part of each. The place in an epoch is counted in samples, so a run can go on from it with another number of
+ranks, or another batch size. Never communicates.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from numpy.typing import NDArray
 from hpctrain.data.batch import Batch
 from hpctrain.data.batch_memory import BatchMemory
 from hpctrain.data.batch_plan import BatchPlan, plan_batch
-from hpctrain.data.in_step import InStep
+from hpctrain.data.batches import Batches
 from hpctrain.data.integrity import BlockChecker, OnDamage
 from hpctrain.data.manifest import FieldSpec
 from hpctrain.data.order import LastBatch, Order, Span, num_batches
-from hpctrain.data.order_ahead import ahead_for
 from hpctrain.data.orders import OrderSpec, Sequential, Shuffled
 from hpctrain.data.place import Place
-from hpctrain.data.prefetch import ByteBound, Prefetch
-from hpctrain.data.read_ahead import read_ahead_for
+from hpctrain.data.prefetch import ByteBound
 from hpctrain.data.skipping import read_around_damage
 from hpctrain.data.tensors import WIDENED, as_tensor, torch_dtype
 from hpctrain.data.transform import TransformContext, TransformFunction
@@ -36,7 +34,6 @@ from hpctrain.data.transforming import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
 PREFETCH_BYTES = 64 << 20
-MAX_BATCHES_AHEAD = 1024  # what a batch costs beside its tensors is not counted in bytes
 
 
 class Samples(Protocol):
@@ -269,56 +266,3 @@ class Loader:
             if name not in tensors:
                 tensors[name] = as_tensor(np.asarray(arrays[name]), pin_memory=pin)
         return {name: tensors[name] for name in self.dataset.fields}
-
-
-class Batches:
-    """Iterator over one rank's batches of one epoch. A context manager; `close()` ends its threads."""
-
-    def __init__(self, loader: Loader, *, order: Order, start: int, every: int = 1) -> None:
-        self._loader = loader
-        self._counted_wait_s = 0.0
-        self.num_batches = -(-loader.remaining_batches(start=start) // every)
-        read_ahead = read_ahead_for(loader.dataset, order)
-        order = ahead_for(order, num_ranks=loader.num_ranks)
-
-        def make(number: int) -> Batch:
-            first = start + number * every * loader.global_batch
-            span = Span(first, min(first + loader.global_batch, order.num_samples))
-            if read_ahead is not None:
-                read_ahead.before(span)
-            return loader.load(order, span=span)
-
-        self._prefetch: Prefetch[Batch] | InStep[Batch]
-        if getattr(loader.dataset, "collective", False):
-            # All ranks read together: none may be ahead of the others, or left alone with a batch to read.
-            self._prefetch = InStep(make, num_items=self.num_batches)
-        else:
-            self._prefetch = Prefetch(
-                make, num_items=self.num_batches, depth=MAX_BATCHES_AHEAD, bound=loader.prefetch_bound(),
-                num_threads=loader.num_threads,
-            )  # fmt: skip
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __next__(self) -> Batch:
-        try:
-            batch = next(self._prefetch)
-        finally:
-            self._loader.wait_s += self._prefetch.wait_s - self._counted_wait_s
-            self._counted_wait_s = self._prefetch.wait_s
-        self._loader.position = batch.stop
-        return batch
-
-    def close(self) -> None:
-        """End the threads that prepare batches. May be called again."""
-        self._prefetch.close()
-
-    def __enter__(self) -> Batches:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
