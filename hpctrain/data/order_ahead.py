@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.order import Order
 
-_BLOCK_POSITIONS = 2048
+_BLOCK_POSITIONS = 4096
 # Batches are made by several threads, around the border of two blocks.
 _KEPT_BLOCKS = 3
 # With more ranks, most of a block is other ranks'.
@@ -23,7 +23,7 @@ def ahead_for(order: Order, *, num_ranks: int) -> Order:
 
 
 class OrderAhead:
-    """Another order's positions, the last blocks of them kept: 16 KiB each. Safe in threads."""
+    """Another order's positions, the last blocks of them kept: 32 KiB each. Safe in threads."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

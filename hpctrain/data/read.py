@@ -86,6 +86,7 @@ class Dataset:
         """MAP or READ: how contiguous fields are read."""
         self.checker: ContentChecker | None = None
         self.locator: ShardLocator | None = None
+        self._fields = manifest.batch_fields
         # (num_shards + 1,): first sample of each shard, and the number of samples
         self._starts = np.concatenate(
             [[0], np.cumsum([shard.samples for shard in manifest.shards], dtype=np.int64)]
@@ -153,7 +154,7 @@ class Dataset:
     @property
     def fields(self) -> dict[str, FieldSpec]:
         """dtype and shape of each field of one sample, lengths of ragged fields included."""
-        return self.manifest.batch_fields
+        return self._fields
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -190,13 +191,8 @@ class Dataset:
         return arrays
 
     def _fill(self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64]) -> None:
-        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
-        order = np.argsort(shard_of, kind="stable")
-        borders = np.flatnonzero(np.diff(shard_of[order])) + 1
         tasks: list[Task] = []
-        for group in np.split(order, borders) if len(borders) else [order]:
-            number = int(shard_of[group[0]])
-            places = group if len(borders) else None
+        for number, places in self._by_shard(indices):
             samples = (indices if places is None else indices[places]) - self._starts[number]
             shard = self._shard(number)
             shard.check_size()
@@ -206,6 +202,17 @@ class Dataset:
                 tasks += shard.begin(name, samples=samples, arrays=arrays, places=places)
         if tasks:
             self._threads.run(tasks)
+
+    def _by_shard(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | None]]:
+        """(shard, places of its samples in the batch) of each shard; None: all places."""
+        if len(self.manifest.shards) == 1:
+            return [(0, None)]
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        order = np.argsort(shard_of, kind="stable")
+        borders = np.flatnonzero(np.diff(shard_of[order])) + 1
+        if not len(borders):
+            return [(int(shard_of[0]), None)]
+        return [(int(shard_of[group[0]]), group) for group in np.split(order, borders)]
 
     def forget(self, shard_index: int) -> None:
         """Open the shard anew when it is next read: the locator has another place for it, or it was put back."""

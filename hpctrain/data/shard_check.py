@@ -10,7 +10,14 @@ import numpy as np
 
 from hpctrain.data import hdf5
 from hpctrain.data.manifest import FieldSpec, Manifest, ShardEntry
+from hpctrain.data.shards import structure_hash
 from hpctrain.errors import DataError
+
+HEADERS_DIFFER = "the HDF5 headers differ from what was written"
+
+
+class HeadersDamaged(DataError):
+    """HDF5's own bytes in a file of the right size are not those that were written."""
 
 
 def check_shard(
@@ -28,6 +35,7 @@ def check_shard(
     try:
         status = found_path.stat()
         check_unchanged(status, entry=entry, path=found_path, is_copy=path is not None)
+        _check_headers(found_path, entry=entry, manifest=manifest)
         trusted = _trusted_layouts(manifest, entry) if entry.modified_ns is not None else None
         if trusted is not None:
             return trusted
@@ -63,6 +71,27 @@ def check_shard(
                 )
         by_field[name] = layout
     return by_field
+
+
+def _check_headers(path: Path, *, entry: ShardEntry, manifest: Manifest) -> None:
+    """Compare HDF5's own bytes with what was written, before HDF5 sees them: damaged ones can crash it (1.10.8).
+
+    Raises HeadersDamaged. A file of another size was re-packed, or is cut short. Where the hash covers chunks too
+    it would mean reading the whole file. Raises OSError.
+    """
+    extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
+    if entry.structure_hash is None or len(extents) < len(entry.fields):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found_bytes = os.fstat(descriptor).st_size
+        if found_bytes != entry.file_bytes:
+            return
+        found = structure_hash(descriptor, file_bytes=found_bytes, extents=extents)
+    finally:
+        os.close(descriptor)
+    if found != entry.structure_hash:
+        raise HeadersDamaged(f"shard {path}: {HEADERS_DIFFER}: restore it or {_again(manifest)}")
 
 
 def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is_copy: bool = False) -> None:
