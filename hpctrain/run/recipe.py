@@ -161,8 +161,7 @@ class DataSection(Section):
             raise ValueError(f"order = {self.order!r} and shuffle = false: leave one of the two out")
         if self.on_damage == "skip" and (self.check == "off" or self.memory_store):
             raise ValueError(
-                "on_damage = 'skip' needs data that are checked while they are read: set check to 'first-epoch' or "
-                "'always', and leave memory_store out"
+                "on_damage = 'skip' needs check = 'first-epoch' or 'always', and no memory_store"
             )
         if self.io == "collective" and (self.check != "off" or self.memory_store):
             raise ValueError("io = 'collective' goes with check = 'off' and without memory_store")

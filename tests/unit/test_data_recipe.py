@@ -184,7 +184,7 @@ def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"on_damage": "skip"}, "on_damage = 'skip' needs data that are checked while they are read"),
+        ({"on_damage": "skip"}, "on_damage = 'skip' needs check = 'first-epoch'"),
         ({"io": "collective", "check": "always"}, "io = 'collective' goes with check = 'off'"),
         ({"stage": "/tmp", "memory_store": True}, "stage goes neither with"),
         ({"workers": 2}, "workers run a transform"),
