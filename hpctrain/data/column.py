@@ -52,8 +52,10 @@ def _field(dataset: Dataset, name: str) -> NDArray[Any]:
 
 
 def _with_one_field(manifest: Manifest, name: str) -> Manifest:
+    # The hash of the structure covers what is in none of the fields: it does not fit a part of them.
     shards = tuple(
-        entry.model_copy(update={"fields": {name: entry.fields[name]}}) for entry in manifest.shards
+        entry.model_copy(update={"fields": {name: entry.fields[name]}, "structure_hash": None})
+        for entry in manifest.shards
     )
     return manifest.model_copy(update={"fields": {name: manifest.fields[name]}, "shards": shards})
 
