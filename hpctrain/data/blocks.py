@@ -27,7 +27,6 @@ from hpctrain.errors import DataError
 CACHE_BYTES = 32 << 20
 
 CONTENT_DIFFERS = "the content differs from its hash"
-HEADERS_DIFFER = "the HDF5 headers differ from what was written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

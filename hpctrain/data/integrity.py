@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from hpctrain.data.blocks import (
     CACHE_BYTES,
-    HEADERS_DIFFER,
     BlockFile,
     block_at,
     blocks_touched,
@@ -32,6 +31,7 @@ from hpctrain.data.blocks import (
 )
 from hpctrain.data.manifest import Manifest
 from hpctrain.data.read import Dataset
+from hpctrain.data.shard_check import HEADERS_DIFFER, HeadersDamaged
 from hpctrain.data.token_windows import read_windows
 from hpctrain.data.verify import Damage
 from hpctrain.errors import DataError
@@ -216,6 +216,8 @@ class BlockChecker:
             file = BlockFile(
                 self.directory, manifest=self.manifest, entry=entry, path=copy, cache_bytes=self._cache_bytes
             )
+        except HeadersDamaged:
+            raise self._damaged_headers(shard) from None
         except OSError as error:
             raise DataError(f"shard {path} cannot be opened: {error}") from error
         self._check_structure(shard, file)
@@ -228,13 +230,15 @@ class BlockChecker:
 
     def _check_structure(self, shard: int, file: BlockFile) -> None:
         # Where it covers chunks too it would mean reading the whole file: the content's hashes then decide.
-        if file.has_chunks or file.structure_is_sound():
-            return
+        if not file.has_chunks and not file.structure_is_sound():
+            raise self._damaged_headers(shard)
+
+    def _damaged_headers(self, shard: int) -> DamagedData:
         entry = self.manifest.shards[shard]
         damage = Damage(
             shard=entry.file, field=None, first_sample=0, last_sample=entry.samples - 1, reason=HEADERS_DIFFER
         )
-        raise DamagedData(damage, directory=self.directory)
+        return DamagedData(damage, directory=self.directory)
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from hpctrain.data.blocks import HEADERS_DIFFER, Block, BlockFile, blocks_of, samples_of
+from hpctrain.data.blocks import Block, BlockFile, blocks_of, samples_of
 from hpctrain.data.manifest import MANIFEST_NAME, ShardEntry, read_manifest
 from hpctrain.data.order import rank_share
+from hpctrain.data.shard_check import HEADERS_DIFFER, HeadersDamaged
 from hpctrain.data.token_windows import read_windows
 from hpctrain.errors import DataError
 
@@ -63,6 +64,9 @@ def verify(
         entry = manifest.shards[shard]
         try:
             file = BlockFile(directory, manifest=manifest, entry=entry)
+        except HeadersDamaged:
+            damages.append(_whole_shard(entry, HEADERS_DIFFER))
+            continue
         except (DataError, OSError) as error:
             damages.append(_whole_shard(entry, str(error)))
             continue

@@ -197,12 +197,25 @@ def replace_field(directory: Path, name: str, array: np.ndarray | None) -> None:
         del file[name]
         if array is not None:
             file.create_dataset(name, data=array)
+    lengthen(directory / "shard-00002.h5")
 
 
 def link_elsewhere(directory: Path) -> None:
     with h5py.File(directory / "shard-00002.h5", "a") as file:
         del file["label"]
         file["label"] = h5py.ExternalLink("/etc/passwd", "/label")
+    lengthen(directory / "shard-00002.h5")
+
+
+def damage_headers(directory: Path) -> None:
+    with (directory / "shard-00002.h5").open("r+b") as file:
+        file.write(b"\x89HDG")
+
+
+def lengthen(path: Path) -> None:
+    """Other headers in a file of the same size are damage, whatever they say."""
+    with path.open("ab") as file:
+        file.write(bytes(8))
 
 
 def shard_2(document: dict[str, Any]) -> dict[str, Any]:
@@ -256,6 +269,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard overwritten": (
         lambda d: (d / "shard-00002.h5").write_bytes(b"\0" * 200_000),
         "cannot be opened as HDF5",
+    ),
+    "headers damaged": (
+        damage_headers,
+        r"shard-00002.h5: the HDF5 headers differ from what was written: restore it or pack again",
     ),
     "dtype differs": (
         lambda d: replace_field(d, "label", np.zeros(15, np.float64)),
