@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hpctrain.errors import CommunicationError
 
 _MAX_OPEN = 32
-# Open MPI 4.1.4's module of first choice (vulcan) leaves bytes unread, without an error, where the ranks' requests
+# Open MPI 4.1.4's module of first choice (vulcan) gives wrong bytes, without an error, where the ranks' requests
 # differ in number: seen on 3 ranks of one node. These two read rightly. Looked at when the first file is opened.
 _SOUND_MODULES = ("OMPI_MCA_fcoll", "two_phase,individual")
 
