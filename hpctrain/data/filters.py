@@ -85,8 +85,8 @@ def _decompressor(code: int) -> Callable[[Bytes, int], bytes]:
 
 
 def _inflate(data: Bytes, num_bytes: int) -> bytes:
-    # A checksum may follow the content within the pipeline: leave room for it.
-    return zlib.decompress(data, bufsize=num_bytes + _FLETCHER_BYTES)
+    # Just as large as the result: then it is not copied once more.
+    return zlib.decompress(data, bufsize=num_bytes)
 
 
 def _from_zstd(data: Bytes, num_bytes: int) -> bytes:
