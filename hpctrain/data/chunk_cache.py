@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +32,22 @@ class Chunk:
         return self.values.nbytes + (self.lengths.nbytes if self.lengths is not None else 0)
 
 
+class _InMaking:
+    """A chunk that one thread makes and others wait for; lighter than a future, there is one a chunk."""
+
+    def __init__(self) -> None:
+        self.chunk: Chunk | None = None
+        self.error: BaseException | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def wait(self) -> Chunk:
+        with self.done:
+            if self.chunk is not None:
+                return self.chunk
+        raise self.error or RuntimeError("a chunk was given up")
+
+
 class ChunkCache:
     """At most `capacity_bytes` of chunks. Safe in threads: a chunk that one of them makes, others wait for."""
 
@@ -43,7 +58,7 @@ class ChunkCache:
         """Chunks that were decoded so far."""
         self._lock = threading.Lock()
         self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
-        self._in_making: dict[ChunkKey, Future[Chunk]] = {}
+        self._in_making: dict[ChunkKey, _InMaking] = {}
 
     def get(self, key: ChunkKey) -> Chunk | None:
         """The chunk if it is here."""
@@ -62,21 +77,21 @@ class ChunkCache:
                 return chunk
             expected = self._in_making.get(key)
             if expected is None:
-                mine = self._in_making[key] = Future()
+                mine = self._in_making[key] = _InMaking()
         if expected is not None:
-            return expected.result()
+            return expected.wait()
         try:
-            chunk = make()
+            mine.chunk = chunk = make()
         except BaseException as error:
+            mine.error = error
+            raise
+        finally:
             with self._lock:
                 del self._in_making[key]
-            mine.set_exception(error)
-            raise
-        with self._lock:
-            del self._in_making[key]
-            self.num_made += 1
-            self._keep(key, chunk)
-        mine.set_result(chunk)
+                if mine.chunk is not None:
+                    self.num_made += 1
+                    self._keep(key, mine.chunk)
+            mine.done.release()
         return chunk
 
     def _keep(self, key: ChunkKey, chunk: Chunk) -> None:

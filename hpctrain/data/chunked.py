@@ -49,6 +49,17 @@ class ChunkedField:
             )
         )
 
+        # Of each of them, as slices of the row and of the chunk: what of a row lies in it.
+        self._slices: dict[tuple[int, ...], tuple[tuple[slice, ...], tuple[slice, ...]]] = {}
+        for beside in self._beside:
+            of_row, of_chunk = [slice(None), slice(None)], [slice(None)]
+            for number, size, part in zip(beside, source.shape[1:], source.chunk_shape[1:], strict=True):
+                stop = min(size, (number + 1) * part)
+                of_row.append(slice(number * part, stop))
+                of_chunk.append(slice(0, stop - number * part))
+            self._slices[beside] = tuple(of_row), tuple(of_chunk)
+        self._is_whole_row = source.shape[1:] == source.chunk_shape[1:]
+
     def begin(self, request: Request) -> Sequence[Task]:
         rows_a_chunk, extent = self._source.chunk_shape[0], request.rows_a_sample
         first = request.starts // rows_a_chunk
@@ -79,16 +90,10 @@ class ChunkedField:
             chunk = self._cache.get_or_make(self._key(place), partial(self._source.load, place))
         except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
             raise self._name.error(request.samples[which], error) from error
-        # What of a row lies in this chunk, as slices of the row and of the chunk.
-        of_row, of_chunk = [], []
-        for number, size, part in zip(
-            place[1:], self._source.shape[1:], self._source.chunk_shape[1:], strict=True
-        ):
-            stop = min(size, (number + 1) * part)
-            of_row.append(slice(number * part, stop))
-            of_chunk.append(slice(0, stop - number * part))
-        target = request.target[(slice(None), slice(None), *of_row)]
-        values = chunk.values[(slice(None), *of_chunk)]
+        of_row, of_chunk = self._slices[place[1:]]
+        target, values = request.target, chunk.values
+        if not self._is_whole_row:
+            target, values = target[of_row], values[of_chunk]
         first_row = place[0] * self._source.chunk_shape[0]
         places, starts = request.all_places[which], request.starts[which] - first_row
         extent = request.rows_a_sample

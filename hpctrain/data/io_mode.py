@@ -48,8 +48,8 @@ def remote_type(path: Path | str) -> str | None:
 def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) -> IoMode:
     """What AUTO means here: maps on a local filesystem if all files together take at most `map_bytes`.
 
-    Mapped pages count as memory of the process, and mapping one costs more than reading it: they are for
-    datasets that stay mapped.
+    Mapping a page costs more than reading it, so maps are for datasets that stay mapped. The pages are the page
+    cache's, which the kernel takes back when it needs memory, but they count as the process's.
     """
     if mode is not IoMode.AUTO:
         return mode

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from hpctrain.data import hdf5
@@ -31,6 +32,8 @@ from hpctrain.errors import DataError, UsageError
 __all__ = ["CACHE_BYTES", "ContentChecker", "Dataset", "IoMode", "ShardLocator", "Verify", "check_shard"]
 
 CACHE_BYTES = 64 << 20
+# Of the node's memory, so much may be mapped where nobody set a bound: mapped pages are the page cache's, and go first.
+MAPPED_SHARE = 0.25
 
 
 class Verify(str, Enum):
@@ -66,22 +69,26 @@ class Dataset:
         *,
         manifest: Manifest,
         io: IoMode = IoMode.AUTO,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> None:
         """Use `Dataset.open`."""
-        if cache_bytes < 0 or (decode_threads is not None and decode_threads < 1):
+        if (cache_bytes is not None and cache_bytes < 0) or (
+            decode_threads is not None and decode_threads < 1
+        ):
             raise UsageError(
                 f"a cache of {cache_bytes} bytes and {decode_threads} threads were asked: "
                 "at least 0 bytes and 1 thread are possible"
             )
         self.directory = directory
         self.manifest = manifest
-        self.cache_bytes = cache_bytes
+        self.asked_cache_bytes = cache_bytes
+        self.cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self.decode_threads = default_threads() if decode_threads is None else decode_threads
         self.asked_io = IoMode(io)
+        map_bytes = int(MAPPED_SHARE * psutil.virtual_memory().total) if cache_bytes is None else cache_bytes
         self.io = choose(
-            self.asked_io, directory=directory, file_bytes=manifest.file_bytes, map_bytes=cache_bytes
+            self.asked_io, directory=directory, file_bytes=manifest.file_bytes, map_bytes=map_bytes
         )
         """MAP or READ: how contiguous fields are read."""
         self.checker: ContentChecker | None = None
@@ -112,13 +119,14 @@ class Dataset:
         *,
         verify: Verify | str = Verify.SIZES,
         io: IoMode | str = IoMode.AUTO,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> Dataset:
         """Open the dataset in `directory`; `sizes` checks size, extent, dtype and shape of every shard.
 
         io: how contiguous fields are read. cache_bytes: decoded chunks that are kept, of all shards together;
-        with io `auto` also the size up to which a dataset is mapped. decode_threads: None is the cores of the
+        with io `auto` also the size up to which a dataset is mapped. None: 64 MiB, and a quarter of the node's
+        memory. decode_threads: None is the cores of the
         process, at most 4. Raises DataError (see `read_manifest` and `check_shard`).
         """
         directory = Path(directory)
@@ -141,7 +149,7 @@ class Dataset:
         # Another process opens the files itself.
         return (
             _reopen,
-            (self.directory, self.manifest, self.asked_io, self.cache_bytes, self.decode_threads),
+            (self.directory, self.manifest, self.asked_io, self.asked_cache_bytes, self.decode_threads),
         )
 
     def __len__(self) -> int:
@@ -269,7 +277,7 @@ def _as_readable(array: NDArray[Any], spec: FieldSpec) -> NDArray[Any]:
 
 
 def _reopen(
-    directory: Path, manifest: Manifest, io: IoMode, cache_bytes: int, decode_threads: int
+    directory: Path, manifest: Manifest, io: IoMode, cache_bytes: int | None, decode_threads: int
 ) -> Dataset:
     return Dataset(
         directory, manifest=manifest, io=io, cache_bytes=cache_bytes, decode_threads=decode_threads

@@ -78,7 +78,9 @@ def open_same_dataset(directory: str, *, session: Session, **options: Any) -> Da
 
 def _staged(section: DataSection, dataset: Dataset) -> StagedDataset:
     def reopen(folder: Path) -> Dataset:
-        copies = Dataset.open(folder, verify=Verify.NOTHING, io=section.io, cache_bytes=dataset.cache_bytes)
+        copies = Dataset.open(
+            folder, verify=Verify.NOTHING, io=section.io, cache_bytes=dataset.asked_cache_bytes
+        )
         copies.checker = make_checker(folder, copies.manifest, mode=section.check)
         return copies
 
@@ -93,7 +95,7 @@ def _open_checked(directory: str, section: DataSection, *, session: Session) -> 
         directory,
         session=session,
         io="auto" if section.io == "collective" else section.io,
-        cache_bytes=int(section.cache_mb * 1e6),
+        cache_bytes=None if section.cache_mb is None else int(section.cache_mb * 1e6),
     )
     dataset.checker = session.agreed(
         lambda: make_checker(dataset.directory, dataset.manifest, mode=section.check), os_error=DataError

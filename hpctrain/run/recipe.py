@@ -105,11 +105,13 @@ class DataSection(Section):
         "auto",
         description="How training data are read. `map`: copied from memory maps. `read`: read at their places in the "
         "files; an error of the disk is told. `collective`: all ranks together, by MPI-IO. `auto`: `map` for local "
-        "files that fit the cache, else `read`.",
+        "files that fit into `cache_mb`, else `read`.",
     )
-    cache_mb: float = Field(
-        64.0, ge=0, description="Memory bound of a rank's cache of decoded chunks, or of mapped files, MB."
-    )
+    cache_mb: float | None = Field(
+        None, ge=0,
+        description="Memory bound of a rank's cache of decoded chunks, and of files mapped with `auto`, MB. Absent: "
+        "64 MiB of chunks, and files up to a quarter of the node's memory.",
+    )  # fmt: skip
     prefetch_mb: float = Field(64.0, gt=0, description="Memory bound of prefetched batches per rank, MB.")
     check: Literal["off", "first-epoch", "always"] = Field(
         "off",
