@@ -70,12 +70,15 @@ class ChunkedField:
         )
         order = np.argsort(chunk, kind="stable")
         which, chunk = which[order], chunk[order]
+        places, starts = request.all_places[which], request.starts[which]
         borders = [0, *(np.flatnonzero(np.diff(chunk)) + 1).tolist(), len(chunk)]
         tasks = []
         for start, stop in pairwise(borders):
             for beside in self._beside:
                 place = (int(chunk[start]), *beside)
-                task = partial(self._copy_from, place, request, which[start:stop])
+                task = partial(
+                    self._copy_from, place, request, which[start:stop], places[start:stop], starts[start:stop]
+                )
                 if self._cache.get(self._key(place)) is not None:
                     task()  # cheaper than handing it to a thread
                 else:
@@ -85,7 +88,15 @@ class ChunkedField:
     def _key(self, place: tuple[int, ...]) -> ChunkKey:
         return ChunkKey(self._shard, self._name.field, place)
 
-    def _copy_from(self, place: tuple[int, ...], request: Request, which: NDArray[np.int64]) -> None:
+    def _copy_from(
+        self,
+        place: tuple[int, ...],
+        request: Request,
+        which: NDArray[np.int64],
+        places: NDArray[np.int64],
+        starts: NDArray[np.int64],
+    ) -> None:
+        """Samples `which` of the request, whose places and first rows follow, as far as they lie in a chunk."""
         try:
             chunk = self._cache.get_or_make(self._key(place), partial(self._source.load, place))
         except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
@@ -95,13 +106,16 @@ class ChunkedField:
         if not self._is_whole_row:
             target, values = target[of_row], values[of_chunk]
         first_row = place[0] * self._source.chunk_shape[0]
-        places, starts = request.all_places[which], request.starts[which] - first_row
-        extent = request.rows_a_sample
+        extent, rows_a_chunk = request.rows_a_sample, self._source.chunk_shape[0]
         if chunk.lengths is not None and request.lengths is not None:
-            request.lengths[places] = chunk.lengths[starts]
+            request.lengths[places] = chunk.lengths[starts - first_row]
         if extent == 1 and request.sample_bytes < ROW_COPY_BYTES:
-            target[places, 0] = values[starts]
+            target[places, 0] = values[starts - first_row]
             return
         for at, start in zip(places.tolist(), starts.tolist(), strict=True):
-            begin, end = max(start, 0), min(start + extent, self._source.chunk_shape[0])
-            target[at, begin - start : end - start] = values[begin:end]
+            if extent == 1:
+                target[at, 0] = values[start - first_row]
+                continue
+            row = start - first_row
+            begin, end = max(row, 0), min(row + extent, rows_a_chunk)
+            target[at, begin - row : end - row] = values[begin:end]
