@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 
@@ -26,7 +27,7 @@ class BatchMemory:
 
     def empty(self, shape: tuple[int, ...], *, dtype: np.dtype[np.generic]) -> torch.Tensor:
         """An uninitialised tensor on the CPU."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _SMALLEST_BYTES:
             return torch.from_numpy(np.empty(shape, dtype=dtype))
         unused = self._unused.setdefault(num_bytes, deque())

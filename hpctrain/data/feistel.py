@@ -10,7 +10,9 @@ numpy's own permutation is not used: its stream may change between versions, and
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -26,6 +28,8 @@ MAX_GROUP_VALUES = 1 << 48
 _ROUNDS_LARGE = 10
 _ROUNDS_SMALL = 24
 _SMALL = 1 << 16
+# Up to so many values tables of the rounds' functions, 8 bytes x rounds x their root, are worth their memory: 320 KB.
+_TABLE_VALUES = 1 << 24
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -88,6 +92,47 @@ def _encrypt(
     return left + right * a
 
 
+def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
+    """Of each round of `_encrypt` what it adds: shape (b,) in even rounds, by right; (a,) in odd ones, by left."""
+    numbers = np.arange(max(a, b), dtype=np.uint64)
+    return [
+        _below(mix(numbers[:b] + key), np.uint64(a))
+        if number % 2 == 0
+        else _below(mix(numbers[:a] + key), np.uint64(b))
+        for number, key in enumerate(keys)
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_tables(num_values: int, key: int) -> list[Values]:
+    a, b = _sides(num_values)
+    keys = _round_keys(np.array([key], dtype=np.uint64), rounds=_rounds(num_values))
+    return _tables(a=a, b=b, keys=keys)
+
+
+def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) -> Values:
+    """As `_encrypt`, with each round looked up: a third of its time where tables are small."""
+    left, right = values % a, values // a
+    for number, table in enumerate(tables):
+        if number % 2 == 0:
+            left += table[right]
+            left -= a * (left >= a)
+        else:
+            right += table[left]
+            right -= b * (right >= b)
+    return left + right * a
+
+
+def _sides(num_values: int) -> tuple[int, int]:
+    """a and b of a permutation of [0, num_values)."""
+    a = math.isqrt(num_values - 1) + 1
+    return a, -(-num_values // a)
+
+
+def _rounds(num_values: int) -> int:
+    return _ROUNDS_SMALL if num_values < _SMALL else _ROUNDS_LARGE
+
+
 def _decrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
     """The inverse of `_encrypt`."""
     left, right = values % a, values // a
@@ -105,16 +150,22 @@ def permute(
     values: NDArray[Any], *, num_values: int, key: Values, direction: Direction = Direction.FORWARD
 ) -> NDArray[np.int64]:
     """Where one permutation of [0, num_values) sends `values`, which are inside. key: of `epoch_key`."""
-    a = math.isqrt(num_values - 1) + 1
-    b = -(-num_values // a)
-    rounds = _ROUNDS_SMALL if num_values < _SMALL else _ROUNDS_LARGE
-    keys = _round_keys(key, rounds=rounds)
-    network = _encrypt if direction is Direction.FORWARD else _decrypt
-    found = network(values.astype(np.uint64), a=np.uint64(a), b=np.uint64(b), keys=keys)
+    a, b = map(np.uint64, _sides(num_values))
+    network: Callable[[Values], Values]
+    if direction is Direction.FORWARD and num_values <= _TABLE_VALUES:
+        network = functools.partial(
+            _encrypt_by_tables, a=a, b=b, tables=_kept_tables(num_values, int(key[0]))
+        )
+    else:
+        keys = _round_keys(key, rounds=_rounds(num_values))
+        network = functools.partial(
+            _encrypt if direction is Direction.FORWARD else _decrypt, a=a, b=b, keys=keys
+        )
+    found = network(values.astype(np.uint64))
     # Walk along the cycle until back inside: about 2 / sqrt(num_values) of the values need it at most.
     outside = np.flatnonzero(found >= num_values)
     while outside.size:
-        found[outside] = network(found[outside], a=np.uint64(a), b=np.uint64(b), keys=keys)
+        found[outside] = network(found[outside])
         outside = outside[found[outside] >= num_values]
     return found.astype(np.int64)
 

@@ -137,6 +137,11 @@ class Loader:
         """What compares the dataset's blocks with their hashes while reading, if anything does."""
         return getattr(self.dataset, "checker", None)
 
+    @property
+    def transforms(self) -> bool:
+        """Whether a transform of the user's is part of making a batch."""
+        return self._transformer is not None
+
     def _order(self, epoch: int) -> Order:
         return self.order.for_epoch(epoch, num_samples=self.dataset.num_samples, seed=self.seed)
 

@@ -79,11 +79,15 @@ class _Shared(Generic[T]):
         with self.condition:
             while not self.stopped and self.next_item < self.num_items and not self._has_room():
                 self.condition.wait()
-            if self.stopped or self.next_item >= self.num_items:
-                return None
-            self._hold(self.next_item, self._reserve_bytes())
-            self.next_item += 1
-            return self.next_item - 1
+            return self._claim_now()
+
+    def _claim_now(self) -> int | None:
+        """Under the lock."""
+        if self.stopped or self.next_item >= self.num_items or not self._has_room():
+            return None
+        self._hold(self.next_item, self._reserve_bytes())
+        self.next_item += 1
+        return self.next_item - 1
 
     def put(self, number: int, item: T | BaseException) -> None:
         num_bytes = 0
@@ -96,13 +100,26 @@ class _Shared(Generic[T]):
                 self.largest_bytes = max(self.largest_bytes or 0, num_bytes)
             self.condition.notify_all()
 
-    def take(self, number: int) -> T | BaseException:
-        with self.condition:
-            while number not in self.ready:
-                self.condition.wait()
-            self.total_bytes -= self.held_bytes.pop(number)
-            self.condition.notify_all()
-            return self.ready.pop(number)
+    def take(self, number: int, *, help_make: bool) -> T | BaseException:
+        """Item `number`, once it is ready. help_make: until then this thread makes items too."""
+        while True:
+            with self.condition:
+                if number in self.ready:
+                    self.total_bytes -= self.held_bytes.pop(number)
+                    self.condition.notify_all()
+                    return self.ready.pop(number)
+                claimed = self._claim_now() if help_make else None
+                if claimed is None:
+                    self.condition.wait()
+                    continue
+            try:
+                item: T | BaseException = self.make(claimed)
+            except Exception as error:  # raised where the item would have come
+                item = error
+            except BaseException:  # Ctrl-C: now, and nobody waits for this item any more
+                self.stop()
+                raise
+            self.put(claimed, item)
 
     def stop(self) -> None:
         with self.condition:
@@ -136,7 +153,8 @@ class Prefetch(Generic[T]):
     At most `depth` items exist that the consumer has not taken yet, half-made ones included, and they take at
     most what `bound` says. An exception of `make` is raised where its item would have come; nothing comes
     after it. `close()` (also at the end of a `with` block, and when the iterator is collected) stops the
-    threads and waits for them.
+    threads and waits for them. help_make: a consumer that waits makes items itself meanwhile: where making is
+    what all wait for, one core more does it, and items need not be handed from thread to thread.
     """
 
     def __init__(
@@ -147,9 +165,11 @@ class Prefetch(Generic[T]):
         depth: int | None = None,
         bound: ByteBound[T] | None = None,
         num_threads: int = 1,
+        help_make: bool = False,
     ) -> None:
         self.wait_s = 0.0
         self._next = 0
+        self._help_make = help_make
         self._shared = _Shared(make, num_items=num_items, depth=depth, bound=bound)
         self._threads = [
             threading.Thread(target=_work, args=(self._shared,), name=f"hpctrain-data-{number}", daemon=True)
@@ -169,7 +189,7 @@ class Prefetch(Generic[T]):
             self.close()
             raise StopIteration
         begin = time.perf_counter()
-        item = self._shared.take(self._next)
+        item = self._shared.take(self._next, help_make=self._help_make)
         self.wait_s += time.perf_counter() - begin
         self._next += 1
         if isinstance(item, BaseException):

@@ -240,7 +240,8 @@ def test_waiting_for_batches_is_counted() -> None:
     loader = Loader(Slow(50), global_batch=10)
     list(loader.epoch(0))
     list(loader.epoch(1))
-    assert loader.wait_s >= 0.15  # 10 batches, each made in at least 20 ms while nothing else is done
+    # 10 batches, each made in at least 20 ms, by the loader's thread and the one that waits, while nothing else is done
+    assert loader.wait_s >= 0.08
 
 
 def test_unsigned_integers_become_dtypes_that_torch_computes_with() -> None:

@@ -134,3 +134,44 @@ def test_a_transform_that_makes_batches_larger_is_held_to_the_bytes_of_its_outpu
                 time.sleep(0.001)
             time.sleep(0.02)
             assert len(made) - taken == 5  # 10 KB each, and 720 bytes of input while one is made
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_consumer_that_waits_makes_items_too_and_they_come_in_order(num_threads: int) -> None:
+    makers: set[str] = set()
+
+    def make(number: int) -> int:
+        makers.add(threading.current_thread().name)
+        time.sleep(0.002)
+        return number
+
+    with Prefetch(make, num_items=60, depth=4, num_threads=num_threads, help_make=True) as items:
+        assert list(items) == list(range(60))
+    assert threading.main_thread().name in makers
+    assert len(makers) == num_threads + 1
+
+
+def test_an_error_made_by_the_consumer_comes_where_its_item_would_have_come() -> None:
+    def make(number: int) -> int:
+        time.sleep(0.001)
+        if number == 7:
+            raise ValueError("item 7")
+        return number
+
+    with Prefetch(make, num_items=20, depth=4, help_make=True) as items:
+        assert [next(items) for _ in range(7)] == list(range(7))
+        with pytest.raises(ValueError, match="item 7"):
+            next(items)
+
+
+def test_an_interrupt_while_the_consumer_makes_an_item_ends_the_iterator() -> None:
+    def make(number: int) -> int:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        return number
+
+    items = Prefetch(make, num_items=20, depth=4, help_make=True)
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    assert list(items) == []
