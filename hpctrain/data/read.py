@@ -10,7 +10,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -221,17 +221,6 @@ class Dataset:
         if not len(borders):
             return [(int(shard_of[0]), None)]
         return [(int(shard_of[group[0]]), group) for group in np.split(order, borders)]
-
-    def _by_shard(self, indices: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64] | None]]:
-        """(shard, which of `indices` lie in it; None: all)."""
-        if len(self.manifest.shards) == 1:
-            yield 0, None
-            return
-        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
-        order = np.argsort(shard_of, kind="stable")
-        borders = np.flatnonzero(np.diff(shard_of[order])) + 1
-        for group in np.split(order, borders) if len(borders) else [order]:
-            yield int(shard_of[group[0]]), group if len(borders) else None
 
     def forget(self, shard_index: int) -> None:
         """Open the shard anew when it is next read: the locator has another place for it, or it was put back."""
