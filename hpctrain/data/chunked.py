@@ -15,6 +15,11 @@ from hpctrain.data.decode_threads import Task
 from hpctrain.data.field_reader import ROW_COPY_BYTES, FieldName, Request
 from hpctrain.errors import DataError
 
+# Samples of a batch are handed to the threads in so many parts.
+_ALONE_TASKS = 8
+# A cache is passed by that holds less than a field divided by this.
+_HARDLY = 8
+
 
 class ChunkSource(Protocol):
     """Where chunks come from. Safe in threads."""
@@ -59,8 +64,20 @@ class ChunkedField:
                 of_chunk.append(slice(0, stop - number * part))
             self._slices[beside] = tuple(of_row), tuple(of_chunk)
         self._is_whole_row = source.shape[1:] == source.chunk_shape[1:]
+        self._is_alone = self._is_whole_row and source.chunk_shape[0] == 1  # each chunk is one row
 
     def begin(self, request: Request) -> Sequence[Task]:
+        if self._passes_by_the_cache(request):
+            return [
+                partial(self._copy_alone, request, places, starts, samples)
+                for places, starts, samples in zip(
+                    *(
+                        np.array_split(numbers, min(_ALONE_TASKS, len(numbers)))
+                        for numbers in (request.all_places, request.starts, request.samples)
+                    ),
+                    strict=True,
+                )
+            ]
         rows_a_chunk, extent = self._source.chunk_shape[0], request.rows_a_sample
         first = request.starts // rows_a_chunk
         counts = (request.starts + (extent - 1)) // rows_a_chunk - first + 1
@@ -84,6 +101,30 @@ class ChunkedField:
                 else:
                     tasks.append(task)
         return tasks
+
+    def _passes_by_the_cache(self, request: Request) -> bool:
+        """Chunks of one row, each wanted once, of which the cache holds so few that it will hardly have these."""
+        if not self._is_alone or request.rows_a_sample != 1 or request.lengths is not None:
+            return False
+        if self._source.shape[0] * request.sample_bytes < _HARDLY * self._cache.capacity_bytes:
+            return False
+        return len(np.unique(request.starts)) == len(request.starts)
+
+    def _copy_alone(
+        self,
+        request: Request,
+        places: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        samples: NDArray[np.int64],
+    ) -> None:
+        """Each sample is one chunk: decoded and copied."""
+        target, load, beside = request.target, self._source.load, self._beside[0]
+        for number, (place, start) in enumerate(zip(places.tolist(), starts.tolist(), strict=True)):
+            try:
+                chunk = load((start, *beside))
+            except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
+                raise self._name.error(samples[number : number + 1], error) from error
+            target[place, 0] = chunk.values[0]
 
     def _key(self, place: tuple[int, ...]) -> ChunkKey:
         return ChunkKey(self._shard, self._name.field, place)

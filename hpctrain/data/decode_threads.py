@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ def default_threads() -> int:
 
 
 class DecodeThreads:
-    """`num_threads` with the caller's. The threads end when this object is collected."""
+    """`num_threads` with the callers', however many callers there are. The threads end when this is collected."""
 
     def __init__(self, *, num_threads: int) -> None:
         self.num_threads = num_threads
+        self._num_callers = 0
+        self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -38,16 +41,24 @@ class DecodeThreads:
                 except BaseException as error:
                     errors.append(error)
 
-        num_others = min(self.num_threads, len(tasks)) - 1
+        with self._lock:
+            self._num_callers += 1
+            num_others = min(self.num_threads - self._num_callers, len(tasks) - 1)
         others = []
-        if num_others > 0:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads - 1, thread_name_prefix="hpctrain-decode")
-            others = [self._pool.submit(work) for _ in range(num_others)]
-        work()
-        for other in others:
-            # One that has not begun is not needed any more: another gather may have all threads.
-            if not other.cancel():
-                other.result()
+        try:
+            if num_others > 0:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(
+                        self.num_threads - 1, thread_name_prefix="hpctrain-decode"
+                    )
+                others = [self._pool.submit(work) for _ in range(num_others)]
+            work()
+            for other in others:
+                # One that has not begun is not needed any more: another gather may have all threads.
+                if not other.cancel():
+                    other.result()
+        finally:
+            with self._lock:
+                self._num_callers -= 1
         if errors:
             raise errors[0]
