@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.buckets import Bucket, completed_order, plan_buckets
 from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
 from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer, Chooser, FilledLate, StateTensor
+from hpctrain.reduce.reducer import BucketReducer, Chooser, StateTensor
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
 
@@ -33,10 +32,9 @@ class AllReduceUpdater:
     max_in_flight: reductions under way at a time. overlap: False reduces in `step`, on the calling thread.
     weight default: a plain `loss.backward()` counts as 1/num_ranks, as Horovod averages.
 
-    After backward a parameter's `.grad` is a view of its bucket, where the dtype allows; one that no other rank
-    reads (see `FilledLate`) is copied there while it is summed. Sparse gradients are made dense. The first
-    step's buckets follow the order of registration, those after it the order in which gradients became ready on
-    rank 0 in the first step.
+    After backward a parameter's `.grad` is a view of its bucket, where the dtype allows; sparse gradients are
+    made dense. The first step's buckets follow the order of registration, those after it the order in which
+    gradients became ready on rank 0 in the first step.
     """
 
     def __init__(
@@ -211,14 +209,7 @@ class AllReduceUpdater:
     def _lay_out(self, buckets: tuple[Bucket, ...]) -> GradientMemory:
         """Memory for `buckets`. Collective."""
         buffers = self._reducer.plan(buckets, device=self._device)
-        reducer = self._reducer
-        if not isinstance(reducer, FilledLate):
-            return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
-        late = [reducer.late_part(number) for number in range(len(buckets))]
-        memory = GradientMemory(self._parameters, buckets=buckets, buffers=buffers, late=late)
-        for number in range(len(buckets)):
-            reducer.fill_late(number, functools.partial(memory.fill, number))
-        return memory
+        return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
     def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
         """Buckets in another order, or by other reductions. Collective; `order` is the same on every rank."""

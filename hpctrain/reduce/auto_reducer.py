@@ -13,9 +13,8 @@ from hpctrain.reduce.auto_choice import AutoChoice
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.calibration import MakeReducer
 from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.reducer import BucketReducer, Fill, FilledLate, StateTensor
+from hpctrain.reduce.reducer import BucketReducer, StateTensor
 from hpctrain.reduce.same_plan import check_same_plan
-from hpctrain.reduce.spans import Span
 
 
 @final
@@ -89,15 +88,6 @@ class AutoReducer:
             raise UsageError(f"no bucket {number} to reduce: {len(self._places)} are planned")
         reducer, place = self._places[number]
         return reducer.reduce(place)
-
-    def late_part(self, number: int) -> Span:
-        reducer, place = self._places[number]
-        return reducer.late_part(place) if isinstance(reducer, FilledLate) else Span(0, 0)
-
-    def fill_late(self, number: int, fill: Fill) -> None:
-        reducer, place = self._places[number]
-        if isinstance(reducer, FilledLate):
-            reducer.fill_late(place, fill)
 
     def _used(self) -> list[BucketReducer]:
         """The reducers that the last plan has buckets for."""

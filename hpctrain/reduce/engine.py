@@ -26,7 +26,7 @@ from hpctrain.reduce.chunk_memory import ChunkMemory
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.node_memory import NodeMemory
-from hpctrain.reduce.reducer import Fill, StateTensor
+from hpctrain.reduce.reducer import StateTensor
 from hpctrain.reduce.residuals import LOST
 from hpctrain.reduce.residuals import NAME as RESIDUAL
 from hpctrain.reduce.same_plan import check_same_plan
@@ -52,7 +52,6 @@ class _Planned:
     on_device: torch.Tensor | None
     parts: list[Span]  # this carrier's part of each chunk
     feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
-    fill: Fill | None = None  # writes what of this rank's own part is not there yet
 
 
 @final
@@ -125,21 +124,10 @@ class EngineReducer:
 
     def _parts(self, bucket: Bucket) -> list[Span]:
         """This carrier's part of each chunk; one list as long as the number of chunks on every rank."""
-        # Within one node nothing is sent while other chunks are summed: one chunk, whose part is one piece.
-        at_once = self._chunk_elems if self._place.num_nodes > 1 else max(1, bucket.numel)
-        chunks = chunks_of(bucket.numel, chunk_elems=at_once)
+        chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
         if not self._place.column:
             return [Span(chunk.begin, chunk.begin) for chunk in chunks]
         return [cut(chunk, num_parts=self._place.num_carriers)[self._place.local] for chunk in chunks]
-
-    def late_part(self, number: int) -> Span:
-        planned = self._buckets[number]
-        if self._place.num_nodes > 1 or len(planned.buckets) == 1 or planned.on_device is not None:
-            return Span(0, 0)
-        return planned.parts[0] if planned.parts else Span(0, 0)
-
-    def fill_late(self, number: int, fill: Fill) -> None:
-        self._buckets[number].fill = fill
 
     def _feedback(self, part: Span, *, bucket: Bucket) -> CodecFeedback:
         own = cut(Span(0, part.numel), num_parts=self._place.num_nodes)[self._place.node]
@@ -204,11 +192,7 @@ class EngineReducer:
             return
         buckets = [memory[part.begin : part.end] for memory in bucket.buckets]
         if self._place.num_nodes == 1:
-            fill = bucket.fill
-            if fill is not None and len(buckets) > 1:
-                _sum_within(buckets, mine=self._place.local, fill=lambda piece: fill(_within(part, piece)))
-            else:
-                _sum_within(buckets, mine=self._place.local)
+            _sum_within(buckets, mine=self._place.local)
             return
         loan = self._scratch.loan()
         values = buckets[0]
@@ -375,24 +359,13 @@ def _sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
             total.add_(other[piece])
 
 
-def _within(part: Span, piece: slice) -> Span:
-    return Span(part.begin + piece.start, part.begin + piece.stop)
-
-
-def _sum_within(
-    buckets: Sequence[torch.Tensor], *, mine: int, fill: Callable[[slice], None] | None = None
-) -> None:
-    """Each bucket's part = the sum of all, in the order of the ranks: nothing leaves the node.
-
-    fill: writes a piece of this rank's bucket, right before it is read.
-    """
+def _sum_within(buckets: Sequence[torch.Tensor], *, mine: int) -> None:
+    """Each bucket's part = the sum of all, in the order of the ranks: nothing leaves the node."""
     if len(buckets) == 1:
         return
     # The first two are read before anything is written: into one of them no copy is needed.
     scratch = None if mine < 2 else torch.empty(min(PIECE_ELEMS, buckets[0].numel()), dtype=buckets[0].dtype)
     for piece in _pieces(buckets[0].numel()):
-        if fill is not None:
-            fill(piece)
         parts = [bucket[piece] for bucket in buckets]
         total = parts[mine] if scratch is None else scratch[: parts[0].numel()]
         torch.add(parts[0], parts[1], out=total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -12,7 +11,6 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, sum_dtype
-from hpctrain.reduce.spans import Span
 
 # A norm is taken of rows of so many elements, and of those in float64: a float32 sum over a whole bucket would
 # lose up to a thousandth, a float64 one takes four times as long.
@@ -43,9 +41,7 @@ class GradientMemory:
         *,
         buckets: Sequence[Bucket],
         buffers: Sequence[torch.Tensor],
-        late: Sequence[Span] = (),
     ) -> None:
-        """late: of each bucket, elements that are not written by `put` where `fill` can write them later."""
         self._parameters = parameters
         self.buckets = tuple(buckets)
         self.buffers = list(buffers)
@@ -54,16 +50,6 @@ class GradientMemory:
             for slot in bucket.slots:
                 found[slot.parameter] = _place(parameters[slot.parameter], number, slot, buffer)
         self._places = [found[index] for index in range(len(parameters))]
-        # By bucket: (first element, parameter) of those that `fill` may write, ascending; and their gradients.
-        self._late = [
-            sorted((slot.offset, slot.parameter) for slot in bucket.slots if self._may_be_late(slot, part))
-            for bucket, part in zip(self.buckets, late, strict=False)
-        ]
-        self._is_late = [False] * len(parameters)
-        for slots in self._late:
-            for _, index in slots:
-                self._is_late[index] = True
-        self._kept: dict[int, torch.Tensor] = {}
         self._copied = [index for index, place in enumerate(self._places) if place.gradient is None]
         # What each `.grad` is to be until the step, and its count of in-place changes.
         self._sent: list[tuple[torch.Tensor, int] | None] = [None] * len(parameters)
@@ -74,16 +60,10 @@ class GradientMemory:
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
 
-    def _may_be_late(self, slot: Slot, part: Span) -> bool:
-        place = self._places[slot.parameter]
-        inside = part.begin <= slot.offset and slot.offset + slot.numel <= part.end
-        return inside and place.gradient is not None and place.slot.is_contiguous()
-
     def put(self, index: int, *, factor: float) -> int:
         """Write the parameter's gradient, times `factor`, into its place; the number of its bucket.
 
-        `.grad` is then a view of the place, where the dtype allows. No gradient counts as zeros. What `fill` is to
-        write stays where it is until then, and `.grad` until `give_out`.
+        `.grad` is then a view of the place, where the dtype allows. No gradient counts as zeros.
         """
         parameter, place = self._parameters[index], self._places[index]
         gradient = parameter.grad
@@ -95,10 +75,6 @@ class GradientMemory:
             dense = dense.to_dense()
         if dense.is_complex():
             dense = torch.view_as_real(dense.resolve_conj())
-        if self._is_late[index] and factor == 1.0 and dense.is_contiguous():
-            self._kept[index] = dense.view(-1)
-            self._sent[index] = (gradient, gradient._version)
-            return place.bucket
         if factor == 1.0:
             place.slot.copy_(dense)
         elif dense.dtype is place.slot.dtype:
@@ -110,19 +86,6 @@ class GradientMemory:
             parameter.grad = gradient = place.gradient
         self._sent[index] = (gradient, gradient._version)
         return place.bucket
-
-    def fill(self, number: int, span: Span) -> None:
-        """Write what `put` has left for later of the elements `span` of bucket `number`."""
-        slots, buffer = self._late[number], self.buffers[number]
-        at = max(0, bisect_right(slots, (span.begin, len(self._parameters))) - 1)
-        while at < len(slots) and slots[at][0] < span.end:
-            first, index = slots[at]
-            kept = self._kept.get(index)
-            if kept is not None:
-                begin, end = max(span.begin, first), min(span.end, first + kept.numel())
-                if begin < end:
-                    buffer[begin:end].copy_(kept[begin - first : end - first])
-            at += 1
 
     def complete(self, number: int) -> None:
         """Everything of bucket `number` was put: write beside it for which parameters there was a gradient."""
@@ -191,7 +154,6 @@ class GradientMemory:
         memory of its own. (Only the tensor itself is noticed, not views of it.)
         """
         self._sent = [None] * len(self._parameters)
-        self._kept.clear()
         for place in self._places:
             if place.gradient is not None and _references(place) > self._usual_references:
                 fresh = place.gradient.data

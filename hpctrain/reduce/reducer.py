@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.spans import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +30,6 @@ class Chooser(Protocol):
 
     def recall(self, saved: Mapping[str, Any]) -> int:
         """Choose as before, from the next plan on; the bytes of a bucket to plan with. Not collective."""
-
-
-# Write these elements of a bucket.
-Fill = Callable[[Span], None]
-
-
-@runtime_checkable
-class FilledLate(Protocol):
-    """A reducer for which a part of a bucket may be written while it is summed: once through memory, not twice."""
-
-    def late_part(self, number: int) -> Span:
-        """Elements of bucket `number` that no other rank reads; empty where there are none."""
-
-    def fill_late(self, number: int, fill: Fill) -> None:
-        """Until the next plan `reduce` calls `fill`, piece by piece, before it reads elements of `late_part`."""
 
 
 class BucketReducer(Protocol):
