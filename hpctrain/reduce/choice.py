@@ -28,8 +28,9 @@ LEAST_BUCKETS = 4
 # A bucket holds more than gradients: a flag a parameter, and gaps that align them. So much room for these, so that
 # one bucket meant for all gradients does not become two.
 BESIDE_GRADIENTS = 1 << 16
-# A wire that rounds more must save at least this share of the time.
-WORTH_ROUNDING = 0.05
+# A wire that rounds more must save at least this share of the time: where bytes decide it saves half, and few trials of
+# small sizes err by more than a few percent.
+WORTH_ROUNDING = 0.2
 # Of candidates whose bytes decide alike, the one that was faster: so much of the measured time counts beside the floor.
 MEASURED_BESIDE_FLOOR = 0.01
 EXACTNESS = ("fp32", "fp16", "bf16")
@@ -104,7 +105,7 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """The wire that takes least time for these buckets; one that rounds more only if it saves 5%."""
+        """The wire that takes least time for these buckets; one that rounds more only if it saves 20%."""
         sizes = list(bucket_bytes)
         wires = dict.fromkeys(c.wire for c in (self.costs or self.candidates))
         ordered = sorted(wires, key=roundings)
