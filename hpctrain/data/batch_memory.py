@@ -17,7 +17,7 @@ _SMALLEST_BYTES = 64 << 10
 class BatchMemory:
     """Hands out tensors whose memory comes back when nothing refers to it any more. Safe in threads.
 
-    kept_bytes: unused memory of each size that is kept; what is beyond it is freed.
+    kept_bytes: unused memory that is kept; what is beyond it is freed.
     """
 
     def __init__(self, *, kept_bytes: int) -> None:
@@ -43,5 +43,10 @@ class BatchMemory:
 
     def _take_back(self, memory: NDArray[np.uint8]) -> None:
         unused = self._unused[memory.nbytes]
+        sizes = list(self._unused.items())
+        if sum(size * len(those) for size, those in sizes) + memory.nbytes > self.kept_bytes:
+            for size, those in sizes:  # of other lengths, which may not come again
+                if size != memory.nbytes:
+                    those.clear()
         if (len(unused) + 1) * memory.nbytes <= self.kept_bytes:
             unused.append(memory)

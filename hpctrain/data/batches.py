@@ -42,7 +42,7 @@ class Batches:
         else:
             self._prefetch = Prefetch(
                 make, num_items=self.num_batches, depth=MAX_BATCHES_AHEAD, bound=loader.prefetch_bound(),
-                num_threads=loader.num_threads, help_make=not loader.transforms,
+                num_threads=loader.num_threads, help_make=loader.may_help,
             )  # fmt: skip
 
     def __iter__(self) -> Iterator[Batch]:

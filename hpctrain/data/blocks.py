@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from hpctrain.data.chunk_sources import StoredChunks
 from hpctrain.data.chunked import ChunkedField
 from hpctrain.data.field_reader import FieldName, Request
 from hpctrain.data.manifest import Manifest, ShardEntry
+from hpctrain.data.open_file import OpenFile
 from hpctrain.data.shard_check import check_shard
 from hpctrain.data.shards import structure_hash
 from hpctrain.errors import DataError
@@ -117,8 +117,7 @@ class BlockFile:
         self._entry = entry
         self._layouts = check_shard(directory, manifest=manifest, entry=entry, path=path)
         self._buffers = threading.local()
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self._close_descriptor = weakref.finalize(self, os.close, self._descriptor)
+        self._file = OpenFile(self.path)
         self._rows: hdf5.RowReader | None = None
         if not all(self._is_in_place(name) for name in entry.fields):
             self._rows = hdf5.RowReader(self.path)
@@ -133,7 +132,7 @@ class BlockFile:
     def _chunked_field(self, name: str) -> ChunkedField:
         assert self._rows is not None
         source = StoredChunks(
-            self._rows, descriptor=self._descriptor, dataset=self._entry.fields[name].dataset,
+            self._rows, file=self._file, dataset=self._entry.fields[name].dataset,
             layout=self._layouts[name],
         )  # fmt: skip
         return ChunkedField(source, cache=self._cache, shard=0, name=FieldName(path=self.path, field=name))
@@ -160,10 +159,11 @@ class BlockFile:
             layout = self._layouts[name]
             if layout.offset != stored.offset or (layout.chunks is None) != (stored.offset is not None):
                 return True
-        found_bytes = os.fstat(self._descriptor).st_size
+        found_bytes = os.fstat(self._file.descriptor).st_size
         extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
         return (
-            structure_hash(self._descriptor, file_bytes=found_bytes, extents=extents) == entry.structure_hash
+            structure_hash(self._file.descriptor, file_bytes=found_bytes, extents=extents)
+            == entry.structure_hash
         )
 
     def fault_of(self, block: Block) -> str | None:
@@ -222,7 +222,7 @@ class BlockFile:
             buffer = self._buffers.buffer = memoryview(bytearray(num_bytes))
         done = 0
         while done < num_bytes:
-            read = os.preadv(self._descriptor, [buffer[done:num_bytes]], offset + done)
+            read = os.preadv(self._file.descriptor, [buffer[done:num_bytes]], offset + done)
             if read == 0:
                 break
             done += read
@@ -230,6 +230,6 @@ class BlockFile:
 
     def close(self) -> None:
         """Close the file. May be called again."""
-        self._close_descriptor()
+        self._file.close()
         if self._rows is not None:
             self._rows.close()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hpctrain.data import filters, hdf5
 from hpctrain.data.chunk_cache import Chunk
 from hpctrain.data.class_names import class_texts
+from hpctrain.data.open_file import OpenFile
 from hpctrain.errors import DataError
 
 # HDF5 1.10 finds a chunk's place by looking through all of them; from so many on it is asked for the bytes.
@@ -22,15 +23,16 @@ _BLOCK_BYTES = 1 << 20
 class StoredChunks:
     """HDF5 chunks: the place from HDF5 (once), the bytes by pread, decoded outside h5py's lock."""
 
-    def __init__(self, reader: hdf5.RowReader, *, descriptor: int, dataset: str, layout: hdf5.Layout) -> None:
+    def __init__(self, reader: hdf5.RowReader, *, file: OpenFile, dataset: str, layout: hdf5.Layout) -> None:
         assert layout.chunks is not None
         self.shape = layout.shape
         self.chunk_shape = layout.chunks
         self._reader = reader
-        self._descriptor = descriptor
+        self._file = file
         self._dataset = dataset
         self._layout = layout
-        self._look_up = layout.num_chunks <= _MAX_LOOKED_UP
+        # HDF5 1.10 tells places without the user block that files may begin with.
+        self._look_up = layout.num_chunks <= _MAX_LOOKED_UP and not reader.user_block_bytes
         self._places: dict[tuple[int, ...], hdf5.ChunkPlace | None] = {}
         self._lock = threading.Lock()
         self._chunk_bytes = int(np.prod(layout.chunks, dtype=np.int64)) * layout.dtype.itemsize
@@ -53,13 +55,16 @@ class StoredChunks:
                 return self._reader.stored_chunk(self._dataset, first=first)
             except (OSError, RuntimeError):
                 # Never written, or damaged: the slow question tells which.
-                pass
+                if self._reader.user_block_bytes:
+                    if self._place(first) is None:
+                        return None
+                    raise
         place = self._place(first)
         if place is None:
             return None
         parts, offset, missing = [], place.offset, place.num_bytes
         while missing:
-            part = os.pread(self._descriptor, missing, offset)
+            part = os.pread(self._file.descriptor, missing, offset)
             if not part:
                 raise DataError(
                     f"the file ends {missing} bytes before a chunk does: copy it again, or pack again"

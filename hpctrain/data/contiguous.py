@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.data.decode_threads import Task
 from hpctrain.data.field_reader import ROW_COPY_BYTES, FieldName, Request
 from hpctrain.data.hdf5 import Layout
+from hpctrain.data.open_file import OpenFile
 
 # Buffers of one preadv; POSIX promises 16, Linux takes 1024.
 _MAX_BUFFERS = 512
@@ -67,8 +68,8 @@ def _copy(view: NDArray[Any], target: NDArray[Any], start: int, place: int) -> N
 class ReadField:
     """Reads with preadv: neighbours in one call, straight into the batch. Holds no memory."""
 
-    def __init__(self, descriptor: int, *, layout: Layout, name: FieldName) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: OpenFile, *, layout: Layout, name: FieldName) -> None:
+        self._file = file
         self._first_byte = layout.offset or 0
         self._row_bytes = int(np.prod(layout.shape[1:], dtype=np.int64)) * layout.dtype.itemsize
         self._swap = not layout.dtype.isnative and layout.dtype.itemsize > 1
@@ -146,7 +147,7 @@ class ReadField:
         samples: NDArray[np.int64],
     ) -> None:
         """No two are neighbours, as in most shuffled batches: the shortest loop there is."""
-        descriptor, preadv = self._descriptor, os.preadv
+        descriptor, preadv = self._file.descriptor, os.preadv
         for number, (place, offset) in enumerate(zip(places, offsets, strict=True)):
             part = whole[place * num_bytes : (place + 1) * num_bytes]
             try:
@@ -187,7 +188,7 @@ class ReadField:
         missing = num_bytes
         while missing:
             try:
-                count = os.preadv(self._descriptor, parts, offset)
+                count = os.preadv(self._file.descriptor, parts, offset)
             except OSError as error:
                 raise self._name.error(samples, error.strerror or error) from error
             if count == missing:

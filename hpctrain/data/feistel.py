@@ -103,7 +103,7 @@ def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
     ]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _kept_tables(num_values: int, key: int) -> list[Values]:
     a, b = _sides(num_values)
     keys = _round_keys(np.array([key], dtype=np.uint64), rounds=_rounds(num_values))

@@ -114,6 +114,7 @@ class RowReader:
 
     def __init__(self, path: Path) -> None:
         self._file = _open(path)
+        self.user_block_bytes = int(self._file.userblock_size)
         self._datasets: dict[str, h5py.Dataset] = {}
 
     def _dataset(self, name: str) -> h5py.Dataset:

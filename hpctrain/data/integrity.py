@@ -112,9 +112,9 @@ class BlockChecker:
                     )
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._files: OrderedDict[int, BlockFile] = OrderedDict()
+        self._pid = os.getpid()  # last: another thread may look at it, and use what is above
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64]) -> None:
         """Hash what samples `rows` of a shard touch of a field, as far as the mode asks for it.

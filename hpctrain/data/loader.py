@@ -37,7 +37,11 @@ PREFETCH_BYTES = 64 << 20
 
 
 class Samples(Protocol):
-    """What a loader reads from: `hpctrain.data.Dataset`, or something of the user's."""
+    """What a loader reads from: `hpctrain.data.Dataset`, or something of the user's.
+
+    With `num_threads` above 1 `gather` is called from several threads; also with 1, by the loader's thread and the one
+    that waits, if it has an attribute `is_thread_safe` that is true.
+    """
 
     @property
     def num_samples(self) -> int: ...
@@ -138,9 +142,10 @@ class Loader:
         return getattr(self.dataset, "checker", None)
 
     @property
-    def transforms(self) -> bool:
-        """Whether a transform of the user's is part of making a batch."""
-        return self._transformer is not None
+    def may_help(self) -> bool:
+        """Whether the thread that waits for batches may make some: not where code of the user's expects one thread."""
+        safe = self.num_threads > 1 or getattr(self.dataset, "is_thread_safe", False)
+        return self._transformer is None and safe
 
     def _order(self, epoch: int) -> Order:
         return self.order.for_epoch(epoch, num_samples=self.dataset.num_samples, seed=self.seed)

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,8 @@ class MemoryStore:
 
     `gather` may be called by several threads, each rank at its own time. `load` and `close` are collective.
     """
+
+    is_thread_safe: Final = True
 
     def __init__(self, *, world: World, source: Samples, memory: RemoteMemory, layout: StoreLayout) -> None:
         """Use `load`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hpctrain.data.decode_threads import Task
 from hpctrain.data.field_reader import FieldName, FieldReader, Request
 from hpctrain.data.io_mode import IoMode
 from hpctrain.data.manifest import LENGTH_SUFFIX, Manifest
+from hpctrain.data.open_file import OpenFile
 from hpctrain.data.shard_check import check_unchanged, cut_short
 from hpctrain.errors import DataError
 
@@ -61,12 +61,11 @@ class OpenShard:
         ]
         self._needed_bytes = max(ends, default=0)
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._descriptor)
+            self._file = OpenFile(path)
             self.check_size()
             # A map of a file with a single sample costs more than reading that.
             if io is IoMode.MAP and ends and self._entry.samples > 1:
-                self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+                self._map = mmap.mmap(self._file.descriptor, 0, access=mmap.ACCESS_READ)
             self._fields = {name: self._field_reader(name) for name in self._entry.fields}
         except FileNotFoundError:
             raise DataError(
@@ -81,7 +80,7 @@ class OpenShard:
         Touching a map behind the end of its file kills the process with SIGBUS; and an indexed file that
         somebody writes to is not the one that was indexed. Raises DataError.
         """
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self._file.descriptor)
         if status.st_size < self._needed_bytes:
             raise DataError(cut_short(self.path, self._entry, status.st_size))
         check_unchanged(status, entry=self._entry, path=self.path, is_copy=self._is_copy)
@@ -154,15 +153,13 @@ class OpenShard:
             layout = layout if layout.shape else _as_one_row(layout)
             if self._map is not None:
                 return MappedField(self._map, layout=layout)
-            return ReadField(self._descriptor, layout=layout, name=field)
+            return ReadField(self._file, layout=layout, name=field)
         if self._reader is None:
             self._reader = hdf5.RowReader(self.path)
         source: StoredChunks | NumberBlocks
         plain = stored.member is None and not layout.dtype.hasobject and spec.kind != "classes"
         if plain and layout.chunks is not None and filters.can_undo(layout.filters):
-            source = StoredChunks(
-                self._reader, descriptor=self._descriptor, dataset=stored.dataset, layout=layout
-            )
+            source = StoredChunks(self._reader, file=self._file, dataset=stored.dataset, layout=layout)
         else:
             try:
                 filters.require_plugins(layout.filters)

@@ -108,6 +108,8 @@ class _Shared(Generic[T]):
                     self.total_bytes -= self.held_bytes.pop(number)
                     self.condition.notify_all()
                     return self.ready.pop(number)
+                if self.stopped:
+                    raise StopIteration
                 claimed = self._claim_now() if help_make else None
                 if claimed is None:
                     self.condition.wait()

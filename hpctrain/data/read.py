@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import psutil
@@ -105,12 +105,14 @@ class Dataset:
         self._max_open = 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, max(8, soft_limit // 4))
         self._reset()
 
+    is_thread_safe: Final = True
+
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._cache = ChunkCache(capacity_bytes=self.cache_bytes)
         self._threads = DecodeThreads(num_threads=self.decode_threads)
+        self._pid = os.getpid()  # last: another thread may look at it, and use what is above
 
     @classmethod
     def open(
@@ -200,7 +202,13 @@ class Dataset:
 
     def _fill(self, arrays: Mapping[str, NDArray[Any]], indices: NDArray[np.int64]) -> None:
         tasks: list[Task] = []
+        num_begun = 0
         for number, places in self._by_shard(indices):
+            if tasks and num_begun >= self._max_open // 2:
+                # What is left to do keeps its files open, evicted or not: not ever more of them.
+                self._threads.run(tasks)
+                tasks, num_begun = [], 0
+            num_begun += 1
             samples = (indices if places is None else indices[places]) - self._starts[number]
             shard = self._shard(number)
             shard.check_size()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,8 @@ class StagedDataset:
 
     `gather` is safe in threads. Each rank opens its own and closes it at the end.
     """
+
+    is_thread_safe: Final = True
 
     def __init__(
         self, original: Dataset, *, folder: StageFolder, max_bytes: int, idle_s: float,
@@ -188,11 +190,22 @@ class StagedDataset:
     ) -> dict[str, NDArray[Any]]:
         """As `Dataset.gather`. A copy that cannot be read is passed over for the original."""
         indices = np.asarray(indices, dtype=np.int64)
+        try:
+            return self._gather(indices, out=out)
+        except OSError:  # the folder's filesystem
+            return self.original.gather(indices, out=out)
+
+    def _gather(
+        self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None
+    ) -> dict[str, NDArray[Any]]:
         self._look()
         if not len(indices) or int(indices.min()) < 0 or int(indices.max()) >= self.num_samples:
             return self.original.gather(indices, out=out)
         files = self._file_of[np.searchsorted(self._starts, indices, side="right") - 1]
-        copies, usable = self._take(np.unique(files))
+        try:
+            copies, usable = self._take(np.unique(files))
+        except DataError:  # the folder was cleared by somebody
+            return self.original.gather(indices, out=out)
         near = usable[files]
         self.read_samples += len(indices)
         if copies is None or not near.any():
@@ -271,9 +284,9 @@ class StagedDataset:
                 self._used[:] = False
             if not self._closed:
                 self._take_over()
+        finally:
             took_s = time.monotonic() - began
             self._look_at = time.monotonic() + max(_LOOK_EVERY_S, took_s / _LOOK_SHARE)
-        finally:
             self._lock.release()
 
     def wait_until_staged(self, *, timeout_s: float) -> float:
@@ -289,11 +302,11 @@ class StagedDataset:
 
     def close(self) -> None:
         """End the copying, and leave the folder: the last process to leave removes it. May be called again."""
+        with self._lock:
+            self._closed = True  # first: nobody takes over the copying any more
+            self._copies = None
         if self._stager is not None:
             self._stager.close()
-        with self._lock:
-            self._closed = True
-            self._copies = None
         self._folder.close()
 
     def __enter__(self) -> StagedDataset:

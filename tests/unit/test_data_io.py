@@ -126,7 +126,7 @@ def test_an_error_of_the_disk_names_shard_field_and_samples(packed: Path) -> Non
     memory = os.open("/proc/self/mem", os.O_RDONLY)
     shard = dataset._open[2]
     shard._needed_bytes = 0  # the size of /proc/self/mem is 0
-    os.dup2(memory, shard._descriptor)
+    os.dup2(memory, shard._file.descriptor)
     os.close(memory)
     assert dataset.gather(np.array([29]))["label"].tolist() == [29]  # the other shards are read
     message = r"field 'small', samples 1 to 3 of shard .*shard-00002.h5 cannot be read: Input/output error"

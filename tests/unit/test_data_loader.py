@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hpctrain.data import Batch, Dataset, EpochOrder, FieldSpec, LastBatch, Loader, pack_arrays
+from hpctrain.data.batch_memory import BatchMemory
 from hpctrain.errors import DataError, ExitCode, RecipeError
 
 NUM_SAMPLES = 103
@@ -294,3 +295,26 @@ def test_a_missing_shard_surfaces_in_the_consumer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"shard .*shard-00003.h5"):
         list(Loader(dataset, global_batch=10).epoch(0))
     assert loader_threads() == []
+
+
+def test_a_source_that_does_not_say_so_is_read_by_one_thread() -> None:
+    callers = set()
+
+    class OneThread(Source):
+        def gather(
+            self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
+        ) -> dict[str, NDArray[Any]]:
+            callers.add(threading.current_thread().name)
+            time.sleep(0.002)
+            return super().gather(indices, out=out)
+
+    list(Loader(OneThread(100), global_batch=10).epoch(0))
+    assert len(callers) == 1
+
+
+def test_unused_memory_of_batches_of_many_lengths_stays_within_its_bound() -> None:
+    memory = BatchMemory(kept_bytes=4 << 20)
+    for length in range(1, 40):
+        tensors = [memory.empty((length, 100_000), dtype=np.dtype(np.uint8)) for _ in range(3)]
+        del tensors
+        assert sum(size * len(unused) for size, unused in memory._unused.items()) <= 4 << 20

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, Verify, pack_arrays, pack_tokens, read_manifest, verify
+from hpctrain.data.decode_threads import Task
+from hpctrain.data.index import index_files
 from hpctrain.data.manifest import _checksum
+from hpctrain.data.open_file import OpenFile
 from hpctrain.errors import DataError, ExitCode
 
 NUM_SAMPLES = 100
@@ -315,3 +318,44 @@ def test_without_checks_at_opening_a_bad_shard_is_refused_when_it_is_read(packed
 def test_a_manifest_survives_being_written_and_read(packed: Path) -> None:
     manifest = read_manifest(packed)
     assert type(manifest).model_validate_json(manifest.model_dump_json()) == manifest
+
+
+@pytest.mark.parametrize("stored", ["contiguous", "chunked"])
+def test_more_files_than_may_be_open_are_read_rightly_whatever_is_opened_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
+    num_files = 24
+    chunks = None if stored == "contiguous" else (1, 70_000)
+    for number in range(num_files):
+        with h5py.File(tmp_path / f"{number:02}.h5", "w") as file:
+            # Large enough that a gather leaves the reading to tasks.
+            file.create_dataset("x", data=np.full((1, 140_000), number, "i4"), chunks=chunks)
+    index_files(tmp_path / "index", files=[str(tmp_path)], fields="x=/x")
+    dataset = Dataset.open(tmp_path / "index", io="read")
+    dataset._max_open = 8
+    run, opened = dataset._threads.run, []
+
+    def run_after_others_opened_files(tasks: Sequence[Task]) -> None:
+        opened.extend(OpenFile(tmp_path / f"{number:02}.h5") for number in range(num_files))
+        run(tasks)
+
+    monkeypatch.setattr(dataset._threads, "run", run_after_others_opened_files)
+    try:
+        found = dataset.gather(np.arange(num_files))["x"]
+    finally:
+        for file in opened:
+            file.close()
+    assert opened  # or nothing was tested
+    assert np.array_equal(found[:, [0, -1]], np.repeat(np.arange(num_files), 2).reshape(-1, 2))
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_chunks_behind_a_user_block_are_found(tmp_path: Path, compression: str | None) -> None:
+    values = np.arange(64, dtype=np.int32).reshape(16, 4)
+    with h5py.File(tmp_path / "a.h5", "w", userblock_size=512) as file:
+        file.create_dataset("x", data=values, chunks=(4, 4), compression=compression)
+        file.create_dataset("never", shape=(16, 4), dtype="i4", chunks=(4, 4), fillvalue=7)
+    index_files(tmp_path / "index", files=[str(tmp_path / "a.h5")], fields="x=/x,never=/never")
+    found = Dataset.open(tmp_path / "index").gather(np.arange(16))
+    assert np.array_equal(found["x"], values)
+    assert np.array_equal(found["never"], np.full((16, 4), 7))
