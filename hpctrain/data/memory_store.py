@@ -6,6 +6,7 @@ Any rank gathers any samples without the help of the rank that holds them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -206,7 +207,12 @@ class MemoryStore:
                 arrays[name] if arrays[name].flags.c_contiguous else np.empty_like(arrays[name], order="C")
             )
         if len(indices):
-            self._copy(memory, indices, arrays=filled)
+            try:
+                self._copy(memory, indices, arrays=filled)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    memory.flush()  # what is under way writes into memory that would be given back
+                raise
         for name, array in arrays.items():
             if filled[name] is not array:
                 array[...] = filled[name]

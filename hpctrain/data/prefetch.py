@@ -122,6 +122,7 @@ class _Shared(Generic[T]):
                 self.stop()
                 raise
             self.put(claimed, item)
+            del item  # an error would keep this frame, and so everything here, in a cycle
 
     def stop(self) -> None:
         with self.condition:

@@ -44,7 +44,10 @@ def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
             {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "first_byte": first_byte}
         )
         end = first_byte + array.nbytes
-    descriptor = os.memfd_create("hpctrain-batch")
+    try:
+        descriptor = os.memfd_create("hpctrain-batch")
+    except OSError as error:
+        raise DataError(f"no shared memory for a batch: {error.strerror}. Use fewer workers") from error
     try:
         os.ftruncate(descriptor, max(1, end))
         for entry, array in zip(description, arrays.values(), strict=True):

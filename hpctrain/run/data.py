@@ -58,9 +58,7 @@ def open_data(section: DataSection, *, session: Session) -> RunData:
         session.on_close(store.close)
         samples = store
     elif section.stage is not None:
-        staged = session.agreed(lambda: _staged(section, dataset), os_error=DataError)
-        session.on_close(staged.close)
-        samples = staged
+        samples = session.agreed(lambda: _staged(section, dataset, session=session), os_error=DataError)
     return RunData(dataset=dataset, samples=samples, held_out=held_out)
 
 
@@ -76,7 +74,7 @@ def open_same_dataset(directory: str, *, session: Session, **options: Any) -> Da
     return dataset
 
 
-def _staged(section: DataSection, dataset: Dataset) -> StagedDataset:
+def _staged(section: DataSection, dataset: Dataset, *, session: Session) -> StagedDataset:
     def reopen(folder: Path) -> Dataset:
         copies = Dataset.open(
             folder, verify=Verify.NOTHING, io=section.io, cache_bytes=dataset.asked_cache_bytes
@@ -85,9 +83,11 @@ def _staged(section: DataSection, dataset: Dataset) -> StagedDataset:
         return copies
 
     assert section.stage is not None
-    return StagedDataset.open(
+    staged = StagedDataset.open(
         dataset, directory=section.stage, max_bytes=int(section.stage_gb * 1e9), reopen=reopen
     )
+    session.on_close(staged.close)  # here: another rank may fail, and this one copies already
+    return staged
 
 
 def _open_checked(directory: str, section: DataSection, *, session: Session) -> Dataset:
