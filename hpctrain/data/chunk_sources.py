@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ class StoredChunks:
         self._look_up = layout.num_chunks <= _MAX_LOOKED_UP and not reader.user_block_bytes
         self._places: dict[tuple[int, ...], hdf5.ChunkPlace | None] = {}
         self._lock = threading.Lock()
+        codes = [each.code for each in layout.filters]
+        self._only_deflated = codes == [filters.DEFLATE] and layout.dtype.isnative and layout.chunks[0] == 1
+        self._no_other = (0,) * (len(layout.chunks) - 1)
         self._chunk_bytes = int(np.prod(layout.chunks, dtype=np.int64)) * layout.dtype.itemsize
 
     def load(self, place: tuple[int, ...]) -> Chunk:
@@ -48,6 +52,19 @@ class StoredChunks:
         decoded = filters.undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
         values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
         return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
+
+    def inflate_row(self, row: int) -> bytes | None:
+        """The bytes of row `row`, where that is a chunk that is only deflated; None: ask `load`, which tells errors."""
+        if not self._only_deflated:
+            return None
+        try:
+            stored = self._stored((row, *self._no_other))
+            if stored is None or stored[0]:
+                return None
+            data = zlib.decompress(stored[1], bufsize=self._chunk_bytes)
+        except (DataError, OSError, RuntimeError, zlib.error):
+            return None
+        return data if len(data) == self._chunk_bytes else None
 
     def _stored(self, first: tuple[int, ...]) -> tuple[int, bytes] | None:
         if not self._look_up:

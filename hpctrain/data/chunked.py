@@ -119,7 +119,13 @@ class ChunkedField:
     ) -> None:
         """Each sample is one chunk: decoded and copied."""
         target, load, beside = request.target, self._source.load, self._beside[0]
+        inflate_row = getattr(self._source, "inflate_row", lambda row: None)
+        num_bytes, whole = request.sample_bytes, target.reshape(-1).view(np.uint8).data
         for number, (place, start) in enumerate(zip(places.tolist(), starts.tolist(), strict=True)):
+            data = inflate_row(start)
+            if data is not None:
+                whole[place * num_bytes : (place + 1) * num_bytes] = data
+                continue
             try:
                 chunk = load((start, *beside))
             except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:

@@ -292,6 +292,6 @@ def _explain_missing(directory: Path) -> str:
     if any(SHARD_PREFIX in child.name for child in directory.iterdir()):
         return (
             f"the dataset at {directory} is unfinished: shards, but no {MANIFEST_NAME}; "
-            "pack it again with --overwrite"
+            "go on packing it with --resume, or pack it again with --overwrite"
         )
     return f"no dataset at {directory}: it has no {MANIFEST_NAME} (hpctrain data pack SOURCE OUT makes one)"

@@ -21,7 +21,7 @@ from hpctrain.data.shared_arrays import INDICES, map_arrays, receive, send, writ
 from hpctrain.data.transform import BatchTransform, TransformContext, find_transform
 from hpctrain.errors import HpctrainError
 
-_LONGEST_TEXT = 8000
+_LONGEST_TEXT = 5000  # two of them, six bytes a character at worst, fit into a message of 64 KiB
 # Ctrl-C reaches every process of a terminal, and what Slurm sends before a time limit every process of a step.
 # The parent decides what becomes of the run: it may still want batches.
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -18,6 +18,7 @@ from hpctrain.data import Dataset, pack_arrays, pack_tokens
 from hpctrain.data import chunk_sources as sources
 from hpctrain.data.chunk_cache import Chunk, ChunkCache, ChunkKey
 from hpctrain.data.filters import fletcher32
+from hpctrain.data.index import index_files
 from hpctrain.data.manifest import Manifest, WindowList, write_manifest
 from hpctrain.data.token_windows import write_windows
 from hpctrain.errors import DataError, UsageError
@@ -384,3 +385,27 @@ def test_listed_windows_begin_where_the_list_says(tmp_path: Path) -> None:
     order = RANDOM.permutation(6)
     expected = starts[order][:, None] + 2 + np.arange(11)
     assert np.array_equal(dataset.gather(order)["tokens"], expected)
+
+
+@pytest.mark.parametrize("filters", [{"compression": "gzip"}, {"compression": "gzip", "shuffle": True}, {}])
+def test_chunks_of_one_sample_are_read_past_a_small_cache_and_damage_is_named(
+    tmp_path: Path, filters: dict[str, Any]
+) -> None:
+    values = RANDOM.integers(0, 50, (NUM_SAMPLES, 40, 20), dtype=np.int32)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        dataset = file.create_dataset("x", data=values, chunks=(1, 40, 20), **filters)
+        place = dataset.id.get_chunk_info_by_coord((7, 0, 0))
+    index_files(tmp_path / "index", files=[str(tmp_path / "a.h5")], fields="x=/x")
+    dataset = Dataset.open(tmp_path / "index", cache_bytes=1000)
+    order = RANDOM.permutation(NUM_SAMPLES)
+    assert np.array_equal(dataset.gather(order)["x"], values[order])
+    assert np.array_equal(dataset.gather(np.array([3, 3, 8]))["x"], values[[3, 3, 8]])
+    assert dataset._cache.used_bytes == 0
+    if "compression" in filters:
+        status = (tmp_path / "a.h5").stat()
+        with open(tmp_path / "a.h5", "r+b") as raw:
+            raw.seek(place.byte_offset)
+            raw.write(b"\xff" * 8)
+        os.utime(tmp_path / "a.h5", ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(DataError, match=r"sample 7 .*a\.h5"):
+            Dataset.open(tmp_path / "index", cache_bytes=1000).gather(order)
