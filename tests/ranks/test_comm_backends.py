@@ -70,8 +70,8 @@ def test_horovod_runs_where_mpi4py_is_missing() -> None:
     argv = ["-c", "import sys, runpy; sys.modules['mpi4py'] = None; sys.argv = ['x', *sys.argv[1:]]; "]
     argv[1] += "runpy.run_module('tests.ranks.comm_cases', run_name='__main__')"
     result = run_command(2, [sys.executable, *argv, "auto"], expect=0)
-    lines = [f"rank {rank} of 2 over horovod, mpi4py False" for rank in range(2)]
-    assert sorted(result.stdout.splitlines()) == lines
+    for rank in range(2):  # lines of two ranks may come as one
+        assert f"rank {rank} of 2 over horovod, mpi4py False" in result.stdout
     result = run_command(2, [sys.executable, *argv, "horovod", "abort"], expect=6)
     assert result.wall_s < 30
 
