@@ -79,6 +79,9 @@ class StoredChunks:
         place = self._place(first)
         if place is None:
             return None
+        data = os.pread(self._file.descriptor, place.num_bytes, place.offset)
+        if len(data) == place.num_bytes:
+            return place.filter_mask, data
         parts, offset, missing = [], place.offset, place.num_bytes
         while missing:
             part = os.pread(self._file.descriptor, missing, offset)
@@ -92,6 +95,8 @@ class StoredChunks:
         return place.filter_mask, parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _place(self, first: tuple[int, ...]) -> hdf5.ChunkPlace | None:
+        if first in self._places:  # nothing is ever taken out
+            return self._places[first]
         with self._lock:
             if first not in self._places:
                 self._places[first] = self._reader.chunk_place(self._dataset, first=first)

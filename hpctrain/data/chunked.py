@@ -68,15 +68,13 @@ class ChunkedField:
 
     def begin(self, request: Request) -> Sequence[Task]:
         if self._passes_by_the_cache(request):
+            places, starts, samples = request.all_places, request.starts, request.samples
+            count = min(_ALONE_TASKS, len(places))
             return [
-                partial(self._copy_alone, request, places, starts, samples)
-                for places, starts, samples in zip(
-                    *(
-                        np.array_split(numbers, min(_ALONE_TASKS, len(numbers)))
-                        for numbers in (request.all_places, request.starts, request.samples)
-                    ),
-                    strict=True,
+                partial(
+                    self._copy_alone, request, places[part::count], starts[part::count], samples[part::count]
                 )
+                for part in range(count)
             ]
         rows_a_chunk, extent = self._source.chunk_shape[0], request.rows_a_sample
         first = request.starts // rows_a_chunk
