@@ -138,6 +138,9 @@ class NumberBlocks:
         self._dtype = dtype
         self._is_scalar = is_scalar
 
+    def inflate_row(self, row: int) -> bytes | None:
+        return None
+
     def load(self, place: tuple[int, ...]) -> Chunk:
         return Chunk(values=np.ascontiguousarray(self._rows(place[0]), dtype=self._dtype))
 

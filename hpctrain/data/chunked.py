@@ -32,6 +32,9 @@ class ChunkSource(Protocol):
     def chunk_shape(self) -> tuple[int, ...]:
         """Of a chunk; those at the borders may be smaller, or hold more than what lies inside."""
 
+    def inflate_row(self, row: int) -> bytes | None:
+        """The bytes of row `row`, where that is a chunk that needs no more than inflating; None: ask `load`."""
+
     def load(self, place: tuple[int, ...]) -> Chunk:
         """The chunk with that number in each dimension. Raises DataError, OSError, RuntimeError, ValueError."""
 
@@ -117,7 +120,7 @@ class ChunkedField:
     ) -> None:
         """Each sample is one chunk: decoded and copied."""
         target, load, beside = request.target, self._source.load, self._beside[0]
-        inflate_row = getattr(self._source, "inflate_row", lambda row: None)
+        inflate_row = self._source.inflate_row
         num_bytes, whole = request.sample_bytes, target.reshape(-1).view(np.uint8).data
         for number, (place, start) in enumerate(zip(places.tolist(), starts.tolist(), strict=True)):
             data = inflate_row(start)
