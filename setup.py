@@ -34,7 +34,7 @@ setup(
         "mpi": ["mpi4py>=3.1.5"],
         "horovod": ["horovod==0.28.1"],
         "demo": ["scikit-learn>=1.3"],
-        "formats": ["hdf5plugin>=4", "numcodecs>=0.12", "pandas>=2", "pyarrow>=14", "pillow>=9"],
+        "formats": ["hdf5plugin>=4", "numcodecs>=0.12", "pandas>=2", "pyarrow>=14", "pillow>=9", "safetensors>=0.4"],
         "plot": ["matplotlib>=3.7"],
         "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "scikit-learn>=1.3"],
     },

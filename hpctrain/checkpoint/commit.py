@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.agree_plan import agree_on_plan
+from hpctrain.checkpoint.boxes import whole
 from hpctrain.checkpoint.engine import Engine, EngineChoice, choose_engine, engine_named
 from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
 from hpctrain.checkpoint.hashing import hash_of
@@ -24,7 +25,15 @@ from hpctrain.checkpoint.listing import (
     remove_partial_files,
     step_of,
 )
-from hpctrain.checkpoint.metadata import Metadata, StoredExtent, StoredTensor, encode_metadata
+from hpctrain.checkpoint.metadata import (
+    TENSOR_GROUP,
+    Metadata,
+    StoredExtent,
+    StoredPiece,
+    StoredTensor,
+    encode_metadata,
+)
+from hpctrain.checkpoint.names import escape
 from hpctrain.checkpoint.plan import WritePlan
 from hpctrain.checkpoint.retention import check_keep, steps_to_delete
 from hpctrain.checkpoint.seal import encode_seal
@@ -144,8 +153,15 @@ def _metadata(
             dtype=tensor.dtype,
             shape=tensor.shape,
             view=tensor.view,
-            file_offset=offset,
-            extents=tuple(sorted(found, key=lambda extent: extent.box.offset)),
+            pieces=(
+                StoredPiece(
+                    file=0,
+                    dataset=f"/{TENSOR_GROUP}/{escape(tensor.name)}",
+                    file_offset=offset,
+                    box=whole(tensor.view),
+                    extents=tuple(sorted(found, key=lambda extent: extent.box.offset)),
+                ),
+            ),
         )
         for tensor, offset, found in zip(plan.tensors, offsets, extents, strict=True)
     }

@@ -51,18 +51,18 @@ def read_tensor(fd: int, *, tensor: StoredTensor) -> torch.Tensor:
     result = empty_tensor(tensor.shape, dtype=tensor.dtype)
     content = byte_view(result).numpy()  # no copy: writes go to `result`
     if len(tensor.view) == 1:
-        for extent in tensor.extents:
+        for _, extent in tensor.extents:
             start = extent.box.offset[0] * tensor.elem_bytes
             piece = content[start : start + extent.box.shape[0] * tensor.elem_bytes]
-            _read(fd, piece.data, offset=tensor.file_offset + start, tensor=tensor, extent=extent)
+            _read(fd, piece.data, offset=tensor.pieces[0].file_offset + start, tensor=tensor, extent=extent)
             _check(piece, tensor=tensor, extent=extent)
         return result
     # Extents of a sharded tensor are interleaved in the file: read it in one go, then hash them in memory.
     for start in range(0, len(content), _CHUNK_BYTES):
         piece = content[start : start + _CHUNK_BYTES]
-        read_fully(fd, piece.data, offset=tensor.file_offset + start)
+        read_fully(fd, piece.data, offset=tensor.pieces[0].file_offset + start)
     elements = _elements(content, shape=tensor.view, elem_bytes=tensor.elem_bytes)
-    for extent in tensor.extents:
+    for _, extent in tensor.extents:
         _check(np.ascontiguousarray(elements[extent.box.slices()]), tensor=tensor, extent=extent)
     return result
 
@@ -73,7 +73,7 @@ def read_region(fd: int, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
         return read_tensor(fd, tensor=tensor)
     result = empty_tensor(region.shape, dtype=tensor.dtype)
     target = _elements(byte_view(result).numpy(), shape=region.shape, elem_bytes=tensor.elem_bytes)
-    for extent in tensor.extents:
+    for _, extent in tensor.extents:
         parts = [(start, box) for start, box in _in_tensor(tensor, extent) if intersection(box, region)]
         if not parts:
             continue
@@ -95,7 +95,7 @@ def read_extent(fd: int, *, tensor: StoredTensor, extent: StoredExtent) -> np.nd
     run_bytes = runs.run_elems * tensor.elem_bytes
     for place, start in enumerate(runs.starts.tolist()):
         piece = content[place * run_bytes : (place + 1) * run_bytes].data
-        offset = tensor.file_offset + start * tensor.elem_bytes
+        offset = tensor.pieces[0].file_offset + start * tensor.elem_bytes
         _read(fd, piece, offset=offset, tensor=tensor, extent=extent)
     _check(content, tensor=tensor, extent=extent)
     return content
@@ -107,7 +107,7 @@ def find_damage(
     """Hash every num_ranks-th extent and yield the ones that do not fit."""
     place = 0
     for tensor in tensors:
-        for extent in tensor.extents:
+        for _, extent in tensor.extents:
             if place % num_ranks == rank:
                 try:
                     read_extent(path_fd, tensor=tensor, extent=extent)
@@ -149,6 +149,6 @@ def _check(content: np.ndarray, *, tensor: StoredTensor, extent: StoredExtent) -
 
 def _damage(tensor: StoredTensor, extent: StoredExtent, reason: str) -> Damage:
     runs = runs_of(extent.box, shape=tensor.view)
-    first = tensor.file_offset + int(runs.starts[0]) * tensor.elem_bytes
-    last = tensor.file_offset + (int(runs.starts[-1]) + runs.run_elems) * tensor.elem_bytes - 1
+    first = tensor.pieces[0].file_offset + int(runs.starts[0]) * tensor.elem_bytes
+    last = tensor.pieces[0].file_offset + (int(runs.starts[-1]) + runs.run_elems) * tensor.elem_bytes - 1
     return Damage(tensor=tensor.name, box=extent.box, first_byte=first, last_byte=last, reason=reason)

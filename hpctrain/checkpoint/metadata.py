@@ -1,13 +1,14 @@
-"""What a checkpoint says about itself: JSON in the file's dataset `/metadata`. Encoding, and checking.
+"""What a checkpoint says about itself: JSON in its main file's dataset `/metadata`. The values, and checking.
 
-Whatever comes out of `decode_metadata` is safe to act on: every tensor lies inside the file, the tensors
-together are no larger than it, and every element of a tensor belongs to exactly one hashed extent.
+Whatever comes out of `decode_metadata` is safe to act on: every piece lies inside its file, the pieces of a file
+together are no larger than it, and every element of a tensor belongs to exactly one piece and one hashed extent.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 from hpctrain.checkpoint.boxes import Box, Steps, TooFragmentedError, cover_exactly
 from hpctrain.checkpoint.dtypes import dtype_named
 from hpctrain.checkpoint.hashing import HASH_DIGITS, HASH_NAME
-from hpctrain.checkpoint.names import escape
 from hpctrain.checkpoint.seal import SEAL_BYTES
 from hpctrain.errors import CheckpointError
 
@@ -23,24 +23,38 @@ TENSOR_GROUP = "tensors"
 MAX_METADATA_BYTES = 256 << 20  # about 6 million extents, 24 TB of state
 _MAX_DIMS = 32  # HDF5's limit
 _MAX_INT = 2**63
+PART_NAME = re.compile(r"data-(?!00000\.)\d{5}\.h5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredExtent:
-    box: Box  # of the tensor's view
+    box: Box  # of the tensor's view, inside its piece
     hash: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPiece:
+    """One dataset: the elements of `box`, a box of the tensor's view, dense and in row-major order.
+
+    file: number of the file. file_offset: of the first byte in that file; 0 when the piece has none.
+    """
+
+    file: int
+    dataset: str
+    file_offset: int
+    box: Box
+    extents: tuple[StoredExtent, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor in the file. file_offset: of its first byte, 0 when it has none. view: see `PlannedTensor`."""
+    """A tensor of the checkpoint. view: see `PlannedTensor`. The pieces make up the view exactly."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
-    file_offset: int
-    extents: tuple[StoredExtent, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @property
     def elem_bytes(self) -> int:
@@ -50,43 +64,84 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.elem_bytes
 
+    @property
+    def extents(self) -> list[tuple[StoredPiece, StoredExtent]]:
+        """All extents, each with the piece that it lies in."""
+        return [(piece, extent) for piece in self.pieces for extent in piece.extents]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPart:
+    """A file beside the main one. structure_hash: of all its bytes that belong to no piece."""
+
+    name: str
+    num_bytes: int
+    structure_hash: str
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metadata:
-    """step, document: as given to `save`. writer: who wrote it and how. created_unix_s: when."""
+    """step, document: as given to `save`. writer: who wrote it and how. created_unix_s: when.
+
+    id: 16 hex digits, another one for every save; "" in format 1. parent: the checkpoint that the run went on from,
+    its step and id. parts: files number 1, 2, ...; number 0 is the main file, which holds this.
+    """
 
     step: int
     created_unix_s: float
     writer: Mapping[str, Any]
     document: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    id: str = ""
+    parent: Mapping[str, Any] | None = None
+    parts: tuple[StoredPart, ...] = ()
 
 
 def encode_metadata(metadata: Metadata, *, byte_order: str) -> bytes:
-    value = {
-        "step": metadata.step,
-        "created_unix_s": metadata.created_unix_s,
-        "writer": dict(metadata.writer),
-        "hash": HASH_NAME,
-        "byte_order": byte_order,
-        "document": dict(metadata.document),
-        "tensors": [
-            {
-                "name": tensor.name,
-                "dataset": f"/{TENSOR_GROUP}/{escape(tensor.name)}",
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "view": list(tensor.view),
-                "offset": tensor.file_offset,
-                "extents": [[list(e.box.offset), list(e.box.shape), e.hash] for e in tensor.extents],
-            }
-            for tensor in metadata.tensors.values()
-        ],
-    }
+    """The JSON text, without padding."""
+    value = {**encode_header(metadata, byte_order=byte_order), "tensors": encode_tensors(metadata.tensors)}
     data = json.dumps(value, separators=(",", ":")).encode()
     if len(data) > MAX_METADATA_BYTES:
         raise CheckpointError(f"the metadata is {len(data)} bytes long, the limit is {MAX_METADATA_BYTES}")
     return data
+
+
+def encode_header(metadata: Metadata, *, byte_order: str) -> dict[str, Any]:
+    """All but the tensors."""
+    return {
+        "step": metadata.step,
+        "id": metadata.id,
+        "parent": None if metadata.parent is None else dict(metadata.parent),
+        "created_unix_s": metadata.created_unix_s,
+        "writer": dict(metadata.writer),
+        "hash": HASH_NAME,
+        "byte_order": byte_order,
+        "parts": [[part.name, part.num_bytes, part.structure_hash] for part in metadata.parts],
+        "document": dict(metadata.document),
+    }
+
+
+def encode_tensors(tensors: Mapping[str, StoredTensor]) -> list[Any]:
+    return [
+        {
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "view": list(tensor.view),
+            "pieces": [
+                {
+                    "file": piece.file,
+                    "dataset": piece.dataset,
+                    "offset": piece.file_offset,
+                    "start": list(piece.box.offset),
+                    "shape": list(piece.box.shape),
+                    "extents": [[list(e.box.offset), list(e.box.shape), e.hash] for e in piece.extents],
+                }
+                for piece in tensor.pieces
+            ],
+        }
+        for tensor in tensors.values()
+    ]
 
 
 def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadata:
@@ -102,8 +157,12 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
             raise CheckpointError(
                 f"written on a {value['byte_order']}-endian machine, this one is {byte_order}-endian"
             )
-        budget = _Budget(bytes_left=file_bytes)
-        tensors = [_tensor(entry, file_bytes=file_bytes, budget=budget) for entry in _list(value["tensors"])]
+        parts = tuple(map(_part, _list(value.get("parts", []))))
+        if len({part.name for part in parts}) != len(parts):
+            raise CheckpointError("the metadata lists a part twice")
+        file_sizes = [file_bytes, *(part.num_bytes for part in parts)]
+        budget = _Budget(file_bytes=file_sizes, bytes_left=list(file_sizes))
+        tensors = [_tensor(entry, budget=budget) for entry in _list(value["tensors"])]
         by_name = {tensor.name: tensor for tensor in tensors}
         if len(by_name) != len(tensors):
             raise CheckpointError("the metadata lists a tensor's name twice")
@@ -116,6 +175,9 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
             writer=_object(value["writer"], "writer"),
             document=_object(value["document"], "document"),
             tensors=by_name,
+            id=_id(value.get("id", "")),
+            parent=_object(value["parent"], "parent") if value.get("parent") is not None else None,
+            parts=parts,
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -124,14 +186,15 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
 
 @dataclass(kw_only=True)
 class _Budget:
-    """All tensors together may not claim more than the file has: bounded memory for whoever loads them.
+    """All pieces of a file together may not claim more than the file has: bounded memory for whoever loads them.
     And the checks together take a bounded time."""
 
-    bytes_left: int
+    file_bytes: Sequence[int]
+    bytes_left: list[int]
     steps: Steps = field(default_factory=Steps)
 
 
-def _tensor(entry: Any, *, file_bytes: int, budget: _Budget) -> StoredTensor:
+def _tensor(entry: Any, *, budget: _Budget) -> StoredTensor:
     entry = _object(entry, "tensor")
     name = entry["name"]
     if not isinstance(name, str):
@@ -141,34 +204,83 @@ def _tensor(entry: Any, *, file_bytes: int, budget: _Budget) -> StoredTensor:
     num_elems = math.prod(shape)
     if math.prod(view) != num_elems or (view != shape and len(view) != 1):
         raise CheckpointError(f"tensor {name!r}: view {list(view)} does not fit shape {list(shape)}")
-    offset, num_bytes = _natural(entry["offset"]), num_elems * elem_bytes
+    if "pieces" in entry:
+        found = _list(entry["pieces"])
+    else:  # format 1: one piece, the whole tensor
+        found = [{**entry, "file": 0, "start": [0] * len(view), "shape": list(view)}]
+    pieces = tuple(_piece(item, name=name, view=view, elem_bytes=elem_bytes, budget=budget) for item in found)
+    if num_elems:
+        if any(piece.box.num_elems == 0 for piece in pieces):
+            raise CheckpointError(f"tensor {name!r}: a piece is empty")
+        covered = _covers([piece.box for piece in pieces], shape=view, name=name, budget=budget)
+        if not covered:
+            raise CheckpointError(f"the pieces of tensor {name!r} do not hold every element exactly once")
+    return StoredTensor(name=name, dtype=str(entry["dtype"]), shape=shape, view=view, pieces=pieces)
+
+
+def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budget: _Budget) -> StoredPiece:
+    item = _object(item, "piece")
+    number, offset, dataset = _natural(item["file"]), _natural(item["offset"]), item["dataset"]
+    box = Box(offset=_shape(item["start"]), shape=_shape(item["shape"]))
+    if not isinstance(dataset, str):
+        raise CheckpointError(f"tensor {name!r}: a dataset is called {dataset!r:.100}")
+    if not box.lies_within(view):
+        raise CheckpointError(f"tensor {name!r}: piece {box} is not inside {list(view)}")
+    if number >= len(budget.file_bytes):
+        raise CheckpointError(f"tensor {name!r} lies in file {number} of {len(budget.file_bytes)}")
+    num_bytes, file_bytes = box.num_elems * elem_bytes, budget.file_bytes[number]
     if num_bytes and (offset < SEAL_BYTES or offset + num_bytes > file_bytes):
         raise CheckpointError(
             f"tensor {name!r} is placed at byte {offset}, {num_bytes} bytes long, in a file of {file_bytes}"
         )
-    budget.bytes_left -= num_bytes
-    if budget.bytes_left < 0:
+    budget.bytes_left[number] -= num_bytes
+    if budget.bytes_left[number] < 0:
         raise CheckpointError(f"the tensors together are larger than the file's {file_bytes} bytes")
-    extents = tuple(_extent(item, name=name, view=view) for item in _list(entry["extents"]))
+    extents = tuple(_extent(entry, name=name, piece=box) for entry in _list(item["extents"]))
+    inside = [
+        Box(offset=tuple(o - b for o, b in zip(e.box.offset, box.offset, strict=True)), shape=e.box.shape)
+        for e in extents
+    ]
+    if not _covers(inside, shape=box.shape, name=name, budget=budget):
+        raise CheckpointError(f"the extents of tensor {name!r} do not hold every element exactly once")
+    return StoredPiece(file=number, dataset=dataset, file_offset=offset, box=box, extents=extents)
+
+
+def _covers(boxes: list[Box], *, shape: tuple[int, ...], name: str, budget: _Budget) -> bool:
     try:
-        covered = cover_exactly([extent.box for extent in extents], shape=view, steps=budget.steps)
+        return cover_exactly(boxes, shape=shape, steps=budget.steps)
     except TooFragmentedError as error:
         raise CheckpointError(f"tensor {name!r}: {error}") from error
-    if not covered:
-        raise CheckpointError(f"the extents of tensor {name!r} do not hold every element exactly once")
-    return StoredTensor(
-        name=name, dtype=str(entry["dtype"]), shape=shape, view=view, file_offset=offset, extents=extents
-    )
 
 
-def _extent(item: Any, *, name: str, view: tuple[int, ...]) -> StoredExtent:
+def _extent(item: Any, *, name: str, piece: Box) -> StoredExtent:
     offset, shape, digest = _list(item)
     box = Box(offset=_shape(offset), shape=_shape(shape))
-    if not box.lies_within(view) or box.num_elems == 0:
-        raise CheckpointError(f"tensor {name!r}: extent {box} is not inside {list(view)}")
+    inside = len(box.offset) == len(box.shape) == len(piece.shape) and all(
+        p <= o and o + n <= p + m
+        for o, n, p, m in zip(box.offset, box.shape, piece.offset, piece.shape, strict=True)
+    )
+    if not inside or box.num_elems == 0:
+        raise CheckpointError(f"tensor {name!r}: extent {box} is not inside {piece}")
     if not isinstance(digest, str) or len(digest) != HASH_DIGITS:
         raise CheckpointError(f"tensor {name!r}: extent {box} has no hash")
     return StoredExtent(box=box, hash=digest)
+
+
+def _part(item: Any) -> StoredPart:
+    name, num_bytes, digest = _list(item)
+    # The names that we give, and no others: a name is joined to the checkpoint's path.
+    if not isinstance(name, str) or PART_NAME.fullmatch(name) is None:
+        raise CheckpointError(f"a part is called {name!r:.100}")
+    if not isinstance(digest, str) or len(digest) != HASH_DIGITS:
+        raise CheckpointError(f"part {name} has no hash")
+    return StoredPart(name=name, num_bytes=_natural(num_bytes), structure_hash=digest)
+
+
+def _id(value: Any) -> str:
+    if not isinstance(value, str) or re.fullmatch(r"([0-9a-f]{16})?", value) is None:
+        raise CheckpointError(f"the checkpoint's id is {value!r:.100}")
+    return value
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.errors import CheckpointError
 
 SEAL_BYTES = 4096
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # what we write
+READ_VERSIONS = (1, 2)
 _MAGIC = b"hpctrain checkpoint\n"
 
 
@@ -67,9 +68,9 @@ def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
     try:
         values = json.loads(lines[1])
         version = values["format"]
-        if version != FORMAT_VERSION:
+        if version not in READ_VERSIONS:
             raise UnknownFormatError(
-                f"the checkpoint has format {version!r}, this hpctrain reads format {FORMAT_VERSION}: "
+                f"the checkpoint has format {version!r}, this hpctrain reads formats 1 to {FORMAT_VERSION}: "
                 "use the version that wrote it, or a newer one"
             )
         seal = Seal(

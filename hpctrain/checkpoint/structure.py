@@ -90,7 +90,7 @@ def hash_structure(
     Raises CheckpointError when two of these overlap, or when so much is left that we cannot have written it.
     """
     taken = [(0, SEAL_BYTES), (metadata_offset, metadata_bytes)]
-    taken += [(tensor.file_offset, tensor.num_bytes) for tensor in tensors if tensor.num_bytes]
+    taken += [(tensor.pieces[0].file_offset, tensor.num_bytes) for tensor in tensors if tensor.num_bytes]
     left_bytes = file_bytes - sum(num_bytes for _, num_bytes in taken)
     if not 0 <= left_bytes <= _MAX_STRUCTURE_BYTES + len(taken) * _MAX_STRUCTURE_BYTES_PER_TENSOR:
         raise CheckpointError(f"{left_bytes} bytes of the file belong to nothing")

@@ -66,11 +66,11 @@ def test_verify_shares_the_work_between_ranks_and_ends_with_exit_code_4(saved: P
     tensor = read_structure(path).metadata.tensors["rows"]
     content = path.read_bytes()
     spoiled = bytearray(content)
-    spoiled[tensor.file_offset + 100] ^= 16
+    spoiled[tensor.pieces[0].file_offset + 100] ^= 16
     try:
         path.write_bytes(spoiled)
         result = run_command(2, [*argv, str(path)], expect=4)
     finally:
         path.write_bytes(content)
-    assert f"tensor 'rows', bytes {tensor.file_offset} to " in result.stderr
+    assert f"tensor 'rows', bytes {tensor.pieces[0].file_offset} to " in result.stderr
     assert result.stdout.count("DAMAGED") == 1

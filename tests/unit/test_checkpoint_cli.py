@@ -54,10 +54,10 @@ def damage(path: Path) -> tuple[int, int]:
     """Flip a bit of the tensor `large`; first and last byte of the extent."""
     tensor = read_structure(path).metadata.tensors["large"]
     with open(path, "r+b") as file:
-        byte = os.pread(file.fileno(), 1, tensor.file_offset)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 4]), tensor.file_offset)
-    extent = tensor.extents[0]
-    return tensor.file_offset, tensor.file_offset + extent.box.shape[0] * 4 - 1
+        byte = os.pread(file.fileno(), 1, tensor.pieces[0].file_offset)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 4]), tensor.pieces[0].file_offset)
+    _, extent = tensor.extents[0]
+    return tensor.pieces[0].file_offset, tensor.pieces[0].file_offset + extent.box.shape[0] * 4 - 1
 
 
 def test_list_shows_steps_newest_first_with_size_ranks_and_structure(directory: Path) -> None:

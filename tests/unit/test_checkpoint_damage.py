@@ -57,7 +57,7 @@ def test_no_flipped_bit_anywhere_in_the_file_is_loaded_as_good(good: Path, tmp_p
     bad = tmp_path / "bad.h5"
     choose = np.random.default_rng(1)
     metadata = read_structure(good).metadata
-    first_tensor = min(t.file_offset for t in metadata.tensors.values() if t.num_bytes)
+    first_tensor = min(t.pieces[0].file_offset for t in metadata.tensors.values() if t.num_bytes)
     # Half anywhere, half in the seal and HDF5's first structures, which are a small part of the file.
     places = [int(choose.integers(len(content))) for _ in range(TRIALS)]
     places += [int(choose.integers(first_tensor)) for _ in range(TRIALS)]
@@ -87,7 +87,7 @@ def test_no_truncation_extension_zeroing_or_swap_is_loaded_as_good(good: Path, t
             bad.write_bytes(content[:start] + bytes(4096) + content[start + 4096 :])
             assert not is_loaded(bad), f"zeros at {start}"
     extents = read_structure(good).metadata.tensors["large"]
-    begin, half = extents.file_offset, extents.num_bytes // 2
+    begin, half = extents.pieces[0].file_offset, extents.num_bytes // 2
     swapped = content[begin + half : begin + 2 * half] + content[begin : begin + half]
     bad.write_bytes(content[:begin] + swapped + content[begin + 2 * half :])
     assert not is_loaded(bad)
@@ -97,7 +97,7 @@ def spoil(path: Path, tensor: str) -> None:
     """Flip one bit in the middle of a tensor's content."""
     stored = read_structure(path).metadata.tensors[tensor]
     with open(path, "r+b") as file:
-        file.seek(stored.file_offset + stored.num_bytes // 2)
+        file.seek(stored.pieces[0].file_offset + stored.num_bytes // 2)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
@@ -171,10 +171,10 @@ def test_a_newer_format_is_never_passed_over(good: Path, tmp_path: Path) -> None
     shutil.copy(good, newer)
     with open(newer, "r+b") as file:
         lines = file.read(SEAL_BYTES).split(b"\n", 2)
-        text = lines[0] + b"\n" + lines[1].replace(b'"format": 1', b'"format": 2') + b"\n"
+        text = lines[0] + b"\n" + lines[1].replace(b'"format": 2', b'"format": 3') + b"\n"
         file.seek(0)
         file.write((text + hash_of(text).encode() + b"\n").ljust(SEAL_BYTES, b"\0"))
-    with pytest.raises(CheckpointError, match="has format 2, this hpctrain reads format 1"):
+    with pytest.raises(CheckpointError, match="has format 3, this hpctrain reads formats 1 to 2"):
         load_newest_good(tmp_path, comm=SerialWorld())
 
 
@@ -195,7 +195,8 @@ def test_verify_names_every_damaged_extent_whatever_the_number_of_ranks(good: Pa
     assert found[0] == found[1]
     assert len(found[0]) == 3
     stored = read_structure(good).metadata.tensors["optimizer.step"]
-    expected = f"tensor 'optimizer.step', bytes {stored.file_offset} to {stored.file_offset + 7} of the file"
+    begin = stored.pieces[0].file_offset
+    expected = f"tensor 'optimizer.step', bytes {begin} to {begin + 7} of the file"
     assert any(expected in line for line in found[0])
 
 
@@ -248,8 +249,15 @@ def tensor_named(metadata: dict[str, Any], name: str) -> dict[str, Any]:
     return next(entry for entry in metadata["tensors"] if entry["name"] == name)
 
 
+def piece_of(metadata: dict[str, Any], name: str) -> dict[str, Any]:
+    return tensor_named(metadata, name)["pieces"][0]
+
+
 def set_in(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda metadata: tensor_named(metadata, name).__setitem__(key, value)
+    """Set a key of the tensor, or of its piece."""
+    return lambda metadata: (piece_of if key in ("offset", "extents") else tensor_named)(
+        metadata, name
+    ).__setitem__(key, value)
 
 
 def many_tensors(metadata: dict[str, Any]) -> None:
@@ -262,13 +270,14 @@ def finely_cut(metadata: dict[str, Any]) -> None:
     entry = tensor_named(metadata, "large")  # 200 x 701
     upper = [[[0, i], [i % 199 + 1, 1], "0" * 16] for i in range(701)]
     lower = [[[i % 199 + 1, i], [199 - i % 199, 1], "0" * 16] for i in range(701)]
-    entry.update(view=[200, 701], extents=upper + lower)
-    entry["extents"] *= 20
+    entry.update(view=[200, 701])
+    piece_of(metadata, "large").update(start=[0, 0], shape=[200, 701], extents=(upper + lower) * 20)
 
 
-HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
-    "size beyond the file": lambda m: tensor_named(m, "large").update(
-        shape=[2**40], view=[2**40], extents=[[[0], [2**40], "0" * 16]]
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "size beyond the file": lambda m: (
+        tensor_named(m, "large").update(shape=[2**40], view=[2**40]),
+        piece_of(m, "large").update(shape=[2**40], extents=[[[0], [2**40], "0" * 16]]),
     ),
     "huge dims": set_in("large", "shape", [2**62, 2**62]),
     "huge empty": set_in("empty", "shape", [2**62, 2**62, 0]),
@@ -288,9 +297,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "dtype larger": set_in("large", "dtype", "complex128"),
     "33 dimensions": set_in("large", "shape", [1] * 33),
     "view of another size": set_in("large", "view", [7]),
-    "overlapping tensors": lambda m: tensor_named(m, "mask").update(
-        offset=tensor_named(m, "large")["offset"] + 8
-    ),
+    "overlapping tensors": lambda m: piece_of(m, "mask").update(offset=piece_of(m, "large")["offset"] + 8),
     "one region claimed 20000 times": many_tensors,
     "finely cut": finely_cut,
     "name twice": lambda m: m["tensors"].append(m["tensors"][0]),

@@ -56,18 +56,19 @@ def test_metadata_and_seal_are_as_documented(path: Path) -> None:
     seal = json.loads(lines[1])
     with h5py.File(path, "r") as file:
         assert file.userblock_size == SEAL_BYTES
-        assert file.attrs["hpctrain_format"] == seal["format"] == 1
+        assert file.attrs["hpctrain_format"] == seal["format"] == 2
         assert file.attrs["metadata_xxh3_64"] == seal["metadata_xxh3_64"]
         metadata = json.loads(file["metadata"][:].tobytes())
         assert file["metadata"].id.get_offset() == seal["metadata_offset"]
         for entry in metadata["tensors"]:
-            dataset = file[entry["dataset"]]
+            (piece,) = entry["pieces"]
+            dataset = file[piece["dataset"]]
             assert list(dataset.shape) == entry["shape"]
             assert dataset.chunks is None
             if dataset.size:
-                assert dataset.id.get_offset() == entry["offset"]
+                assert dataset.id.get_offset() == piece["offset"]
             if dataset.nbytes >= 1 << 16:
-                assert entry["offset"] % 4096 == 0
+                assert piece["offset"] % 4096 == 0
     assert seal["file_bytes"] == path.stat().st_size
     assert metadata["step"] == 50
     assert metadata["document"] == dict(state_of(0, 1).document)
