@@ -1,0 +1,96 @@
+"""Deleting what is no longer kept, once a newer checkpoint is proven. Thin I/O, done by one rank alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+from hpctrain.checkpoint.file_bytes import sync_directory
+from hpctrain.checkpoint.listing import finished_newest_first, main_file, step_of
+from hpctrain.checkpoint.retention import Best, Retention, steps_to_delete
+from hpctrain.checkpoint.structure import read_structure
+from hpctrain.errors import HpctrainError
+
+
+def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
+    """Delete the checkpoints of `directory` that `retention` does not keep, now that `saved` is proven and has
+    its final name. Not collective.
+
+    What went wrong is returned as text: it is no reason to call the save failed. With `retention.best` a
+    checkpoint whose metric cannot be read stays: it might be the best.
+    """
+    try:
+        paths = finished_newest_first(directory)
+    except HpctrainError as error:
+        return [f"older checkpoints were kept: {error}"]
+    notes: list[str] = []
+    by_step: dict[int, list[Path]] = {}  # a killed replacement may have left two of one step
+    for path in paths:
+        by_step.setdefault(step_of(path) or 0, []).append(path)
+    newest = step_of(saved) or 0
+    to_delete = steps_to_delete(by_step, saved=newest, keep=retention)
+    if to_delete and retention.best is not None:
+        quality, unknown = _quality(by_step, best=retention.best, saved=newest, notes=notes)
+        to_delete = steps_to_delete(by_step, saved=newest, keep=retention, quality=quality)
+        to_delete = [step for step in to_delete if step not in unknown]
+    for path in (path for step in to_delete for path in by_step[step]):
+        try:
+            delete_checkpoint(path)
+        except OSError as error:
+            notes.append(f"could not delete {path.name}: {error.strerror or error}")
+    return notes
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a finished checkpoint, a file or a folder; one that is gone already is no error. OSError.
+
+    A folder first gets the name of one that is being written: half deleted, it is never taken for a
+    checkpoint, and the next save removes what is left of it.
+    """
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    doomed = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
+    os.rename(path, doomed)
+    sync_directory(path.parent)
+    shutil.rmtree(doomed)
+
+
+def _quality(
+    by_step: dict[int, list[Path]], *, best: Best, saved: int, notes: list[str]
+) -> tuple[dict[int, float], set[int]]:
+    """The metric by step, and the steps whose checkpoint could not be read."""
+    quality: dict[int, float] = {}
+    unknown: set[int] = set()
+    for step, paths in by_step.items():
+        if step > saved:
+            continue
+        try:
+            main = main_file(paths[0])
+            status = main.stat()
+            found = _numbers(main, status.st_mtime_ns, status.st_size).get(best.metric)
+        except (HpctrainError, OSError, OverflowError) as error:
+            unknown.add(step)
+            notes.append(f"kept {paths[0].name}, whose {best.metric} cannot be read: {error}")
+            continue
+        if found is not None:
+            quality[step] = found
+    if not quality and not unknown:
+        notes.append(f"no checkpoint has the metric {best.metric!r} yet, so none is kept for being the best")
+    return quality, unknown
+
+
+@lru_cache(maxsize=1024)
+def _numbers(main: Path, mtime_ns: int, file_bytes: int) -> dict[str, float]:
+    """The numbers of the document's `quality`. A save looks at all that are kept: each is read once."""
+    quality = read_structure(main).metadata.document.get("quality")
+    if not isinstance(quality, dict):
+        return {}
+    return {
+        str(name): float(value)
+        for name, value in quality.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
