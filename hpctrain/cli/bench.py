@@ -1,4 +1,4 @@
-"""`hpctrain bench`: allreduce, step, data."""
+"""`hpctrain bench`: allreduce, step, data, checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from hpctrain.cli.bench_checkpoint import checkpoint_command
 from hpctrain.cli.bench_data import data_command
 from hpctrain.cli.bench_show import show
 from hpctrain.errors import StoppedEarly, UsageError
@@ -20,12 +21,13 @@ from hpctrain.launch import Launcher, identify
 INTERRUPTED = 130  # as a shell says it of a command that Ctrl-C ended
 
 bench_app = typer.Typer(
-    help="""Measure what this machine and network give: reductions, whole training steps, reading.
+    help="""Measure what this machine and network give: reductions, whole training steps, reading, checkpoints.
 
 \b
   hpctrain launch -n 4 -- hpctrain bench allreduce                 every algorithm, fp32 and fp16
   hpctrain bench step examples/digits.toml --ranks 1,2,4           samples/s and efficiency by number of ranks
   hpctrain bench data digits/train                                 samples/s, MB/s, share of the raw read speed
+  hpctrain launch -n 2 -- hpctrain bench checkpoint                saving and loading, share of the raw disk's speed
 """,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -227,6 +229,7 @@ def step_command(
 
 
 bench_app.command("data")(data_command)
+bench_app.command("checkpoint")(checkpoint_command)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,196 @@
+"""`hpctrain bench checkpoint`: how fast state is saved and loaded here, and how fast its bytes can be at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from random import Random
+from socket import gethostname
+from statistics import median
+
+import psutil
+
+from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
+from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, Saving, Turn, Way
+from hpctrain.bench.spread import Spread, spread_of
+from hpctrain.checkpoint.engine import engine_named
+from hpctrain.comm import Collective, all_gather_json
+from hpctrain.comm.agreement import agreed
+from hpctrain.errors import CheckpointError, UsageError
+
+# The state, what is read into fresh memory, and what else a rank needs.
+MEMORY_COPIES = 2.2
+# The largest number of files of the state's size at one time: two to read from, one being written.
+FILES_AT_ONCE = 3
+
+
+class Cache(str, Enum):
+    """warm: files are read that are in the page cache as far as it holds them. cold: they are put out of it first."""
+
+    WARM = "warm"
+    COLD = "cold"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointAsked:
+    """num_bytes: of the state, which every rank holds whole. engines: names of `hpctrain.checkpoint.Engine`."""
+
+    num_bytes: int = 512 << 20
+    num_tensors: int = 32
+    engines: tuple[str, ...] = ("auto",)
+    repeats: int = 7
+    warmup: int = 1
+    cache: Cache = Cache.WARM
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("--tensors", self.num_tensors, 1), ("--repeats", self.repeats, 1), ("--warmup", self.warmup, 0),
+            ("the number of engines", len(self.engines), 1),
+        ):  # fmt: skip
+            if value < least:
+                raise UsageError(f"{name} is {value}: at least {least} is needed")
+        if self.num_bytes < 4 * self.num_tensors:
+            raise UsageError(
+                f"{self.num_bytes} bytes cannot be {self.num_tensors} tensors of float32: give at least "
+                f"{4 * self.num_tensors} bytes, or fewer tensors"
+            )
+        for engine in self.engines:
+            engine_named(engine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRow:
+    """A line of the table. raw: the row that it is held against; None for a raw one.
+
+    seconds: of the slowest rank. share_of_raw: the raw time over this one's, round by round, median.
+    engine: the one that ran, and None where nothing was saved.
+    """
+
+    what: str
+    engine: str | None
+    raw: str | None
+    seconds: Spread
+    samples_s: tuple[float, ...]
+    num_bytes: int
+    share_of_raw: float | None
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds.median
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointMeasured:
+    """notes: what a reader must know. num_bytes: of the state. rank_bytes: what each rank writes of it raw."""
+
+    rows: list[CheckpointRow]
+    num_bytes: int
+    rank_bytes: list[int]
+    notes: list[str] = field(default_factory=list)
+
+
+def measure_checkpoint(
+    asked: CheckpointAsked,
+    *,
+    comm: Collective,
+    directory: Path,
+    progress: Callable[[float], None] = lambda share: None,
+) -> CheckpointMeasured:
+    """Every way once a round, in another order each round. Collective; the same value on every rank.
+
+    directory: empty, on the filesystem to be measured, seen by all ranks; what is written stays in it.
+    Raises on every rank: UsageError where memory or disk do not hold what was asked for, CheckpointError.
+    """
+    check_room(asked, comm=comm, directory=directory)
+    state = make_state(num_bytes=asked.num_bytes, num_tensors=asked.num_tensors, seed=asked.seed)
+    raw = RawShare(state, rank=comm.rank, num_ranks=comm.num_ranks)
+    writing: list[Way] = [
+        RawWriting(raw, comm=comm, directory=directory),
+        *(Saving(state.state, engine=name, comm=comm, directory=directory) for name in asked.engines),
+    ]
+    cold = asked.cache is Cache.COLD
+    reading: list[Way] = [
+        RawReading(raw, comm=comm, directory=directory, cold=cold),
+        Loading(state.state, comm=comm, directory=directory, cold=cold),
+    ]
+    turns = take_turns(
+        [*writing, *reading], repeats=asked.repeats, warmup=asked.warmup, seed=asked.seed, progress=progress
+    )
+    rows = [row_of(way, turns, num_bytes=state.num_bytes) for way in (*writing, *reading)]
+    return CheckpointMeasured(
+        rows=rows, num_bytes=state.num_bytes, rank_bytes=all_gather_json(comm, raw.num_bytes),
+        notes=_notes(rows, state=state, comm=comm),
+    )  # fmt: skip
+
+
+def take_turns(
+    ways: Sequence[Way],
+    *,
+    repeats: int,
+    warmup: int,
+    seed: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, list[Turn]]:
+    """Each way's turns, by its name, without those of the first `warmup` rounds. Collective."""
+    order = Random(seed)
+    found: dict[str, list[Turn]] = {way.name: [] for way in ways}
+    for number in range(warmup + repeats):
+        for place, way in enumerate(order.sample(list(ways), len(ways))):
+            turn = way.turn()
+            if number >= warmup:
+                found[way.name].append(turn)
+            progress((number + (place + 1) / len(ways)) / (warmup + repeats))
+    return found
+
+
+def row_of(way: Way, turns: Mapping[str, Sequence[Turn]], *, num_bytes: int) -> CheckpointRow:
+    mine = [turn.seconds for turn in turns[way.name]]
+    share = None
+    if way.raw is not None:
+        share = median(raw.seconds / own for raw, own in zip(turns[way.raw], mine, strict=True))
+    return CheckpointRow(
+        what=way.name, engine=way.engine, raw=way.raw, seconds=spread_of(mine), samples_s=tuple(mine),
+        num_bytes=num_bytes, share_of_raw=share,
+    )  # fmt: skip
+
+
+def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> None:
+    """Raises UsageError on every rank where memory or disk are too small on any. Collective."""
+    free_bytes = psutil.virtual_memory().available
+    ranks_here = Counter(all_gather_json(comm, gethostname()))[gethostname()]
+
+    def check() -> None:
+        needed = int(MEMORY_COPIES * asked.num_bytes * ranks_here)
+        if needed > free_bytes:
+            raise UsageError(
+                f"{ranks_here} ranks on {gethostname()} need {needed / 1e9:.3g} GB of memory for a state of "
+                f"{asked.num_bytes / 1e9:.3g} GB, {free_bytes / 1e9:.3g} GB are free: ask for a smaller --size"
+            )
+        free = shutil.disk_usage(directory).free
+        if FILES_AT_ONCE * asked.num_bytes > free:
+            raise UsageError(
+                f"{FILES_AT_ONCE} files of {asked.num_bytes / 1e9:.3g} GB do not fit into {directory}, where "
+                f"{free / 1e9:.3g} GB are free: ask for a smaller --size or another --directory"
+            )
+
+    agreed(comm, check, os_error=CheckpointError)
+
+
+def _notes(rows: Sequence[CheckpointRow], *, state: BenchState, comm: Collective) -> list[str]:
+    notes = []
+    cores = psutil.cpu_count() or 1
+    most = max(Counter(all_gather_json(comm, gethostname())).values())
+    if most > cores:
+        notes.append(f"{most} ranks share {cores} cores of a node: they take turns there, also while saving")
+    fastest = max(rows, key=lambda row: row.bytes_per_s)
+    if fastest.seconds.median < 0.02:
+        notes.append(
+            f"{state.num_bytes / 1e6:.3g} MB are too few to measure a disk with: {fastest.what} takes "
+            f"{1e3 * fastest.seconds.median:.3g} ms; ask for a larger --size"
+        )
+    return notes

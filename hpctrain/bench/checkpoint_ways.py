@@ -1,0 +1,181 @@
+"""Ways to get a state onto a disk and back. A way takes a turn: once, into a file that was not there before."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, final
+
+from hpctrain.bench.checkpoint_raw import RawShare
+from hpctrain.bench.page_cache import evict
+from hpctrain.checkpoint import Engine, State, load, save
+from hpctrain.checkpoint.file_bytes import sync_directory
+from hpctrain.comm import Collective, all_gather_json
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.errors import CheckpointError, DataError
+
+T = TypeVar("T")
+RAW_WRITE, RAW_READ = "raw write", "raw read"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """seconds: on the slowest rank, from a barrier on."""
+
+    seconds: float
+
+
+class Way(Protocol):
+    """name: in the table. engine: the checkpoint engine that ran; known after a turn. raw: the way that it is
+    held against; None for that one itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def engine(self) -> str | None: ...
+
+    @property
+    def raw(self) -> str | None: ...
+
+    def turn(self) -> Turn:
+        """Collective. Raises CheckpointError on every rank."""
+
+
+@final
+class RawWriting:
+    """Every rank writes its share of the bytes into one plain file, and flushes it. The file is there before."""
+
+    name, engine, raw = RAW_WRITE, None, None
+
+    def __init__(self, share: RawShare, *, comm: Collective, directory: Path) -> None:
+        self._share, self._comm, self._path = share, comm, directory / "raw-write"
+
+    def turn(self) -> Turn:
+        on_rank_0(self._comm, lambda: _tried(lambda: self._share.create(self._path)))
+        seconds = own_seconds(self._comm, lambda: self._share.write(self._path))
+        remove(self._path, comm=self._comm)
+        return Turn(seconds=seconds)
+
+
+@final
+class Saving:
+    """`hpctrain.checkpoint.save`: hashes, flush, rename and all."""
+
+    raw = RAW_WRITE
+
+    def __init__(self, state: State, *, engine: str, comm: Collective, directory: Path) -> None:
+        self._state, self._asked, self._comm = state, engine, comm
+        self._directory = directory / f"save-{engine}"
+        self.name = f"save, {engine}"
+        self.engine: str | None = None
+
+    def turn(self) -> Turn:
+        begin_s = begin(self._comm)
+        done = save(
+            self._state, directory=self._directory, step=1, comm=self._comm, keep=None, engine=Engine(self._asked)
+        )  # fmt: skip
+        seconds = slowest_since(self._comm, begin_s)
+        self.engine = done.engine.value
+        remove(self._directory, comm=self._comm)
+        return Turn(seconds=seconds)
+
+
+@final
+class RawReading:
+    """Every rank reads all bytes of a plain file into fresh memory."""
+
+    name, engine, raw = RAW_READ, None, None
+
+    def __init__(self, share: RawShare, *, comm: Collective, directory: Path, cold: bool) -> None:
+        self._share, self._comm, self._cold = share, comm, cold
+        self._path = directory / "raw-read"
+
+    def turn(self) -> Turn:
+        if not on_rank_0(self._comm, self._path.exists):
+            on_rank_0(self._comm, lambda: _tried(lambda: self._share.create(self._path)))
+            own_seconds(self._comm, lambda: self._share.write(self._path))
+        make_cold(self._path, comm=self._comm, cold=self._cold)
+        return Turn(seconds=own_seconds(self._comm, lambda: self._share.read(self._path)))
+
+
+@final
+class Loading:
+    """`hpctrain.checkpoint.load`: every rank the whole state, every byte verified."""
+
+    name, engine, raw = "load, verified", None, RAW_READ
+
+    def __init__(self, state: State, *, comm: Collective, directory: Path, cold: bool) -> None:
+        self._state, self._comm, self._cold = state, comm, cold
+        self._directory = directory / "load"
+        self._path: Path | None = None
+
+    def turn(self) -> Turn:
+        if self._path is None:
+            self._path = save(self._state, directory=self._directory, step=1, comm=self._comm).path
+        make_cold(self._path, comm=self._comm, cold=self._cold)
+        begin_s = begin(self._comm)
+        loaded = load(self._path, comm=self._comm)
+        seconds = slowest_since(self._comm, begin_s)
+        del loaded  # giving memory back is nobody's reading
+        return Turn(seconds=seconds)
+
+
+def begin(comm: Collective) -> float:
+    """This rank's clock when all have come. Collective."""
+    comm.barrier()
+    return time.perf_counter()
+
+
+def slowest_since(comm: Collective, begin_s: float) -> float:
+    """Seconds since then, on the rank where they are most. Collective."""
+    mine = time.perf_counter() - begin_s
+    return float(max(all_gather_json(comm, mine)))
+
+
+def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
+    """Seconds of `function`, which does not communicate, on the slowest rank. Collective.
+
+    What it returns is given back after the time is taken. Raises CheckpointError on every rank for an OSError.
+    """
+    begin_s = begin(comm)
+
+    def timed() -> float:
+        kept = function()
+        seconds = time.perf_counter() - begin_s
+        del kept
+        return seconds
+
+    mine = agreed(comm, timed, os_error=CheckpointError)
+    return float(max(all_gather_json(comm, mine)))
+
+
+def remove(path: Path, *, comm: Collective) -> None:
+    """Remove a file or a folder, and have the filesystem done with it before anything else is timed. Collective."""
+
+    def gone() -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        sync_directory(path.parent)
+
+    on_rank_0(comm, lambda: _tried(gone))
+
+
+def make_cold(path: Path, *, comm: Collective, cold: bool) -> None:
+    """Put the file out of every node's page cache, if that was asked for. Collective."""
+    if cold:
+        files = [path] if path.is_file() else sorted(path.iterdir())
+        agreed(comm, lambda: evict(files), os_error=DataError)
+
+
+def _tried(function: Callable[[], Any]) -> None:
+    """Raises CheckpointError for an OSError."""
+    try:
+        function()
+    except OSError as error:
+        raise CheckpointError(f"cannot measure checkpoints: {error}") from error
