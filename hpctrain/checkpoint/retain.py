@@ -19,13 +19,24 @@ def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
     """Delete the checkpoints of `directory` that `retention` does not keep, now that `saved` is proven and has
     its final name. Not collective.
 
-    What went wrong is returned as text: it is no reason to call the save failed. With `retention.best` a
-    checkpoint whose metric cannot be read stays: it might be the best.
+    What went wrong is returned as text: it is no reason to call the save failed.
     """
+    paths, notes = deletable(directory, saved=saved, retention=retention)
+    for path in paths:
+        try:
+            delete_checkpoint(path)
+        except OSError as error:
+            notes.append(f"could not delete {path.name}: {error.strerror or error}")
+    return notes
+
+
+def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[list[Path], list[str]]:
+    """What `retain` deletes, oldest first, and its notes. With `retention.best` a checkpoint whose metric cannot be
+    read stays: it might be the best."""
     try:
         paths = finished_newest_first(directory)
     except HpctrainError as error:
-        return [f"older checkpoints were kept: {error}"]
+        return [], [f"older checkpoints were kept: {error}"]
     notes: list[str] = []
     by_step: dict[int, list[Path]] = {}  # a killed replacement may have left two of one step
     for path in paths:
@@ -36,12 +47,7 @@ def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
         quality, unknown = _quality(by_step, best=retention.best, saved=newest, notes=notes)
         to_delete = steps_to_delete(by_step, saved=newest, keep=retention, quality=quality)
         to_delete = [step for step in to_delete if step not in unknown]
-    for path in (path for step in to_delete for path in by_step[step]):
-        try:
-            delete_checkpoint(path)
-        except OSError as error:
-            notes.append(f"could not delete {path.name}: {error.strerror or error}")
-    return notes
+    return [path for step in to_delete for path in by_step[step]], notes
 
 
 def delete_checkpoint(path: Path) -> None:
