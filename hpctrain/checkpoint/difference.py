@@ -1,0 +1,289 @@
+"""In which tensors and entries two checkpoints differ, and by how much. The ranks share the work.
+
+Extents that lie alike in both and have the same hash are the same and are not read; so two checkpoints of which most
+is frozen are compared in no time. It also means that damage which happened after saving is not looked for here: that
+is what `verify` does. All that is read is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.boxes import Box, split_box, whole
+from hpctrain.checkpoint.dtypes import byte_view
+from hpctrain.checkpoint.metadata import StoredTensor
+from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
+from hpctrain.comm.agreement import agreed, all_gather_json
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError
+
+# What is read of each checkpoint at a time. Extents are at most 4 MiB: few are read twice, at the edges of a region.
+REGION_BYTES = 32 << 20
+_CHUNK_ELEMS = 1 << 20  # compared at a time, as float64
+_BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """An element b has changed from a when |b - a| > absolute + relative * |a|; with both 0, when its bits have."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.absolute == 0 and self.relative == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """How much elements differ; amounts of several regions can be added.
+
+    num_elems: compared. num_different: of these, the ones whose bits differ (whose values, between two dtypes).
+    num_beyond: of these, the ones beyond the tolerance. num_not_finite: of these, the ones whose difference is not a
+    finite number; they do not count in what follows. max_abs: the largest difference. squares: sum of the squared
+    differences. squares_of_first: sum of the squared elements of the first, where finite.
+    """
+
+    num_elems: int = 0
+    num_different: int = 0
+    num_beyond: int = 0
+    num_not_finite: int = 0
+    max_abs: float = 0.0
+    squares: float = 0.0
+    squares_of_first: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            num_elems=self.num_elems + other.num_elems,
+            num_different=self.num_different + other.num_different,
+            num_beyond=self.num_beyond + other.num_beyond,
+            num_not_finite=self.num_not_finite + other.num_not_finite,
+            max_abs=max(self.max_abs, other.max_abs),
+            squares=self.squares + other.squares,
+            squares_of_first=self.squares_of_first + other.squares_of_first,
+        )
+
+    @property
+    def relative(self) -> float | None:
+        """Norm of the difference over the norm of the first; None where that is no number."""
+        if self.squares_of_first == 0 or not math.isfinite(self.squares + self.squares_of_first):
+            return None
+        return math.sqrt(self.squares / self.squares_of_first)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """first, second: dtype and shape, such as `float32 [3, 4]`. amount: None where the shapes differ."""
+
+    name: str
+    first: str
+    second: str
+    amount: Amount | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntryDifference:
+    """An entry of the document. first, second: its JSON; None where there is none."""
+
+    path: str
+    first: str | None
+    second: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """num_same: tensors that are the same within the tolerance. Everything by name."""
+
+    first: Checkpoint
+    second: Checkpoint
+    num_same: int
+    changed: tuple[TensorDifference, ...]
+    only_in_first: tuple[str, ...]
+    only_in_second: tuple[str, ...]
+    entries: tuple[EntryDifference, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.changed or self.only_in_first or self.only_in_second or self.entries)
+
+
+def compare(
+    first: Path | str,
+    second: Path | str,
+    *,
+    comm: Collective,
+    prefix: str = "",
+    tolerance: Tolerance | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Difference:
+    """Compare two checkpoints, each a path or a directory (then its newest). Collective, the same result on all ranks.
+
+    prefix: only tensors whose names begin with it; the documents are then left out. progress: called with the bytes of
+    this rank's share that are compared, and that are to compare. Memory of a rank: two regions of REGION_BYTES, and
+    about 100 MB. Raises CheckpointError on every rank, also for damage in what is read.
+    """
+    tolerance = tolerance or Tolerance()
+    opened = open_checkpoint(first, comm=comm), open_checkpoint(second, comm=comm)
+    one, two = (_under(checkpoint, prefix) for checkpoint in opened)
+    both = [name for name in one if name in two]
+    to_read = [name for name in both if not _same_hashes(one[name], two[name])]
+    units = [unit for name in to_read for unit in _regions(one[name], two[name])]
+
+    def own_part() -> list[tuple[str, dict[str, Any]]]:
+        mine = units[comm.rank :: comm.num_ranks]
+        total = sum(region.num_elems * one[name].elem_bytes for name, region in mine)
+        done, found = 0, []
+        for name, region in mine:
+            place = {"offset": region.offset, "shape": region.shape}
+            pair = opened[0].read(name, **place), opened[1].read(name, **place)
+            found.append((name, asdict(_amount(*pair, tolerance=tolerance))))
+            done += region.num_elems * one[name].elem_bytes
+            progress(done, total)
+        return found
+
+    amounts = {name: Amount() for name in to_read}
+    for part in all_gather_json(comm, agreed(comm, own_part, os_error=CheckpointError)):
+        for name, amount in part:
+            amounts[name] += Amount(**amount)
+    changed = [
+        _tensor_difference(one[name], two[name], amounts[name])
+        for name in to_read
+        if not _same_kind(one[name], two[name]) or amounts[name].num_beyond
+    ]
+    return Difference(
+        first=opened[0],
+        second=opened[1],
+        num_same=len(both) - len(changed),
+        changed=tuple(changed),
+        only_in_first=tuple(name for name in one if name not in two),
+        only_in_second=tuple(name for name in two if name not in one),
+        entries=() if prefix else tuple(compare_documents(opened[0].document, opened[1].document)),
+    )
+
+
+def compare_documents(first: Any, second: Any, *, path: str = "") -> Iterator[EntryDifference]:
+    """The entries in which two JSON values differ, as `key.key[place]`."""
+    missing = object()
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        for key in sorted({*first, *second}):
+            deeper = f"{path}.{key}" if path else str(key)
+            yield from _compare_entry(first.get(key, missing), second.get(key, missing), deeper, missing)
+    elif isinstance(first, list) and isinstance(second, list):
+        for place in range(max(len(first), len(second))):
+            one, two = (values[place] if place < len(values) else missing for values in (first, second))
+            yield from _compare_entry(one, two, f"{path}[{place}]", missing)
+    elif (one := json.dumps(first, sort_keys=True)) != (two := json.dumps(second, sort_keys=True)):
+        yield EntryDifference(path=path, first=one, second=two)
+
+
+def _compare_entry(first: Any, second: Any, path: str, missing: object) -> Iterator[EntryDifference]:
+    if first is not missing and second is not missing:
+        yield from compare_documents(first, second, path=path)
+        return
+    one, two = (None if value is missing else json.dumps(value, sort_keys=True) for value in (first, second))
+    yield EntryDifference(path=path, first=one, second=two)
+
+
+def _under(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
+    found = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)}
+    if prefix and not found:
+        raise CheckpointError(f"{checkpoint.path} has no tensor under {prefix!r}", agreed=True)
+    return found
+
+
+def _same_kind(first: StoredTensor, second: StoredTensor) -> bool:
+    return (first.dtype, first.shape) == (second.dtype, second.shape)
+
+
+def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether the two are cut alike and every extent has the same hash: then their bits are the same."""
+    if not _same_kind(first, second) or first.view != second.view:
+        return False
+    one, two = (
+        {(e.box.offset, e.box.shape): e.hash for _, e in tensor.extents} for tensor in (first, second)
+    )
+    return one == two
+
+
+def _regions(first: StoredTensor, second: StoredTensor) -> Iterator[tuple[str, Box]]:
+    """What is to be read; nothing where the shapes differ."""
+    if first.shape == second.shape:
+        elem_bytes = max(first.elem_bytes, second.elem_bytes)
+        for region in split_box(whole(first.shape), max_elems=REGION_BYTES // elem_bytes):
+            yield first.name, region
+
+
+def _tensor_difference(first: StoredTensor, second: StoredTensor, amount: Amount) -> TensorDifference:
+    return TensorDifference(
+        name=first.name,
+        first=f"{first.dtype} {list(first.shape)}",
+        second=f"{second.dtype} {list(second.shape)}",
+        amount=amount if first.shape == second.shape else None,
+    )
+
+
+def _amount(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
+    """Of two tensors of one shape."""
+    one, two = first.reshape(-1), second.reshape(-1)
+    total = Amount()
+    for start in range(0, one.numel(), _CHUNK_ELEMS):
+        chunk = slice(start, start + _CHUNK_ELEMS)
+        total += _amount_of_chunk(one[chunk], two[chunk], tolerance=tolerance)
+    return total
+
+
+def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
+    values, others = _values(first), _values(second)
+    if first.dtype == second.dtype:
+        different = _different_bits(first, second)
+    elif values is None or others is None:
+        different = torch.ones(first.numel(), dtype=torch.bool)
+    else:
+        different = (values != others) & ~(values.isnan() & others.isnan())
+    num_different = int(different.sum())
+    if values is None or others is None:
+        return Amount(num_elems=first.numel(), num_different=num_different, num_beyond=num_different)
+    sizes = values.abs()
+    differences = torch.where(different, others - values, 0).abs()
+    finite = differences.isfinite()
+    beyond = different
+    if not tolerance.is_exact:
+        beyond = different & ~(differences <= tolerance.absolute + tolerance.relative * sizes)
+    counted = differences[finite]
+    return Amount(
+        num_elems=first.numel(),
+        num_different=num_different,
+        num_beyond=int(beyond.sum()),
+        num_not_finite=int((~finite).sum()),
+        max_abs=float(counted.max()) if counted.numel() else 0.0,
+        squares=float(counted.square().sum()),
+        squares_of_first=float(sizes[sizes.isfinite()].square().sum()),
+    )
+
+
+def _different_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Shape (num_elems,), bool."""
+    width = first.element_size()
+    bits = _BITS.get(width, torch.int64)  # two words for complex128
+    one, two = (byte_view(tensor).view(bits).reshape(-1, max(1, width // 8)) for tensor in (first, second))
+    return (one != two).any(dim=1)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements as float64 or complex128, shape (num_elems,); None for a dtype that holds no plain numbers."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental at every touch
+            return tensor.to(wide)
+    except (RuntimeError, NotImplementedError):
+        return None
