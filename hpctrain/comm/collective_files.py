@@ -1,4 +1,4 @@
-"""Files that all ranks read together through MPI-IO, so that few large reads serve many small requests.
+"""Files that all ranks read or write together through MPI-IO, so that few large requests serve many small ones.
 
 The MPI backend gives the module and the communicator; nothing here imports mpi4py.
 Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO", Frontiers 1999.
@@ -9,24 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.comm.collective_writing import CollectiveWriter, MpiCollectiveWriter
 from hpctrain.errors import CommunicationError
 
 _MAX_OPEN = 32
 # Open MPI 4.1.4's module of first choice (vulcan) gives wrong bytes, without an error, where the ranks' requests
 # differ in number: seen on 3 ranks of one node. These two read rightly. Looked at when the first file is opened.
 _SOUND_MODULES = ("OMPI_MCA_fcoll", "two_phase,individual")
+# Filling small gaps by reading what lies there and writing it back would undo what another rank writes into them
+# (darshan#1064).
+_NO_SIEVING = ("OMPI_MCA_fbtl_posix_write_datasieving", "0")
 
 
 @runtime_checkable
 class CollectiveFiles(Protocol):
-    """Files read by all ranks at once. Used by one thread at a time, in the same order on every rank."""
+    """Files read or written by all ranks of a group at once. Used by one thread at a time, in the same order on
+    every rank."""
 
     def read(
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
@@ -36,6 +41,13 @@ class CollectiveFiles(Protocol):
         Collective: every rank names the same path and its own stretches, ascending, without overlap, less
         than 2 GiB together, and maybe none. They must lie inside the file: MPI does not reliably tell that
         it read less. CommunicationError when MPI reports a failure.
+        """
+
+    def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter | None:
+        """Open a file that is there to write it together; None where MPI is not there. Collective.
+
+        Every rank names the same path and the same hints for MPI. Do not read from `path` through this object
+        before the writer is closed. CommunicationError when MPI reports a failure.
         """
 
     def close(self) -> None:
@@ -52,6 +64,7 @@ class MpiCollectiveFiles:
         self._comm = comm
         self._open: OrderedDict[Path, Any] = OrderedDict()
         os.environ.setdefault(*_SOUND_MODULES)
+        os.environ.setdefault(*_NO_SIEVING)
 
     @contextlib.contextmanager
     def _reported(self, operation: str) -> Iterator[None]:
@@ -87,6 +100,9 @@ class MpiCollectiveFiles:
             if stretches is not None:
                 stretches.Free()
 
+    def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter:
+        return MpiCollectiveWriter(self._mpi, self._comm, path=path, hints=hints)
+
     def close(self) -> None:
         with self._reported("closing files"):
             for file in self._open.values():
@@ -97,7 +113,7 @@ class MpiCollectiveFiles:
 
 @final
 class LocalFiles:
-    """`CollectiveFiles` of ranks in one process: each reads for itself."""
+    """`CollectiveFiles` of ranks in one process: each reads for itself; nothing is written together."""
 
     def read(
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
@@ -115,6 +131,10 @@ class LocalFiles:
                         length -= count
         except OSError as error:
             raise CommunicationError(f"reading {path}: {error}") from error
+
+    def writer(self, path: Path, *, hints: Mapping[str, str]) -> None:
+        """None: there is no MPI."""
+        return
 
     def close(self) -> None:
         """Nothing is open."""

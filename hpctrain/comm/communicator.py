@@ -85,6 +85,13 @@ class Collective(Protocol):
 
     def barrier(self) -> None: ...
 
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
+        """Files that ranks read or write together; None where the backend has no such means.
+
+        members: the world ranks of this rank's own subgroup, in the order of their places; None: all of this
+        communicator. Collective over this communicator: ranks of other subgroups name theirs.
+        """
+
 
 @runtime_checkable
 class World(Collective, Protocol):
@@ -107,9 +114,6 @@ class World(Collective, Protocol):
 
         Collective. Every rank may ask for another size, also 0.
         """
-
-    def collective_files(self) -> CollectiveFiles | None:
-        """Files read by all ranks together; None where the backend has no such means. Collective."""
 
     def abort(self, exit_code: int) -> None:
         """End every rank of the run at once with `exit_code`. Not collective; does not return."""

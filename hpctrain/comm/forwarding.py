@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 
 
@@ -52,3 +53,6 @@ class Forwarding:
 
     def barrier(self) -> None:
         self._group.barrier()
+
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
+        return self._group.collective_files(members=members)

@@ -236,6 +236,22 @@ class HorovodGroup:
         """A sum of one int: Horovod's own barrier has no name, so two threads' barriers could be mixed up."""
         self.all_reduce(torch.zeros(1, dtype=torch.int32))
 
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
+        """MPI's, where Horovod runs over it."""
+        from hpctrain.comm.mpi import open_collective_files
+
+        if not _all_have_mpi(self._hvd, self):
+            return None
+        return open_collective_files(self._members if members is None else members)
+
+
+def _all_have_mpi(hvd: Any, group: Collective) -> bool:
+    """Whether Horovod runs over MPI, and mpi4py can be used beside it, on all of the group's ranks. Collective."""
+    from hpctrain.comm.mpi import can_open_transport
+
+    mine = bool(hvd.mpi_enabled()) and can_open_transport()
+    return all(answer == b"1" for answer in group.all_gather_bytes(b"1" if mine else b"0"))
+
 
 @final
 class HorovodWorld(Forwarding):
@@ -319,17 +335,8 @@ class HorovodWorld(Forwarding):
 
         return open_remote_memory(num_bytes) if self._all_have_mpi() else None
 
-    def collective_files(self) -> CollectiveFiles | None:
-        """MPI's, where Horovod runs over it."""
-        from hpctrain.comm.mpi import open_collective_files
-
-        return open_collective_files() if self._all_have_mpi() else None
-
     def _all_have_mpi(self) -> bool:
-        from hpctrain.comm.mpi import can_open_transport
-
-        mine = bool(self._hvd.mpi_enabled()) and can_open_transport()
-        return all(answer == b"1" for answer in self.all_gather_bytes(b"1" if mine else b"0"))
+        return _all_have_mpi(self._hvd, self._group)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks with `exit_code`, from whichever thread.

@@ -54,6 +54,7 @@ class MonitoredGroup:
         self._inner = inner
         self._track = track
         self._watcher = watcher
+        self._num_files = 0
 
     @property
     def backend(self) -> str:
@@ -101,6 +102,16 @@ class MonitoredGroup:
     def barrier(self) -> None:
         with self._during("barrier"):
             self._inner.barrier()
+
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
+        with self._during("collective_files"):
+            inner = self._inner.collective_files(members=members)
+        self._num_files += 1
+        if inner is None:
+            return None
+        ranks = self.members if members is None else tuple(members)
+        name = f"files {self._num_files} of {self._track.group} ({describe_ranks(ranks)})"
+        return MonitoredFiles(inner, track=self._watcher.track(group=name, members=ranks))
 
     @contextlib.contextmanager
     def _during(self, operation: str, detail: str = "", *, same: str = "") -> Iterator[None]:
@@ -216,16 +227,6 @@ class Monitored(Forwarding):
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")
             return self._world.remote_memory(num_bytes)
-
-    def collective_files(self) -> CollectiveFiles | None:
-        with self._watcher.during(self._track, "collective_files", signature="collective_files"):
-            self._all.agree("collective_files")
-            inner = self._world.collective_files()
-        self._num_made += 1
-        if inner is None:
-            return None
-        name = f"files {self._num_made}"
-        return MonitoredFiles(inner, track=self._watcher.track(group=name, members=self.members))
 
     def abort(self, exit_code: int) -> None:
         self._watcher.end()

@@ -120,10 +120,19 @@ def open_remote_memory(num_bytes: int) -> RemoteMemory:
     return MpiRemoteMemory(mpi, mpi.COMM_WORLD.Dup(), num_bytes=num_bytes)
 
 
-def open_collective_files() -> CollectiveFiles:
-    """Files that all ranks read together, whoever has initialised MPI. Collective."""
+def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
+    """Files that the world ranks `members` read or write together, whoever has initialised MPI.
+
+    Collective over them. CommunicationError where MPI counts its ranks otherwise than the run.
+    """
     mpi = _import_mpi(initialize=False)
-    return MpiCollectiveFiles(mpi, mpi.COMM_WORLD.Dup())
+    try:
+        group = mpi.COMM_WORLD.Get_group().Incl(list(members))
+        comm = mpi.COMM_WORLD.Create_group(group)
+        group.Free()
+    except mpi.Exception as error:
+        raise CommunicationError(f"opening files on ranks {list(members)}: MPI says {error}") from error
+    return MpiCollectiveFiles(mpi, comm)
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -283,6 +292,9 @@ class MpiGroup:
         with self._reported("barrier"):
             self._comm.Barrier()
 
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
+        return open_collective_files(self._members if members is None else members)
+
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         """Sum of all ranks' slices of half-precision `buffer` that are this rank's, shape (counts[rank],)."""
         width = counts[self.rank]
@@ -344,9 +356,6 @@ class MpiWorld(Forwarding):
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory:
         return open_remote_memory(num_bytes)
-
-    def collective_files(self) -> CollectiveFiles:
-        return open_collective_files()
 
     def abort(self, exit_code: int) -> None:
         """End all ranks through MPI_Abort, from whichever thread; the launcher returns `exit_code`."""

@@ -78,6 +78,9 @@ class SerialGroup:
     def barrier(self) -> None:
         return None
 
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
+        return LocalFiles()
+
 
 @final
 class SerialWorld(Forwarding):
@@ -101,9 +104,6 @@ class SerialWorld(Forwarding):
         return SharedRemoteMemory(
             parts=[np.zeros(num_bytes, dtype=np.uint8)], rank=0, barrier=self._group.barrier
         )
-
-    def collective_files(self) -> CollectiveFiles:
-        return LocalFiles()
 
     def abort(self, exit_code: int) -> None:
         """End this process at once, from whichever thread."""

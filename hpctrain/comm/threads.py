@@ -150,6 +150,9 @@ class ThreadsGroup:
         self._meeting.exchange(place=self._place, operation="barrier", value=None)
         self._meeting.wait()
 
+    def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
+        return LocalFiles()
+
 
 @final
 class ThreadsWorld(Forwarding):
@@ -193,9 +196,6 @@ class ThreadsWorld(Forwarding):
         parts = self._meeting.exchange(place=self.rank, operation="remote_memory", value=mine)
         self._meeting.wait()
         return SharedRemoteMemory(parts=parts, rank=self.rank, barrier=self._group.barrier)
-
-    def collective_files(self) -> CollectiveFiles:
-        return LocalFiles()
 
     def abort(self, exit_code: int) -> NoReturn:
         """End the waits of every rank; `run_threads` then raises the error that stands for `exit_code`."""

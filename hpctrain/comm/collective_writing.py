@@ -1,0 +1,117 @@
+"""A file that all ranks of a group write together through MPI-IO.
+
+The MPI backend gives the module and the communicator; nothing here imports mpi4py.
+Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO", Frontiers 1999.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import CommunicationError
+
+
+@runtime_checkable
+class CollectiveWriter(Protocol):
+    """One open file. Used by one thread; where it says collective, in the same order by all ranks of the group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group, from 0."""
+
+    def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
+        """Every rank's numbers, shape (num_ranks, len(mine)), in rank order. Collective; equally many each."""
+
+    def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
+        """Write `data`, shape (n,), at byte `offset`; how many bytes MPI says are written. Not collective.
+
+        Fewer than n mean an error that MPI has kept to itself, or a full disk.
+        """
+
+    def write_together(
+        self, data: NDArray[np.uint8], *, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Write `data`, shape (sum(lengths),), to the stretches that begin at `offsets`. Collective.
+
+        Stretches ascend and do not overlap, on one rank or between ranks; a rank may have none. No error
+        does not mean that the bytes are there: Open MPI's modules do not tell all that go wrong.
+        """
+
+    def close(self) -> None:
+        """Have MPI write out what it holds back, and close the file. Collective."""
+
+
+@final
+class MpiCollectiveWriter:
+    """`CollectiveWriter` over MPI-IO."""
+
+    def __init__(self, mpi: Any, comm: Any, *, path: Path, hints: Mapping[str, str]) -> None:
+        """Open the file, which is there, for reading and writing: collective over `comm`.
+
+        mpi: the module mpi4py.MPI. hints: for MPI_File_open, the same on every rank; unknown ones are ignored.
+        CommunicationError when MPI reports a failure.
+        """
+        self._mpi = mpi
+        self._comm = comm
+        self._path = path
+        info = mpi.Info.Create()
+        try:
+            for name, value in hints.items():
+                info.Set(name, value)
+            with self._reported("opening"):
+                # Modules that fill gaps between the ranks' stretches read before they write.
+                self._file = mpi.File.Open(comm, str(path), mpi.MODE_RDWR, info)
+        finally:
+            info.Free()
+
+    @property
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            raise CommunicationError(
+                f"{operation} {self._path} together on rank {self._comm.Get_rank()} of its group: MPI says {error}"
+            ) from error
+
+    def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
+        row = np.array(mine, dtype=np.int64)
+        found = np.empty((self._comm.Get_size(), len(row)), dtype=np.int64)
+        with self._reported("writing"):
+            self._comm.Allgather(row, found)
+        return found
+
+    def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
+        status = self._mpi.Status()
+        with self._reported("writing"):
+            self._file.Write_at(offset, [data, self._mpi.BYTE], status)
+        return int(status.Get_count(self._mpi.BYTE))
+
+    def write_together(
+        self, data: NDArray[np.uint8], *, offsets: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        byte = self._mpi.BYTE
+        with self._reported("writing"):
+            stretches = None
+            if len(offsets):
+                # The file as this rank sees it: its stretches one after the other.
+                stretches = byte.Create_hindexed(list(lengths), list(offsets)).Commit()
+            self._file.Set_view(0, byte, stretches or byte)
+            self._file.Write_at_all(0, [data, byte])
+            self._file.Set_view(0, byte, byte)
+            if stretches is not None:
+                stretches.Free()
+
+    def close(self) -> None:
+        with self._reported("closing"):
+            self._file.Sync()
+            self._file.Close()
