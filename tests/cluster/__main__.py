@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.cluster.cluster import CLUSTERS, Cluster
+from tests.cluster.gluster_volume import Volume
 from tests.cluster.plan import HEAD, ClusterPlan
 from tests.cluster.record import ClusterError, Lifetime, Record, end, only_one
 
@@ -29,10 +30,13 @@ def _up(arguments: argparse.Namespace, directory: Path) -> int:
         num_nodes=arguments.nodes,
         rate=None if arguments.rate == "none" else arguments.rate,
         cores_per_node=arguments.cores_per_node,
+        volumes=tuple(Volume) if arguments.gluster else (),
     )
     cluster = Cluster.up(plan, lifetime=Lifetime.KEPT)
     shaped = f"links of {plan.rate}" if plan.rate else "links not shaped"
     print(f"up: {cluster.node_names[0]} to {cluster.node_names[-1]}, {shaped}. Try:")
+    for volume in plan.volumes:
+        print(f"{volume.value} volume, seen by all that runs on the cluster: {cluster.volume(volume)}")
     print("  python -m tests.cluster run -- sinfo")
     print(f"  python -m tests.cluster run -- srun --nodes={plan.num_nodes} hostname")
     return 0
@@ -83,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--rate", default="1gbit", help="of each node's link, as tc writes it; none: not shaped")
     up.add_argument(
         "--cores-per-node", type=int, default=os.cpu_count() or 1, metavar="N", help="what Slurm is told"
+    )
+    up.add_argument(
+        "--gluster",
+        action="store_true",
+        help="with two volumes of GlusterFS, one distributed, one dispersed 2+1",
     )
     run = actions.add_parser("run", help="run a command on the head, or on a node")
     run.add_argument("--place", default=HEAD, help=f"{HEAD} (the default), hpct0, hpct1, ...")

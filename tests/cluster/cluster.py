@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.daemons import start_daemons, start_slurmd
+from tests.cluster.gluster import brick_server, start_bricks, start_gluster
+from tests.cluster.gluster_volume import Volume
 from tests.cluster.namespaces import Ties, connect_places, enter, make_places, run_all, shape_link
 from tests.cluster.plan import HEAD, ClusterPlan, bytes_sent, check_rate, files, folders
 from tests.cluster.record import (
@@ -25,7 +27,7 @@ from tests.cluster.record import (
     only_one,
     processes_in,
 )
-from tests.cluster.requirements import search_path, why_not
+from tests.cluster.requirements import search_path, why_no_volumes, why_not
 from tests.ranks_launcher import rank_environment
 
 # Not /tmp, where others may write; not /run, from which nothing may be executed on some systems.
@@ -66,6 +68,8 @@ class Cluster:
         if reason is not None:
             raise ClusterError(reason)
         with only_one(plan.directory):
+            if plan.volumes and (reason := why_no_volumes(plan.directory.parent)) is not None:
+                raise ClusterError(reason)
             end(plan.directory)
             for folder in folders(plan):
                 folder.mkdir(parents=True)
@@ -75,6 +79,7 @@ class Cluster:
                 cores_per_node=plan.cores_per_node,
                 lifetime=lifetime,
                 owner=Process.of(os.getpid()),
+                volumes=[volume.value for volume in plan.volumes],
             )
             record.write(plan.directory)
             for path, text in files(plan).items():
@@ -84,6 +89,8 @@ class Cluster:
                 make_places(plan, record, ties=ties)
                 connect_places(plan, record)
                 start_daemons(plan, record)
+                if plan.volumes:
+                    start_gluster(plan, record)
                 record.ready = True
                 record.write(plan.directory)
             except BaseException:
@@ -103,6 +110,7 @@ class Cluster:
             num_nodes=record.num_nodes,
             rate=record.rate,
             cores_per_node=record.cores_per_node,
+            volumes=tuple(Volume(name) for name in record.volumes),
         )
         return cls(plan, record)
 
@@ -236,6 +244,20 @@ class Cluster:
         """Start the node's daemon again after it was killed."""
         start_slurmd(self.plan, self._record, node=node)
 
+    # ---- volumes
+
+    def volume(self, volume: Volume) -> Path:
+        """Where a volume of GlusterFS is mounted in every place; from outside an empty folder."""
+        return volume.mount_point(self.plan.directory)
+
+    def kill_brick(self, volume: Volume, *, node: str) -> None:
+        """SIGKILL for the process that serves a node's brick of a volume. Raises ClusterError without one."""
+        brick_server(self._record, volume=volume, node=node).kill()
+
+    def start_bricks(self, volume: Volume) -> None:
+        """Start what serves a volume again, where it has ended."""
+        start_bricks(self.plan, self._record, volume=volume)
+
     def processes(self, place: str | None = None) -> list[int]:
         """Process ids, as this process sees them, of all that runs at a place, or anywhere on the cluster."""
         places = self._record.places if place is None else [place]
@@ -257,10 +279,13 @@ class Cluster:
     def logs(self, *, num_lines: int = 20) -> str:
         """The last lines of every daemon's log."""
         parts = []
-        for path in sorted((self.plan.directory / "log").glob("*.log")):
-            lines = path.read_text(errors="replace").splitlines()[-num_lines:]
+        folder = self.plan.directory / "log"
+        for path in sorted(folder.rglob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()
+            if path.parent != folder:  # GlusterFS tells much that is no error
+                lines = [line for line in lines if "] E [" in line or "] C [" in line]
             if lines:
-                parts.append("\n".join([f"--- {path.name}", *lines]))
+                parts.append("\n".join([f"--- {path.relative_to(folder)}", *lines[-num_lines:]]))
         return "\n".join(parts)
 
 

@@ -30,8 +30,8 @@ def start_daemons(plan: ClusterPlan, record: Record) -> None:
         "munged", "--force", f"--socket={plan.munge_socket}", f"--key-file={key}", f"--log-file={log}/munged.log",
         f"--pid-file={plan.directory}/pid/munged", f"--seed-file={plan.directory}/munge/seed", "--num-threads=4",
     ]  # fmt: skip
-    _start(plan, record, place=HEAD, command=munged, log=log / "munged.log")
-    _start(plan, record, place=HEAD, command=["slurmctld"], log=log / "slurmctld.log")
+    start_daemon(plan, record, place=HEAD, command=munged, log=log / "munged.log")
+    start_daemon(plan, record, place=HEAD, command=["slurmctld"], log=log / "slurmctld.log")
     for node in plan.node_names:
         start_slurmd(plan, record, node=node)
     _wait_until_idle(plan, record)
@@ -39,15 +39,18 @@ def start_daemons(plan: ClusterPlan, record: Record) -> None:
 
 def start_slurmd(plan: ClusterPlan, record: Record, *, node: str) -> None:
     command = ["slurmd", "-N", node]
-    _start(plan, record, place=node, command=command, log=plan.directory / "log" / f"slurmd-{node}.log")
+    start_daemon(plan, record, place=node, command=command, log=plan.directory / "log" / f"slurmd-{node}.log")
 
 
 def daemon_environment(plan: ClusterPlan) -> dict[str, str]:
     return {"PATH": search_path(), "LANG": "C.UTF-8", "SLURM_CONF": str(plan.slurm_conf_path)}
 
 
-def _start(plan: ClusterPlan, record: Record, *, place: str, command: list[str], log: Path) -> None:
-    """Start a daemon that goes to the background by itself: the place's first process takes it in."""
+def start_daemon(plan: ClusterPlan, record: Record, *, place: str, command: list[str], log: Path) -> None:
+    """Start a daemon that goes to the background by itself: the place's first process takes it in.
+
+    Raises ClusterError with the last lines of `log` when it does not start.
+    """
     words = plan.directory / "log" / f"{command[0]}-{place}.start"
     with words.open("wb") as output:  # not a pipe: the daemon may keep it open
         done = subprocess.run(

@@ -117,11 +117,11 @@ def _start(
     ties: Ties,
 ) -> list[_Arrival]:
     """Start the first processes of places, and wait until each has reported."""
-    setup = json.dumps(place_setup(plan))
     outside = [] if inside is None else enter(inside)
     new = [*outside, "unshare", "--fork", *_KINDS, "--mount-proc"]
     started = {}
     for name in names:
+        setup = json.dumps(place_setup(plan, place=name))
         log = plan.directory / "log" / f"{name}.log"
         with log.open("wb") as output:
             started[name] = subprocess.Popen(

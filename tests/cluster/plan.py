@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster import gluster_volume
+from tests.cluster.gluster_volume import Volume
+
 HEAD = "hpct-head"
 _NETWORK = "10.77.0"
 _FIRST_NODE_ADDRESS = 10
@@ -28,6 +31,7 @@ class ClusterPlan:
     directory: everything the cluster writes, logs included, and nothing else; goes when the cluster goes.
     rate: of each node's link, in both directions, as tc writes it (`200mbit`, `1gbit`); None: not shaped.
     cores_per_node: what Slurm is told; all nodes share the machine's real ones.
+    volumes: of GlusterFS, stored by the nodes and mounted in every place.
     Raises ValueError when a field is out of range.
     """
 
@@ -35,6 +39,7 @@ class ClusterPlan:
     num_nodes: int = 4
     rate: str | None = "1gbit"
     cores_per_node: int = 2
+    volumes: tuple[Volume, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_nodes <= MAX_NODES:
@@ -42,6 +47,11 @@ class ClusterPlan:
         if self.cores_per_node < 1:
             raise ValueError(f"{self.cores_per_node} cores a node: at least 1")
         check_rate(self.rate)
+        for volume in self.volumes:
+            if self.num_nodes < volume.num_nodes_needed:
+                raise ValueError(
+                    f"a {volume.value} volume on {self.num_nodes} nodes: at least {volume.num_nodes_needed}"
+                )
         if not self.directory.is_absolute():
             raise ValueError(f"the cluster's directory {self.directory} is not an absolute path")
 
@@ -65,6 +75,10 @@ class ClusterPlan:
     def munge_socket(self) -> Path:
         return self.directory / "munge" / "socket"
 
+    def gluster_log(self, place: str) -> Path:
+        """Folder of what GlusterFS logs in a place."""
+        return self.directory / "log" / f"gluster-{place}"
+
 
 def check_rate(rate: str | None) -> None:
     """Raises ValueError when `rate` is none that tc understands as we mean it."""
@@ -77,7 +91,11 @@ def folders(plan: ClusterPlan) -> list[Path]:
     names = ["etc", "munge", "log", "state", "pid"]
     # Without a folder of its own for each node, the PMIx plugins of several slurmd collide in one /tmp.
     names += [f"{kind}/{node}" for kind in ("tmp", "spool") for node in plan.node_names]
-    return [plan.directory / name for name in names]
+    found = [plan.directory / name for name in names]
+    if plan.volumes:
+        found += [plan.gluster_log(place) / "bricks" for place in plan.addresses]
+        found += gluster_volume.folders(plan.volumes, directory=plan.directory, node_names=plan.node_names)
+    return found
 
 
 def files(plan: ClusterPlan) -> Mapping[Path, str]:
@@ -139,9 +157,11 @@ def slurm_conf(plan: ClusterPlan) -> str:
     return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, partition, ""])
 
 
-def place_setup(plan: ClusterPlan) -> list[list[str]]:
-    """What the first process of each place runs before it reports."""
+def place_setup(plan: ClusterPlan, *, place: str) -> list[list[str]]:
+    """What the first process of a place runs before it reports."""
+    gluster = gluster_volume.place_setup(plan.gluster_log(place)) if plan.volumes else []
     return [
+        *gluster,
         ["mount", "--bind", str(plan.directory / "etc" / "hosts"), "/etc/hosts"],
         # Ranks of two nodes must not meet in shared memory.
         ["mount", "-t", "tmpfs", "-o", "mode=1777", "hpct-shm", "/dev/shm"],

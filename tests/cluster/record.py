@@ -63,6 +63,7 @@ class Record:
     places: dict[str, Process] = field(default_factory=dict)
     namespaces: dict[str, int] = field(default_factory=dict)
     ready: bool = False
+    volumes: list[str] = field(default_factory=list)
 
     @property
     def stale(self) -> bool:

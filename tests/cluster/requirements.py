@@ -6,11 +6,15 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 _SBIN = "/usr/sbin:/sbin:/usr/local/sbin"
 _PROGRAMS = (
     "slurmctld", "slurmd", "srun", "sbatch", "munged", "ip", "tc", "unshare", "nsenter", "setpriv", "mount",
 )  # fmt: skip
+_GLUSTER_PROGRAMS = ("glusterd", "glusterfs", "glusterfsd", "gluster")
+FUSE = Path("/dev/fuse")
 
 
 def search_path() -> str:
@@ -32,4 +36,19 @@ def why_not() -> str | None:
     )
     if tried.returncode != 0:
         return f"no namespaces or virtual links here: {tried.stderr.strip()}"
+    return None
+
+
+def why_no_volumes(directory: Path) -> str | None:
+    """Why a cluster in `directory`, which exists, can have no volumes of GlusterFS; None when it can."""
+    missing = [name for name in _GLUSTER_PROGRAMS if shutil.which(name, path=search_path()) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}; run `make cluster-setup`"
+    if not FUSE.exists():
+        return f"this machine has no {FUSE}"
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        try:
+            os.setxattr(file.name, "trusted.hpct-test", b"1")
+        except OSError as error:
+            return f"the filesystem of {directory} keeps no trusted attributes: {error.strerror}"
     return None
