@@ -9,33 +9,38 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.boxes import Box, boxes_of_range, intersection, runs_of, whole
+from hpctrain.checkpoint.boxes import Box, boxes_of_range, intersection, runs_of
+from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.dtypes import byte_view, empty_tensor
-from hpctrain.checkpoint.file_bytes import read_fully
 from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.metadata import StoredExtent, StoredTensor
+from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece, StoredTensor
+from hpctrain.checkpoint.stretches import Stretch, flat_start, stretches_of
 from hpctrain.errors import CheckpointError
 
-_CHUNK_BYTES = 4 << 20
+# Extents of a sharded tensor lie between each other in the file: a stretch that holds whole ones is read into
+# memory and taken apart there, unless it is longer than this.
+_LONGEST_STRETCH_BYTES = 64 << 20
+# Shorter runs of an extent are not worth a read each: what lies between them is read, too.
+_SHORT_RUN_BYTES = 32 << 10
 # One number type per element size: copying boxes needs the width of an element and nothing else of it.
 _WIDTH: dict[int, str] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """An extent whose bytes are not the ones written. first_byte, last_byte: of the file, both included; with
+    """An extent whose bytes are not the ones written. first_byte, last_byte: of `file`, both included; with
     an extent of a sharded tensor, other extents may lie between."""
 
     tensor: str
     box: Box
+    file: str
     first_byte: int
     last_byte: int
     reason: str
 
     def __str__(self) -> str:
-        return (
-            f"tensor {self.tensor!r}, bytes {self.first_byte} to {self.last_byte} of the file: {self.reason}"
-        )
+        place = f"bytes {self.first_byte} to {self.last_byte} of {self.file}"
+        return f"tensor {self.tensor!r}, {place}: {self.reason}"
 
 
 class DamagedContentError(CheckpointError):
@@ -46,74 +51,151 @@ class DamagedContentError(CheckpointError):
         self.damage = damage
 
 
-def read_tensor(fd: int, *, tensor: StoredTensor) -> torch.Tensor:
-    """The whole tensor, on the CPU. Raises DamagedContentError, CheckpointError, OSError."""
-    result = empty_tensor(tensor.shape, dtype=tensor.dtype)
-    content = byte_view(result).numpy()  # no copy: writes go to `result`
-    if len(tensor.view) == 1:
-        for _, extent in tensor.extents:
-            start = extent.box.offset[0] * tensor.elem_bytes
-            piece = content[start : start + extent.box.shape[0] * tensor.elem_bytes]
-            _read(fd, piece.data, offset=tensor.pieces[0].file_offset + start, tensor=tensor, extent=extent)
-            _check(piece, tensor=tensor, extent=extent)
-        return result
-    # Extents of a sharded tensor are interleaved in the file: read it in one go, then hash them in memory.
-    for start in range(0, len(content), _CHUNK_BYTES):
-        piece = content[start : start + _CHUNK_BYTES]
-        read_fully(fd, piece.data, offset=tensor.pieces[0].file_offset + start)
-    elements = _elements(content, shape=tensor.view, elem_bytes=tensor.elem_bytes)
-    for _, extent in tensor.extents:
-        _check(np.ascontiguousarray(elements[extent.box.slices()]), tensor=tensor, extent=extent)
-    return result
+def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
+    """The elements in `region`, a box of the tensor's shape, on the CPU.
 
-
-def read_region(fd: int, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
-    """The elements in `region`, a box of the tensor's shape. Raises as `read_tensor`."""
-    if region == whole(tensor.shape):
-        return read_tensor(fd, tensor=tensor)
+    Raises DamagedContentError, and CheckpointError or OSError when a file cannot be opened or is too short.
+    """
     result = empty_tensor(region.shape, dtype=tensor.dtype)
-    target = _elements(byte_view(result).numpy(), shape=region.shape, elem_bytes=tensor.elem_bytes)
-    for _, extent in tensor.extents:
-        parts = [(start, box) for start, box in _in_tensor(tensor, extent) if intersection(box, region)]
-        if not parts:
-            continue
-        content = read_extent(fd, tensor=tensor, extent=extent)
-        for start, box in parts:
-            shared = intersection(box, region)
-            assert shared is not None
-            begin = start * tensor.elem_bytes
-            piece = content[begin : begin + box.num_elems * tensor.elem_bytes]
-            source = _elements(piece, shape=box.shape, elem_bytes=tensor.elem_bytes)
-            target[shared.slices(origin=region.offset)] = source[shared.slices(origin=box.offset)]
+    if result.numel():
+        fill_region(files, tensor=tensor, region=region, target=byte_view(result).numpy())
     return result
 
 
-def read_extent(fd: int, *, tensor: StoredTensor, extent: StoredExtent) -> np.ndarray:
-    """The extent's bytes, shape (nbytes,), after comparing their hash. Raises as `read_tensor`."""
+def fill_region(files: ContentFiles, *, tensor: StoredTensor, region: Box, target: np.ndarray) -> None:
+    """Read `region` into `target`, its bytes in row-major order, shape (num_bytes,). Raises as `read_region`."""
+    for piece in tensor.pieces:
+        for stretch in stretches_of(piece):
+            fill_from(files, tensor=tensor, piece=piece, stretch=stretch, region=region, target=target)
+
+
+def fill_from(
+    files: ContentFiles,
+    *,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    stretch: Stretch,
+    region: Box,
+    target: np.ndarray,
+) -> None:
+    """As `fill_region`, what one stretch of the file holds of it."""
+    elem_bytes = tensor.elem_bytes
+    begin = flat_start(region, shape=tensor.shape)
+    place = flat_start(piece.box, shape=tensor.view)
+    if begin is not None and place is not None:  # both are one run of the tensor's elements
+        first = place + stretch.start - begin
+        if first >= region.num_elems or first + stretch.num_elems <= 0:
+            return
+        if 0 <= first <= region.num_elems - stretch.num_elems and _fits_memory(stretch, elem_bytes):
+            # The usual case: straight into its place, and hashed there while it is in the processor's cache.
+            buffer = target[first * elem_bytes : (first + stretch.num_elems) * elem_bytes]
+            for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+                _check(files, content, tensor=tensor, piece=piece, extent=extent)
+            return
+    wanted = [extent for extent in stretch.extents if _touches(tensor, extent, region)]
+    if not wanted:
+        return
+    if _fits_memory(stretch, elem_bytes) and (
+        len(wanted) == len(stretch.extents) or _run_bytes(wanted[0], piece, elem_bytes) < _SHORT_RUN_BYTES
+    ):
+        buffer = files.scratch(stretch.num_elems * elem_bytes)
+        for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+            if len(wanted) == len(stretch.extents) or extent in wanted:
+                _check(files, content, tensor=tensor, piece=piece, extent=extent)
+                _copy(content, tensor=tensor, extent=extent, region=region, target=target)
+        return
+    for extent in wanted:
+        content = read_extent(files, tensor=tensor, piece=piece, extent=extent)
+        _copy(content, tensor=tensor, extent=extent, region=region, target=target)
+
+
+def read_extent(
+    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
+) -> np.ndarray:
+    """The extent's bytes, shape (num_bytes,), after comparing their hash. Raises as `read_region`."""
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
-    runs = runs_of(extent.box, shape=tensor.view)
+    runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
     run_bytes = runs.run_elems * tensor.elem_bytes
     for place, start in enumerate(runs.starts.tolist()):
-        piece = content[place * run_bytes : (place + 1) * run_bytes].data
-        offset = tensor.pieces[0].file_offset + start * tensor.elem_bytes
-        _read(fd, piece, offset=offset, tensor=tensor, extent=extent)
-    _check(content, tensor=tensor, extent=extent)
+        part = content[place * run_bytes : (place + 1) * run_bytes]
+        _read(files, part, at=start, tensor=tensor, piece=piece, extent=extent)
+    _check(files, content, tensor=tensor, piece=piece, extent=extent)
     return content
 
 
 def find_damage(
-    path_fd: int, *, tensors: Sequence[StoredTensor], rank: int = 0, num_ranks: int = 1
+    files: ContentFiles, *, tensors: Sequence[StoredTensor], rank: int = 0, num_ranks: int = 1
 ) -> Iterator[Damage]:
-    """Hash every num_ranks-th extent and yield the ones that do not fit."""
-    place = 0
-    for tensor in tensors:
-        for _, extent in tensor.extents:
-            if place % num_ranks == rank:
-                try:
-                    read_extent(path_fd, tensor=tensor, extent=extent)
-                except DamagedContentError as error:
-                    yield error.damage
-            place += 1
+    """Hash all extents of every num_ranks-th stretch and yield the ones that do not fit."""
+    stretches = (
+        (t, piece, stretch) for t in tensors for piece in t.pieces for stretch in stretches_of(piece)
+    )
+    for place, (tensor, piece, stretch) in enumerate(stretches):
+        if place % num_ranks != rank:
+            continue
+        if len(stretch.extents) == 1 or not _fits_memory(stretch, tensor.elem_bytes):
+            yield from _damaged_one_by_one(files, tensor, piece, stretch.extents)
+            continue
+        buffer = files.scratch(stretch.num_elems * tensor.elem_bytes)
+        try:
+            for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+                if hash_of(content) != extent.hash:
+                    yield _damage(files, tensor, piece, extent, _DOES_NOT_FIT)
+        except DamagedContentError:  # the storage cannot read all of it: which extents?
+            yield from _damaged_one_by_one(files, tensor, piece, stretch.extents)
+
+
+def _damaged_one_by_one(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extents: Sequence[StoredExtent]
+) -> Iterator[Damage]:
+    for extent in extents:
+        try:
+            read_extent(files, tensor=tensor, piece=piece, extent=extent)
+        except DamagedContentError as error:
+            yield error.damage
+
+
+def _read_stretch(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+) -> Iterator[tuple[StoredExtent, np.ndarray]]:
+    """Read all of the stretch into `buffer`; then its extents, each with its bytes, shape (num_bytes,), which
+    hold until the next one is asked for."""
+    _read(files, buffer, at=stretch.start, tensor=tensor, piece=piece, extent=stretch.extents[0])
+    if len(stretch.extents) == 1:
+        yield stretch.extents[0], buffer
+        return
+    elements = buffer.view(_WIDTH[tensor.elem_bytes])
+    strides = [tensor.elem_bytes] * len(piece.box.shape)
+    for dim in range(len(strides) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * piece.box.shape[dim + 1]
+    for extent in stretch.extents:
+        inside = _inside(extent.box, piece.box)
+        first = sum(o * s for o, s in zip(inside.offset, strides, strict=True)) // tensor.elem_bytes
+        # Safe: `stretches_of` puts an extent's first and last element into its stretch.
+        view = np.lib.stride_tricks.as_strided(
+            elements[first - stretch.start :], shape=inside.shape, strides=strides, writeable=False
+        )
+        content = files.gather_scratch(inside.num_elems * tensor.elem_bytes)
+        np.copyto(content.view(_WIDTH[tensor.elem_bytes]).reshape(inside.shape), view)
+        yield extent, content
+
+
+def _copy(
+    content: np.ndarray, *, tensor: StoredTensor, extent: StoredExtent, region: Box, target: np.ndarray
+) -> None:
+    """Put what the extent holds of the region into its place."""
+    elements = target.view(_WIDTH[tensor.elem_bytes]).reshape(region.shape)
+    for start, box in _in_tensor(tensor, extent):
+        shared = intersection(box, region)
+        if shared is not None:
+            begin = start * tensor.elem_bytes
+            part = content[begin : begin + box.num_elems * tensor.elem_bytes]
+            source = part.view(_WIDTH[tensor.elem_bytes]).reshape(box.shape)
+            elements[shared.slices(origin=region.offset)] = source[shared.slices(origin=box.offset)]
+
+
+def _touches(tensor: StoredTensor, extent: StoredExtent, region: Box) -> bool:
+    return any(intersection(box, region) is not None for _, box in _in_tensor(tensor, extent))
 
 
 def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Box]]:
@@ -128,27 +210,63 @@ def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Bo
     return placed
 
 
-def _elements(content: np.ndarray, *, shape: Sequence[int], elem_bytes: int) -> np.ndarray:
-    return content.view(_WIDTH[elem_bytes]).reshape(tuple(shape))
+def _fits_memory(stretch: Stretch, elem_bytes: int) -> bool:
+    return len(stretch.extents) == 1 or stretch.num_elems * elem_bytes <= _LONGEST_STRETCH_BYTES
 
 
-def _read(fd: int, buffer: memoryview, *, offset: int, tensor: StoredTensor, extent: StoredExtent) -> None:
-    """Read, and report a failing disk as damage of this extent."""
+def _run_bytes(extent: StoredExtent, piece: StoredPiece, elem_bytes: int) -> int:
+    return runs_of(_inside(extent.box, piece.box), shape=piece.box.shape).run_elems * elem_bytes
+
+
+def _inside(box: Box, piece: Box) -> Box:
+    """A box of the view as one of the piece."""
+    offset = tuple(o - p for o, p in zip(box.offset, piece.offset, strict=True))
+    return Box(offset=offset, shape=box.shape)
+
+
+def _read(
+    files: ContentFiles,
+    buffer: np.ndarray,
+    *,
+    at: int,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    extent: StoredExtent,
+) -> None:
+    """Fill the buffer from element `at` of the piece on. A failing disk is reported as damage of `extent`."""
     try:
-        read_fully(fd, buffer, offset=offset)
+        files.read(piece.file, buffer.data, offset=piece.file_offset + at * tensor.elem_bytes)
     except OSError as error:
-        raise DamagedContentError(
-            _damage(tensor, extent, f"cannot be read: {os.strerror(error.errno or 0)}")
-        ) from error
+        reason = f"cannot be read: {os.strerror(error.errno or 0)}"
+        raise DamagedContentError(_damage(files, tensor, piece, extent, reason)) from error
 
 
-def _check(content: np.ndarray, *, tensor: StoredTensor, extent: StoredExtent) -> None:
+_DOES_NOT_FIT = "the content does not fit its hash"
+
+
+def _check(
+    files: ContentFiles,
+    content: np.ndarray,
+    *,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    extent: StoredExtent,
+) -> None:
     if hash_of(content) != extent.hash:
-        raise DamagedContentError(_damage(tensor, extent, "the content does not fit its hash"))
+        raise DamagedContentError(_damage(files, tensor, piece, extent, _DOES_NOT_FIT))
 
 
-def _damage(tensor: StoredTensor, extent: StoredExtent, reason: str) -> Damage:
-    runs = runs_of(extent.box, shape=tensor.view)
-    first = tensor.pieces[0].file_offset + int(runs.starts[0]) * tensor.elem_bytes
-    last = tensor.pieces[0].file_offset + (int(runs.starts[-1]) + runs.run_elems) * tensor.elem_bytes - 1
-    return Damage(tensor=tensor.name, box=extent.box, first_byte=first, last_byte=last, reason=reason)
+def _damage(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent, reason: str
+) -> Damage:
+    runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
+    first = piece.file_offset + int(runs.starts[0]) * tensor.elem_bytes
+    last = piece.file_offset + (int(runs.starts[-1]) + runs.run_elems) * tensor.elem_bytes - 1
+    return Damage(
+        tensor=tensor.name,
+        box=extent.box,
+        file=files.name(piece.file),
+        first_byte=first,
+        last_byte=last,
+        reason=reason,
+    )

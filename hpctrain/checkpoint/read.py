@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 
 from hpctrain.checkpoint.boxes import Box, whole
 from hpctrain.checkpoint.content import read_region
+from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.file_bytes import explained
 from hpctrain.checkpoint.listing import finished_newest_first
 from hpctrain.checkpoint.metadata import Metadata, StoredTensor, decode_metadata
 from hpctrain.checkpoint.seal import UnknownFormatError
-from hpctrain.checkpoint.structure import opened, read_structure
+from hpctrain.checkpoint.structure import is_checkpoint, read_structure
 from hpctrain.comm.agreement import on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
@@ -26,10 +28,12 @@ from hpctrain.errors import CheckpointError
 class Checkpoint:
     """A checkpoint whose structure and metadata have been verified; content is verified as it is read.
 
+    path: the file, or the folder. files: its files by number; the first is the main one. file_bytes: of all.
     It holds no open file. `read` and everything else here is for one rank alone, not collective.
     """
 
     path: Path
+    files: tuple[Path, ...]
     file_bytes: int
     metadata: Metadata
 
@@ -58,30 +62,40 @@ class Checkpoint:
         if tensor is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {_some(list(self.tensors))}")
         region = self.region_of(tensor, offset=offset, shape=shape)
-        try:
-            with opened(self.path) as fd, explained(action="read", path=self.path):
-                return read_region(fd, tensor=tensor, region=region)
-        except CheckpointError as error:
-            raise CheckpointError(_with_path(error, self.path)) from error
+        with self.named(), ContentFiles(self.files) as files:
+            return read_region(files, tensor=tensor, region=region)
 
     def read_all(
-        self, *, regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+        self,
+        *,
+        regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+        names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """All tensors by name; of those in `regions` only the box (offset, shape). Raises as `read`."""
+        """All tensors by name, or those in `names`; of those in `regions` only the box (offset, shape).
+        Raises as `read`."""
         regions = regions or {}
         missing = [name for name in regions if name not in self.tensors]
         if missing:
-            raise CheckpointError(f"{self.path} has no tensor {_some(missing)}")
+            raise CheckpointError(
+                f"{self.path} has no tensor {_some(missing)}, of which a part was asked for"
+            )
         loaded: dict[str, torch.Tensor] = {}
+        with self.named(), ContentFiles(self.files, read_ahead=names is None) as files:
+            for name in self.tensors if names is None else names:
+                tensor = self.tensors[name]
+                offset, shape = regions.get(name, (None, None))
+                region = self.region_of(tensor, offset=offset, shape=shape)
+                loaded[name] = read_region(files, tensor=tensor, region=region)
+        return loaded
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors of reading come out as CheckpointError that names this checkpoint."""
         try:
-            with opened(self.path) as fd, explained(action="read", path=self.path):
-                for name, tensor in self.tensors.items():
-                    offset, shape = regions.get(name, (None, None))
-                    region = self.region_of(tensor, offset=offset, shape=shape)
-                    loaded[name] = read_region(fd, tensor=tensor, region=region)
+            with explained(action="read", path=self.path):
+                yield
         except CheckpointError as error:
             raise CheckpointError(_with_path(error, self.path)) from error
-        return loaded
 
     def region_of(
         self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
@@ -99,10 +113,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Checkpoint:
-    """The checkpoint file given, or the newest one in the directory whose structure is sound. Collective.
+    """The checkpoint given, a file or a folder, or the newest one in the directory whose structure is sound.
+    Collective.
 
-    Only rank 0 looks at the filesystem here. In a directory, files with damaged structure are passed over
-    with a line on stderr. Raises CheckpointError on every rank when there is none, or the file is damaged.
+    Only rank 0 looks at the filesystem here. In a directory, checkpoints with damaged structure are passed over
+    with a line on stderr. Raises CheckpointError on every rank when there is none, or the one given is damaged.
     """
     found = on_rank_0(comm, lambda: _choose(Path(path_or_directory)))
     return from_message(found)
@@ -111,18 +126,29 @@ def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Check
 def to_message(path: Path) -> dict[str, Any]:
     """What rank 0 tells the others of a checkpoint, as JSON. Raises CheckpointError when it is damaged."""
     structure = read_structure(path)
-    return {"path": str(path), "file_bytes": structure.file_bytes, "metadata": structure.metadata_text}
+    return {
+        "path": str(path),
+        "main": str(structure.main),
+        "main_bytes": structure.main_bytes,
+        "metadata": structure.metadata_text,
+    }
 
 
 def from_message(message: Mapping[str, Any]) -> Checkpoint:
     metadata = decode_metadata(
-        message["metadata"].encode(), file_bytes=message["file_bytes"], byte_order=sys.byteorder
+        message["metadata"].encode(), file_bytes=message["main_bytes"], byte_order=sys.byteorder
     )
-    return Checkpoint(path=Path(message["path"]), file_bytes=message["file_bytes"], metadata=metadata)
+    path, main = Path(message["path"]), Path(message["main"])
+    return Checkpoint(
+        path=path,
+        files=(main, *(path / part.name for part in metadata.parts)),
+        file_bytes=message["main_bytes"] + sum(part.num_bytes for part in metadata.parts),
+        metadata=metadata,
+    )
 
 
 def _choose(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
+    if not path.is_dir() or is_checkpoint(path):
         return to_message(path)
     rejected: list[str] = []
     for candidate in finished_newest_first(path):

@@ -75,7 +75,7 @@ def load_newest_good(
 def load(
     path: Path | str, *, comm: Collective, regions: Regions | None = None
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
-    """Load one checkpoint file; no falling back. Collective.
+    """Load one checkpoint, a file or a folder; no falling back. Collective.
 
     Raises CheckpointError on every rank when any rank finds damage in what it reads.
     """

@@ -1,6 +1,6 @@
-"""Open a checkpoint file and check all of it but the tensors' content. One rank does this; no HDF5 library.
+"""Open a checkpoint and check all of it but the tensors' content. One rank does this; no HDF5 library.
 
-After this every byte of the file that is not a tensor's content has been compared with its hash.
+After this every byte of its files that is not a tensor's content has been compared with its hash.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import xxhash
 
 from hpctrain.checkpoint.file_bytes import explained, read_fully
 from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.metadata import MAX_METADATA_BYTES, Metadata, StoredTensor, decode_metadata
+from hpctrain.checkpoint.metadata import MAX_METADATA_BYTES, Metadata, decode_metadata
 from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal
 from hpctrain.errors import CheckpointError
 
@@ -25,74 +25,121 @@ from hpctrain.errors import CheckpointError
 _MAX_STRUCTURE_BYTES = 16 << 20
 _MAX_STRUCTURE_BYTES_PER_TENSOR = 64 << 10
 _CHUNK_BYTES = 1 << 20
+MAIN_FILE = "data-00000.h5"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """metadata_text: as stored, for the other ranks."""
+    """path: of the checkpoint, a file or a folder. main: its main file, main_bytes long. metadata_text: as
+    stored, for the other ranks."""
 
     path: Path
-    file_bytes: int
+    main: Path
+    main_bytes: int
     metadata_text: str
     metadata: Metadata
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from, closed at the end. Raises CheckpointError when it is no regular file."""
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is one checkpoint, not a folder of checkpoints: a file, or a folder with a main file."""
+    return path.is_file() or (path / MAIN_FILE).is_file()
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read from. Raises CheckpointError when it is no regular file or cannot be opened."""
     with explained(action="open", path=path):
         # O_NONBLOCK: something with our name that is a pipe would otherwise block the open for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path} is not a regular file")
+    return fd
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read from, closed at the end. Raises as `open_regular`."""
+    fd = open_regular(path)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path} is not a regular file")
         yield fd
     finally:
         os.close(fd)
 
 
 def read_structure(path: Path) -> Structure:
-    """Raises CheckpointError, naming the file, when anything in it is not as it was written."""
+    """Raises CheckpointError, naming the checkpoint, when anything in it is not as it was written."""
     try:
-        with opened(path) as fd, explained(action="read", path=path):
-            file_bytes = os.fstat(fd).st_size
-            seal = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=file_bytes)
+        is_folder = path.is_dir()
+        main = path / MAIN_FILE if is_folder else path
+        with opened(main) as fd, explained(action="read", path=main):
+            main_bytes = os.fstat(fd).st_size
+            seal = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=main_bytes)
             if seal.metadata_bytes > MAX_METADATA_BYTES:
                 raise CheckpointError(f"the metadata is said to be {seal.metadata_bytes} bytes long")
             data = bytearray(seal.metadata_bytes)
             read_fully(fd, memoryview(data), offset=seal.metadata_offset)
             if hash_of(data) != seal.metadata_hash:
                 raise CheckpointError("the metadata is damaged: its hash does not fit")
-            metadata = decode_metadata(bytes(data), file_bytes=file_bytes, byte_order=sys.byteorder)
-            found = hash_structure(
-                fd,
-                tensors=metadata.tensors.values(),
-                metadata_offset=seal.metadata_offset,
-                metadata_bytes=seal.metadata_bytes,
-                file_bytes=file_bytes,
-            )
-            if found != seal.structure_hash:
+            metadata = decode_metadata(bytes(data), file_bytes=main_bytes, byte_order=sys.byteorder)
+            if metadata.parts and not is_folder:
+                raise CheckpointError(
+                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: name their folder instead"
+                )
+            places = content_places(metadata)
+            taken = [(0, SEAL_BYTES), (seal.metadata_offset, seal.metadata_bytes), *places[0]]
+            if hash_structure(fd, taken=taken, file_bytes=main_bytes) != seal.structure_hash:
                 raise CheckpointError(
                     "HDF5's structures between the tensors are damaged: the hash does not fit"
                 )
             text = data.decode()
+        for number, part in enumerate(metadata.parts, start=1):
+            check_part(
+                path / part.name,
+                taken=places[number],
+                num_bytes=part.num_bytes,
+                structure_hash=part.structure_hash,
+            )
     except CheckpointError as error:
         message = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise type(error)(message) from error
-    return Structure(path=path, file_bytes=file_bytes, metadata_text=text, metadata=metadata)
+    return Structure(path=path, main=main, main_bytes=main_bytes, metadata_text=text, metadata=metadata)
 
 
-def hash_structure(
-    fd: int, *, tensors: Iterable[StoredTensor], metadata_offset: int, metadata_bytes: int, file_bytes: int
-) -> str:
-    """Hash of all bytes of the file that belong neither to the seal, nor the metadata, nor any tensor.
+def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
+    """For each file, offset and length in bytes of what tensors hold of it."""
+    places: list[list[tuple[int, int]]] = [[] for _ in range(1 + len(metadata.parts))]
+    for tensor in metadata.tensors.values():
+        elem_bytes = tensor.elem_bytes
+        for piece in tensor.pieces:
+            if piece.box.num_elems:
+                places[piece.file].append((piece.file_offset, piece.box.num_elems * elem_bytes))
+    return places
+
+
+def check_part(path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, structure_hash: str) -> None:
+    """Check all but the tensors' content of a file beside the main one. Raises CheckpointError naming it."""
+    with opened(path) as fd, explained(action="read", path=path):
+        found_bytes = os.fstat(fd).st_size
+        if found_bytes != num_bytes:
+            raise CheckpointError(f"{path} is {found_bytes} bytes long, it was written with {num_bytes}")
+        try:
+            found = hash_structure(fd, taken=taken, file_bytes=num_bytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        if found != structure_hash:
+            raise CheckpointError(f"{path}: its structure is damaged: the hash does not fit")
+
+
+def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int) -> str:
+    """Hash of all bytes of the file outside of `taken`: offset and length of the seal, the metadata, and content.
 
     Raises CheckpointError when two of these overlap, or when so much is left that we cannot have written it.
     """
-    taken = [(0, SEAL_BYTES), (metadata_offset, metadata_bytes)]
-    taken += [(tensor.pieces[0].file_offset, tensor.num_bytes) for tensor in tensors if tensor.num_bytes]
-    left_bytes = file_bytes - sum(num_bytes for _, num_bytes in taken)
-    if not 0 <= left_bytes <= _MAX_STRUCTURE_BYTES + len(taken) * _MAX_STRUCTURE_BYTES_PER_TENSOR:
+    content_bytes = sum(num_bytes for _, num_bytes in taken)
+    left_bytes = file_bytes - content_bytes
+    # With stripes of a parallel filesystem the padding may be as much as the content.
+    most = _MAX_STRUCTURE_BYTES + len(taken) * _MAX_STRUCTURE_BYTES_PER_TENSOR + content_bytes
+    if not 0 <= left_bytes <= most:
         raise CheckpointError(f"{left_bytes} bytes of the file belong to nothing")
     digest = xxhash.xxh3_64()
     position = 0
@@ -112,16 +159,11 @@ def make_seal(path: Path, *, metadata: Metadata, data: bytes, metadata_offset: i
     """The seal of a file in which all but the seal is in place."""
     with opened(path) as fd, explained(action="read back", path=path):
         file_bytes = os.fstat(fd).st_size
+        taken = [(0, SEAL_BYTES), (metadata_offset, len(data)), *content_places(metadata)[0]]
         return Seal(
             metadata_offset=metadata_offset,
             metadata_bytes=len(data),
             metadata_hash=hash_of(data),
-            structure_hash=hash_structure(
-                fd,
-                tensors=metadata.tensors.values(),
-                metadata_offset=metadata_offset,
-                metadata_bytes=len(data),
-                file_bytes=file_bytes,
-            ),
+            structure_hash=hash_structure(fd, taken=taken, file_bytes=file_bytes),
             file_bytes=file_bytes,
         )

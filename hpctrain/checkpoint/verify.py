@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.content import find_damage
-from hpctrain.checkpoint.file_bytes import explained
+from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.listing import finished_newest_first
 from hpctrain.checkpoint.read import from_message, to_message
-from hpctrain.checkpoint.structure import opened
+from hpctrain.checkpoint.structure import MAIN_FILE, is_checkpoint
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
@@ -18,7 +18,8 @@ from hpctrain.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """damage: one line each; empty when all of the file is as it was written."""
+    """path: of the checkpoint, a file or a folder. file_bytes: of all its files. damage: one line each; empty
+    when every byte is as it was written."""
 
     path: Path
     file_bytes: int
@@ -26,7 +27,7 @@ class Verified:
 
 
 def verify(path_or_directory: Path | str, *, comm: Collective) -> list[Verified]:
-    """Verify one file, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
+    """Verify one checkpoint, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
 
     Damage is returned, not raised. Raises CheckpointError on every rank when there is no checkpoint.
     """
@@ -37,7 +38,8 @@ def verify(path_or_directory: Path | str, *, comm: Collective) -> list[Verified]
 def _find(path: Path) -> list[str]:
     if not path.exists():
         raise CheckpointError(f"there is no {path}")
-    paths = finished_newest_first(path) if path.is_dir() else [path]
+    is_directory = path.is_dir() and not is_checkpoint(path)
+    paths = finished_newest_first(path) if is_directory else [path]
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {path}")
     return [str(found) for found in paths]
@@ -51,8 +53,8 @@ def _verify_file(path: Path, *, comm: Collective) -> Verified:
 
     def own_part() -> list[str]:
         tensors = list(checkpoint.tensors.values())
-        with opened(path) as fd, explained(action="read", path=path):
-            found = find_damage(fd, tensors=tensors, rank=comm.rank, num_ranks=comm.num_ranks)
+        with checkpoint.named(), ContentFiles(checkpoint.files) as files:
+            found = find_damage(files, tensors=tensors, rank=comm.rank, num_ranks=comm.num_ranks)
             return [str(damage) for damage in found]
 
     by_rank = all_gather_json(comm, agreed(comm, own_part))
@@ -64,4 +66,10 @@ def _examine(path: Path) -> dict[str, Any]:
     try:
         return to_message(path)
     except CheckpointError as error:
-        return {"damaged": str(error), "file_bytes": path.stat().st_size if path.exists() else 0}
+        return {"damaged": str(error), "file_bytes": _bytes_found(path)}
+
+
+def _bytes_found(path: Path) -> int:
+    """How much there is of a checkpoint that cannot be understood."""
+    files = [path] if path.is_file() else [path / MAIN_FILE, *path.glob("data-*.h5")]
+    return sum(file.stat().st_size for file in set(files) if file.is_file())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import load, load_newest_good
+from hpctrain.checkpoint.structure import is_checkpoint
 from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
 from hpctrain.train.state import Position, TrainingState
@@ -30,7 +31,7 @@ def resume(
     for this source, so it is an error when nothing is there; else the run begins at step 0.
     Raises CheckpointError on every rank.
     """
-    if on_rank_0(comm, source.is_file):
+    if on_rank_0(comm, lambda: is_checkpoint(source)):
         checkpoint, tensors = load(source, comm=comm)
     else:
         found = load_newest_good(source, comm=comm)

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
+from hpctrain.checkpoint.boxes import whole
+from hpctrain.checkpoint.content import DamagedContentError, read_region
+from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.checkpoint.metadata import decode_metadata
 from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.structure import hash_structure, read_structure
+from hpctrain.checkpoint.structure import content_places, hash_structure, read_structure
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.communicator import World
 from hpctrain.comm.serial import SerialWorld
@@ -201,8 +204,6 @@ def test_verify_names_every_damaged_extent_whatever_the_number_of_ranks(good: Pa
 
 
 def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
-    from hpctrain.checkpoint.content import DamagedContentError, read_tensor
-
     path = save(
         State(items=[Replicated(name="w", tensor=torch.ones(4))]),
         directory=tmp_path,
@@ -210,12 +211,12 @@ def test_a_file_that_the_disk_cannot_read_is_damage(tmp_path: Path) -> None:
         comm=SerialWorld(),
     ).path
     tensor = open_checkpoint(path, comm=SerialWorld()).tensors["w"]
-    fd = os.open("/proc/self/mem", os.O_RDONLY)  # address `file_offset` is not mapped: the kernel says EIO
-    try:
-        with pytest.raises(DamagedContentError, match=r"'w'.*cannot be read: Input/output error"):
-            read_tensor(fd, tensor=tensor)
-    finally:
-        os.close(fd)
+    # Address `file_offset` is not mapped: the kernel says EIO.
+    with (
+        ContentFiles([Path("/proc/self/mem")]) as files,
+        pytest.raises(DamagedContentError, match=r"'w'.*cannot be read: Input/output error"),
+    ):
+        read_region(files, tensor=tensor, region=whole(tensor.shape))
 
 
 def remade(good: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -229,9 +230,11 @@ def remade(good: Path, target: Path, change: Callable[[dict[str, Any]], None]) -
     with open(target, "rb") as file:
         structure_hash = hash_structure(
             file.fileno(),
-            tensors=read_structure(good).metadata.tensors.values(),
-            metadata_offset=len(content),
-            metadata_bytes=len(data),
+            taken=[
+                (0, SEAL_BYTES),
+                (len(content), len(data)),
+                *content_places(read_structure(good).metadata)[0],
+            ],
             file_bytes=len(content) + len(data),
         )
     new = Seal(

@@ -1,0 +1,97 @@
+"""The open files of one checkpoint, as its content is read from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+import numpy as np
+
+from hpctrain.checkpoint.file_bytes import read_fully
+from hpctrain.checkpoint.structure import open_regular
+
+_MAX_OPEN = 128
+# Small tensors lie close together: this much is read at once where all of them are wanted.
+_AHEAD_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 10
+
+
+@final
+class ContentFiles:
+    """For one thread. Files are opened when first read, and closed at the end of the `with` block.
+
+    read_ahead: nearly everything is wanted, in the order of the files.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, read_ahead: bool = False) -> None:
+        """paths: file number 0, the main one, and the parts in their order."""
+        self._paths = paths
+        self._read_ahead = read_ahead
+        self._open: dict[int, int] = {}
+        self._window: tuple[int, int, memoryview] = (-1, 0, memoryview(b""))  # file, offset, bytes
+        self._window_memory = bytearray()
+        self._scratch = np.empty(0, dtype=np.uint8)
+        self._gather_scratch = np.empty(0, dtype=np.uint8)
+
+    def __enter__(self) -> ContentFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def name(self, number: int) -> str:
+        """How to call a file in a message that names the checkpoint."""
+        return "the file" if len(self._paths) == 1 else self._paths[number].name
+
+    def read(self, number: int, buffer: memoryview, *, offset: int) -> None:
+        """Fill the buffer from byte `offset` of a file on. Raises OSError, and CheckpointError where the file ends."""
+        if not self._read_ahead or buffer.nbytes > _SMALL_BYTES:
+            read_fully(self._fd(number), buffer, offset=offset)
+            return
+        held, start, window = self._window
+        if held != number or not start <= offset <= start + len(window) - buffer.nbytes:
+            window = self._look_ahead(number, offset)
+            start = offset
+            if len(window) < buffer.nbytes:
+                read_fully(self._fd(number), buffer, offset=offset)
+                return
+        buffer[:] = window[offset - start : offset - start + buffer.nbytes]
+
+    def scratch(self, num_bytes: int) -> np.ndarray:
+        """Memory for one stretch; it holds until the next call."""
+        if len(self._scratch) < num_bytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        return self._scratch[:num_bytes]
+
+    def gather_scratch(self, num_bytes: int) -> np.ndarray:
+        """Memory for one extent; it holds until the next call."""
+        if len(self._gather_scratch) < num_bytes:
+            self._gather_scratch = np.empty(num_bytes, dtype=np.uint8)
+        return self._gather_scratch[:num_bytes]
+
+    def _look_ahead(self, number: int, offset: int) -> memoryview:
+        """The bytes from `offset` on, as many as there are. A failure is left to the read of what is wanted."""
+        if not self._window_memory:
+            self._window_memory = bytearray(_AHEAD_BYTES)
+        try:
+            count = os.preadv(self._fd(number), [self._window_memory], offset)
+        except OSError:
+            count = 0
+        window = memoryview(self._window_memory)[:count]
+        self._window = (number, offset, window)
+        return window
+
+    def _fd(self, number: int) -> int:
+        fd = self._open.get(number)
+        if fd is None:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            fd = self._open[number] = open_regular(self._paths[number])
+        return fd

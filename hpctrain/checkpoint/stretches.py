@@ -1,0 +1,73 @@
+"""Stretches of a piece that are read in one go, because the extents in them lie between each other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hpctrain.checkpoint.boxes import Box
+from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Elements start <= i < start + num_elems of the piece's dense array, and the extents that lie there whole.
+
+    A stretch of one extent is nothing but that extent.
+    """
+
+    start: int
+    num_elems: int
+    extents: Sequence[StoredExtent]
+
+
+def stretches_of(piece: StoredPiece) -> Iterator[Stretch]:
+    """The piece cut where no extent is cut, in the order of the file."""
+    if len(piece.extents) == 1:  # thousands of small tensors
+        yield Stretch(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
+        return
+    strides = strides_of(piece.box.shape)
+    placed = []
+    for extent in piece.extents:
+        first = last = 0
+        for o, n, p, s in zip(extent.box.offset, extent.box.shape, piece.box.offset, strides, strict=True):
+            first += (o - p) * s
+            last += (o - p + n - 1) * s
+        placed.append((first, last + 1, extent))
+    placed.sort(key=lambda entry: entry[0])
+    group: list[StoredExtent] = []
+    begin = end = 0
+    for first, stop, extent in placed:
+        if group and first >= end:
+            yield Stretch(start=begin, num_elems=end - begin, extents=group)
+            group = []
+        if not group:
+            begin, end = first, stop
+        group.append(extent)
+        end = max(end, stop)
+    if group:
+        yield Stretch(start=begin, num_elems=end - begin, extents=group)
+
+
+def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
+    """The first element of `box` in the flattened array of `shape`, if the box is one run of it; else None.
+
+    The box is not empty.
+    """
+    inner_full = True
+    start, stride = 0, 1
+    for dim in range(len(shape) - 1, -1, -1):
+        if box.shape[dim] > 1 and not inner_full:
+            return None
+        inner_full = inner_full and box.shape[dim] == shape[dim]
+        start += box.offset[dim] * stride
+        stride *= shape[dim]
+    return start
+
+
+def strides_of(shape: Sequence[int]) -> list[int]:
+    """Elements from one index to the next, per dimension, in row-major order."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
