@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test test-fast lint demo docs bench-reduction bench-data clean distclean
+.PHONY: help setup plan cluster-setup test test-fast lint demo docs bench-reduction bench-data bench-checkpoint clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -47,6 +47,9 @@ bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/
 
 bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; eight minutes, alone on the machine
 	$(BIN)python -m benchmarks.data --output benchmarks/results/data.json
+
+bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/checkpoint.md; eight minutes, alone on the machine
+	$(BIN)python -m benchmarks.checkpoint --output benchmarks/results/checkpoint.json
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay
 	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

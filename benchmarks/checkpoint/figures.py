@@ -1,0 +1,79 @@
+"""From measurements to records: which number is held against which bar. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Literal
+
+from benchmarks.results_file import Record
+
+Seconds = Mapping[str, Sequence[float]]  # of a way: seconds of each round
+
+OURS, RAW_WRITE, RAW_READ, LOAD = "save, auto", "raw write", "raw read", "load, verified"
+DCP, DCP_UNSAFE = "dcp", "dcp, no fsync"
+BESIDE = {"1-rank": "512 MiB, 1 rank", "4-ranks": "512 MiB, 4 ranks on 2 cores", "2gib": "2 GiB, 2 ranks"}
+
+
+def speed_ratio(seconds: Seconds, *, of: str, to: str) -> float:
+    """How many times as fast `of` is as `to`: median of the rounds' ratios."""
+    return median(other / own for own, other in zip(seconds[of], seconds[to], strict=True))
+
+
+def save_records(seconds: Seconds, *, what: str = "512 MiB, 2 ranks") -> list[Record]:
+    """Figure 1: against raw, and against DCP, which flushes its files as it comes, and can be told not to."""
+    return [
+        _ratio("checkpoint.1a", f"{what}: hpctrain / raw pwrite + fsync", seconds, (OURS, RAW_WRITE), 0.85),
+        _ratio("checkpoint.1b", f"{what}: hpctrain / torch DCP as it comes", seconds, (OURS, DCP), 1.5),
+        _ratio("checkpoint.1c", f"{what}: hpctrain / torch DCP told not to fsync", seconds, (OURS, DCP_UNSAFE), 1.5),
+    ]  # fmt: skip
+
+
+def small_records(seconds: Seconds, *, what: str) -> list[Record]:
+    """Figure 1, many small tensors: seconds by `save, auto, many` and `save, auto, few`."""
+    return [
+        _ratio(
+            "checkpoint.1d", f"{what}: time of a save / the same bytes in 32 tensors", seconds,
+            (f"{OURS}, few", f"{OURS}, many"), 1.5, sense="at most", unit="s/s",
+        )
+    ]  # fmt: skip
+
+
+def beside_records(by_case: Mapping[str, Seconds]) -> list[Record]:
+    """Figure 1 at other sizes and numbers of ranks, for which no issue has a bar: against the fastest peer."""
+    records = []
+    for case, seconds in by_case.items():
+        rest = [name for name in seconds if name not in (RAW_WRITE,) and not name.startswith("save")]
+        peer = min(rest, key=lambda name: median(seconds[name]))
+        records.append(
+            _ratio(f"checkpoint.1.{case}", f"{BESIDE[case]}: hpctrain / the fastest peer ({peer})", seconds,
+                   (OURS, peer), 1.0)
+        )  # fmt: skip
+    return records
+
+
+def load_records(warm: Seconds, cold: Seconds) -> list[Record]:
+    """Figure 2."""
+    return [
+        _ratio(f"checkpoint.2{letter}", f"load of 512 MiB with verification, 2 ranks, {label}: hpctrain / raw read",
+               seconds, (LOAD, RAW_READ), 0.8)
+        for letter, label, seconds in (("a", "in the page cache", warm), ("b", "cold", cold))
+    ]  # fmt: skip
+
+
+def _ratio(
+    record_id: str,
+    what: str,
+    seconds: Seconds,
+    pair: tuple[str, str],
+    bar: float,
+    *,
+    sense: Literal["at most", "at least"] = "at least",
+    unit: str = "bytes/s / bytes/s",
+) -> Record:
+    """pair: (a, b): b's seconds over a's."""
+    samples: dict[str, Any] = {"seconds": {name: list(found) for name, found in seconds.items()}}
+    return Record(
+        id=record_id, what=what, value=speed_ratio(seconds, of=pair[0], to=pair[1]), bar=bar, sense=sense,
+        unit=unit, samples=samples,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Start the ranks of a measurement, and take what rank 0 found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.ranks_launcher import start_command
+
+
+class RanksFailed(RuntimeError):
+    """The ranks of a measurement ended with an error."""
+
+
+def measured(
+    case: str, settings: Mapping[str, Any], *, num_ranks: int, scratch: Path, timeout_s: float = 300.0
+) -> Any:
+    """What rank 0's case returned. scratch: where files are written. RanksFailed, with the ranks' last lines."""
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=scratch) as writes:
+        asked, result = Path(name) / "settings.json", Path(name) / "result.json"
+        asked.write_text(
+            json.dumps({**settings, "directory": writes, "meeting": name, "timeout_s": timeout_s})
+        )
+        module = [sys.executable, "-m", "benchmarks.checkpoint.ranks"]
+        # Ranks that outnumber the cores need the preloaded sched_yield of the tests, or some of them starve; others
+        # wait as they do for a user.
+        quiet = {} if num_ranks > (os.cpu_count() or 1) else {"LD_PRELOAD": ""}
+        with start_command(
+            num_ranks, [*module, case, str(asked), str(result)], env={**quiet, "GLOO_SOCKET_IFNAME": "lo"}
+        ) as launched:
+            try:
+                done = launched.wait(timeout_s=timeout_s)
+            except AssertionError as error:  # with the last lines, among them each rank's stacks
+                raise RanksFailed(str(error)) from None
+        if done.returncode != 0 or not result.exists():
+            tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+            raise RanksFailed(f"exit code {done.returncode}: {tail}")
+        return json.loads(result.read_text())

@@ -1,0 +1,206 @@
+"""How others save and load the same tensors: torch.save, torch DCP, safetensors, h5py's mpio driver.
+
+Each as its own documentation shows it, with its defaults. Where only rank 0 saves, the others sleep.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.bench.checkpoint_raw import BenchState
+from hpctrain.bench.checkpoint_ways import (
+    RAW_READ,
+    RAW_WRITE,
+    Turn,
+    begin,
+    make_cold,
+    remove,
+    slowest_since,
+)
+from hpctrain.comm import Collective
+from hpctrain.comm.agreement import on_rank_0
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class PeerFailed(RuntimeError):
+    """A peer has not saved, or not loaded, what it was given: its time would mean nothing."""
+
+
+def start_gloo(comm: Collective, *, directory: Path) -> None:
+    """The group of ranks that DCP talks in. Collective."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/gloo", rank=comm.rank, world_size=comm.num_ranks
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """save: tensors to a path that is not there yet. load: tensors of these shapes from it, into fresh memory.
+
+    Both are called on every rank. folder: the path is a folder.
+    """
+
+    name: str
+    save: Callable[[Tensors, Path], None]
+    load: Callable[[Tensors, Path], Tensors]
+    folder: bool = False
+
+
+@final
+class PeerSaving:
+    """A peer's save as a way of `hpctrain.bench.checkpoint`: a fresh path each time, removed outside the time."""
+
+    engine, raw = None, RAW_WRITE
+
+    def __init__(self, peer: Peer, state: BenchState, *, comm: Collective, directory: Path) -> None:
+        self.name = peer.name
+        self._peer, self._comm, self._path = peer, comm, directory / f"peer-{peer.name}"
+        self._tensors, self._num_bytes = named(state), state.num_bytes
+
+    def turn(self) -> Turn:
+        begin_s = begin(self._comm)
+        self._peer.save(self._tensors, self._path)
+        seconds = slowest_since(self._comm, begin_s)
+        on_rank_0(self._comm, lambda: check_saved(self._path, num_bytes=self._num_bytes))
+        remove(self._path, comm=self._comm)
+        return Turn(seconds=seconds)
+
+
+@final
+class PeerLoading:
+    """A peer's load on every rank. What it reads is saved at its first turn."""
+
+    engine, raw = None, RAW_READ
+
+    def __init__(
+        self, peer: Peer, state: BenchState, *, comm: Collective, directory: Path, cold: bool
+    ) -> None:
+        self.name = peer.name
+        self._peer, self._comm, self._cold = peer, comm, cold
+        self._path, self._tensors = directory / f"load-{peer.name}", named(state)
+        self._is_there = False
+
+    def turn(self) -> Turn:
+        first, self._is_there = not self._is_there, True
+        if first:
+            self._peer.save(self._tensors, self._path)
+        make_cold(self._path, comm=self._comm, cold=self._cold)
+        begin_s = begin(self._comm)
+        loaded = self._peer.load(self._tensors, self._path)
+        seconds = slowest_since(self._comm, begin_s)
+        if first and any(not same_bits(loaded[name], tensor) for name, tensor in self._tensors.items()):
+            raise PeerFailed(f"{self.name} has not loaded what it saved")
+        return Turn(seconds=seconds)
+
+
+def named(state: BenchState) -> dict[str, torch.Tensor]:
+    return {item.name: item.tensor for item in state.state.items}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Random bits are NaN at times, which equal nothing."""
+    return torch.equal(one.reshape(-1).view(torch.int32), other.reshape(-1).view(torch.int32))
+
+
+def check_saved(path: Path, *, num_bytes: int) -> None:
+    """Raises PeerFailed unless there are at least so many bytes."""
+    found = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")))
+    if found < num_bytes:
+        raise PeerFailed(f"{found} bytes are in {path}, the state has {num_bytes}")
+
+
+def peers(comm: Collective, *, names: Sequence[str]) -> list[Peer]:
+    """By name, in that order. DCP needs `start_gloo` before."""
+    made = {
+        "torch.save": Peer(
+            name="torch.save", save=_by_rank_0(comm, lambda tensors, path: torch.save(dict(tensors), path)),
+            load=lambda tensors, path: torch.load(path, weights_only=True),
+        ),
+        "safetensors": Peer(
+            name="safetensors", save=_by_rank_0(comm, _safetensors_save), load=_safetensors_load
+        ),
+        "dcp": Peer(name="dcp", save=_dcp_save, load=_dcp_load, folder=True),
+        "dcp, no fsync": Peer(name="dcp, no fsync", save=_dcp_save_without_fsync, load=_dcp_load, folder=True),
+        "h5py mpio": Peer(
+            name="h5py mpio", save=lambda tensors, path: _h5py_save(tensors, path, comm=comm), load=_h5py_load
+        ),
+    }  # fmt: skip
+    return [made[name] for name in names]
+
+
+def _by_rank_0(comm: Collective, save: Callable[[Tensors, Path], None]) -> Callable[[Tensors, Path], None]:
+    def alone(tensors: Tensors, path: Path) -> None:
+        if comm.rank == 0:
+            save(tensors, path)
+        if comm.num_ranks > 1:
+            dist.barrier()  # Gloo's waiting ranks sleep; MPI's would poll on the cores that rank 0 needs
+
+    return alone
+
+
+def _safetensors_save(tensors: Tensors, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path)
+
+
+def _safetensors_load(tensors: Tensors, path: Path) -> Tensors:
+    """It maps the file; a byte of every page is touched, so that they are read."""
+    from safetensors.torch import load_file
+
+    loaded = load_file(path)
+    for tensor in loaded.values():
+        tensor.reshape(-1)[:: 4096 // tensor.element_size()].sum()
+    return loaded
+
+
+def _dcp_save(tensors: Tensors, path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(dict(tensors), checkpoint_id=path)
+
+
+def _dcp_save_without_fsync(tensors: Tensors, path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(path, sync_files=False))
+
+
+def _dcp_load(tensors: Tensors, path: Path) -> Tensors:
+    import torch.distributed.checkpoint as dcp
+
+    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(loaded, checkpoint_id=path)
+    return loaded
+
+
+def _h5py_save(tensors: Tensors, path: Path, *, comm: Collective) -> None:
+    """As h5py's own example: datasets are created by all ranks, and each writes its part of each."""
+    import h5py
+    from mpi4py import MPI
+
+    with h5py.File(path, "w", driver="mpio", comm=MPI.COMM_WORLD) as file:
+        datasets: list[Any] = [
+            file.create_dataset(name, shape=tensor.shape, dtype="f4") for name, tensor in tensors.items()
+        ]
+        for dataset, tensor in zip(datasets, tensors.values(), strict=True):
+            begin_at, end_at = (
+                tensor.numel() * place // comm.num_ranks for place in (comm.rank, comm.rank + 1)
+            )
+            dataset[begin_at:end_at] = tensor[begin_at:end_at].numpy()
+
+
+def _h5py_load(tensors: Tensors, path: Path) -> Tensors:
+    import h5py
+
+    with h5py.File(path) as file:
+        return {name: torch.from_numpy(file[name][...]) for name in tensors}

@@ -1,0 +1,133 @@
+"""What each rank runs: `python -m benchmarks.checkpoint.ranks CASE SETTINGS.json RESULT.json`."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
+from hpctrain.bench.checkpoint import take_turns
+from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
+from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, Saving, Way
+from hpctrain.checkpoint import load, save
+from hpctrain.run import Session, start
+
+Settings = dict[str, Any]
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+
+
+def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
+    """Seconds of each round: raw, ours by engine, and peers. Figure 1."""
+    world, directory = session.world, Path(settings["directory"])
+    state = _state(settings)
+    raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
+    ways: list[Way] = [
+        RawWriting(raw, comm=world, directory=directory),
+        *(
+            Saving(state.state, engine=engine, comm=world, directory=directory)
+            for engine in settings["engines"]
+        ),
+        *(
+            PeerSaving(peer, state, comm=world, directory=directory)
+            for peer in peers(world, names=settings["peers"])
+        ),
+    ]
+    return _seconds(ways, settings)
+
+
+def small_saves(session: Session, settings: Settings) -> dict[str, list[float]]:
+    """Seconds of each round: the same bytes in many tensors and in few, ours and a peer's. Figure 1."""
+    world, ways = session.world, []
+    for label, num_tensors in settings["tensors"].items():
+        directory = Path(settings["directory"]) / label
+        if world.rank == 0:
+            directory.mkdir()
+        world.barrier()
+        state = make_state(num_bytes=settings["num_bytes"], num_tensors=num_tensors)
+        both: list[Any] = [Saving(state.state, engine="auto", comm=world, directory=directory)]
+        both += [
+            PeerSaving(peer, state, comm=world, directory=directory)
+            for peer in peers(world, names=settings["peers"])
+        ]
+        for way in both:
+            way.name = f"{way.name}, {label}"
+        ways += both
+    return _seconds(ways, settings)
+
+
+def loads(session: Session, settings: Settings) -> dict[str, list[float]]:
+    """Seconds of each round: raw, ours, peers. Figure 2."""
+    # Large allocations come fresh from the kernel each time, on all sides, as in a process that has just started.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
+    world, directory = session.world, Path(settings["directory"])
+    state, cold = _state(settings), settings["cold"]
+    raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
+    _check_load(session, state, directory=directory / "checked")
+    ways: list[Way] = [
+        RawReading(raw, comm=world, directory=directory, cold=cold),
+        Loading(state.state, comm=world, directory=directory, cold=cold),
+        *(
+            PeerLoading(peer, state, comm=world, directory=directory, cold=cold)
+            for peer in peers(world, names=settings["peers"])
+        ),
+    ]
+    return _seconds(ways, settings)
+
+
+def _check_load(session: Session, state: BenchState, *, directory: Path) -> None:
+    """Raises RuntimeError unless what is loaded is what was saved."""
+    done = save(state.state, directory=directory, step=1, comm=session.world)
+    _, loaded = load(done.path, comm=session.world)
+    if any(not same_bits(loaded[item.name], item.tensor) for item in state.state.items):
+        raise RuntimeError("what is loaded is not what was saved")
+    session.world.barrier()
+    if session.rank == 0:
+        done.path.unlink()
+
+
+def _state(settings: Settings) -> BenchState:
+    return make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
+
+
+def _seconds(ways: Sequence[Way], settings: Settings) -> dict[str, list[float]]:
+    turns = take_turns(ways, repeats=settings["repeats"], warmup=settings["warmup"], seed=settings["seed"])
+    return {name: [turn.seconds for turn in found] for name, found in turns.items()}
+
+
+CASES: dict[str, Callable[[Session, Settings], Any]] = {
+    "saves": saves, "small_saves": small_saves, "loads": loads,
+}  # fmt: skip
+
+
+def main(words: Sequence[str]) -> int:
+    case, settings_path, result_path = words
+    settings = json.loads(Path(settings_path).read_text())
+    faulthandler.dump_traceback_later(0.9 * settings["timeout_s"], exit=False)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # the peers' own, of what they will change
+    session = start(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
+    try:
+        start_gloo(session.world, directory=Path(settings["meeting"]))
+        found = CASES[case](session, settings)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        session.world.abort(1)
+        return 1
+    if session.rank == 0:
+        Path(result_path).write_text(json.dumps(found))
+    dist.destroy_process_group()
+    session.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""What is run for each figure, at which scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint.figures import beside_records, load_records, save_records, small_records
+from benchmarks.checkpoint.launch import measured
+from benchmarks.results_file import Record
+
+SEED = 20
+NUM_TENSORS = 32
+SMALL_TENSORS, SMALL_BYTES = 10_000, 4096
+ALL_PEERS = ("dcp", "dcp, no fsync", "torch.save", "safetensors", "h5py mpio")
+FEW_PEERS = ("dcp", "dcp, no fsync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """rounds: of what has a bar in an issue, at least 7. few_rounds: of the rest."""
+
+    num_bytes: int = 512 << 20
+    large_bytes: int = 2 << 30
+    small_tensors: int = SMALL_TENSORS
+    rounds: int = 9
+    few_rounds: int = 3
+
+
+FULL = Scale()
+QUICK = replace(FULL, num_bytes=16 << 20, large_bytes=32 << 20, small_tensors=200, rounds=2, few_rounds=1)
+
+Say = Callable[[str], None]
+
+
+def saves(scratch: Path, scale: Scale, say: Say) -> list[Record]:
+    """Figure 1."""
+    asked = {"num_bytes": scale.num_bytes, "num_tensors": NUM_TENSORS, "warmup": 1, "seed": SEED}
+    few = {**asked, "peers": FEW_PEERS, "engines": ["auto"], "repeats": scale.few_rounds}
+    main = measured(
+        "saves", {**asked, "peers": ALL_PEERS, "engines": ["auto", "direct", "mpio"], "repeats": scale.rounds},
+        num_ranks=2, scratch=scratch,
+    )  # fmt: skip
+    say("saving, 2 ranks")
+    total = scale.small_tensors * SMALL_BYTES
+    settings: dict[str, Any] = {
+        **asked, "num_bytes": total, "peers": ["dcp"], "repeats": scale.rounds,
+        "tensors": {"many": scale.small_tensors, "few": NUM_TENSORS},
+    }  # fmt: skip
+    small = measured("small_saves", settings, num_ranks=2, scratch=scratch)
+    say("saving many small tensors")
+    beside = {
+        "1-rank": measured("saves", few, num_ranks=1, scratch=scratch),
+        "4-ranks": measured("saves", few, num_ranks=4, scratch=scratch),
+        "2gib": measured("saves", {**few, "num_bytes": scale.large_bytes}, num_ranks=2, scratch=scratch),
+    }
+    say("saving, other sizes and numbers of ranks")
+    what = f"{scale.small_tensors:,} tensors of 4 KiB, 2 ranks"
+    return [*save_records(main), *small_records(small, what=what), *beside_records(beside)]
+
+
+def loads(scratch: Path, scale: Scale, say: Say) -> list[Record]:
+    """Figure 2."""
+    asked = {"num_bytes": scale.num_bytes, "num_tensors": NUM_TENSORS, "seed": SEED}
+    warm = measured(
+        "loads", {**asked, "cold": False, "peers": ("dcp", "torch.save", "safetensors", "h5py mpio"),
+                  "repeats": scale.rounds, "warmup": 1},
+        num_ranks=2, scratch=scratch,
+    )  # fmt: skip
+    say("loading, warm")
+    cold = measured(
+        "loads", {**asked, "cold": True, "peers": (), "repeats": scale.rounds, "warmup": 0},
+        num_ranks=2, scratch=scratch,
+    )  # fmt: skip
+    say("loading, cold")
+    return load_records(warm, cold)
