@@ -1,0 +1,284 @@
+"""A copy of each node's file on another node, so that one lost node loses nothing.
+
+Each node's leader runs a `PartnerServer` in a thread, which keeps what the leader of another node sends with
+`send_file`. Plain TCP: the background threads of a save must not call MPI, which most builds allow to one
+thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import xxhash
+
+from hpctrain.checkpoint.drain import Copied, NewFile, Pace, pieces_of
+from hpctrain.checkpoint.partner_wire import (
+    PartnerAddress,
+    PartnerError,
+    accept,
+    close,
+    connect,
+    describe_failure,
+    discard,
+    has_spoken,
+    local_addresses,
+    receive_exactly,
+    receive_message,
+    receive_some,
+    send_message,
+)
+from hpctrain.comm.reach import host_addresses
+from hpctrain.errors import CheckpointError, HpctrainError
+
+_CHUNK_BYTES = 1 << 20
+_MAX_CONNECTIONS = 8  # one is used; the rest is room for strangers, who are shown the door after seconds
+_DIGEST_BYTES = 16
+_KEPT_FREE_BYTES = 64 << 20
+_LAST_WORD_S = 5.0
+DEFAULT_TIMEOUT_S = 60.0
+CONNECT_WITHIN_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A file that one leader offers to another. save_id: which save it belongs to. file: its number there.
+
+    num_files: of the whole checkpoint. num_bytes: of this file. created_unix_s: when the save began.
+    """
+
+    step: int
+    save_id: str
+    file: int
+    num_files: int
+    num_bytes: int
+    created_unix_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Offer:
+        """Raises PartnerError for anything else than whole numbers in range and an id of hex digits."""
+        numbers = {name: value.get(name) for name in ("step", "file", "num_files", "num_bytes")}
+        for name, found in numbers.items():
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 10**18:
+                raise PartnerError(f"the offered file has {name} = {found!r:.40}")
+        save_id = value.get("save_id")
+        if not isinstance(save_id, str) or len(save_id) > 32 or set(save_id) - set("0123456789abcdef"):
+            raise PartnerError(f"the offered file has save_id = {save_id!r:.40}")
+        if not numbers["file"] < numbers["num_files"] <= 99999:  # type: ignore[operator]  # checked above
+            raise PartnerError(f"file {numbers['file']} of {numbers['num_files']} was offered")
+        created = value.get("created_unix_s")
+        if not isinstance(created, float) or not 0 <= created < 1e12:
+            raise PartnerError(f"the offered file has created_unix_s = {created!r:.40}")
+        return cls(save_id=save_id, created_unix_s=created, **numbers)  # type: ignore[arg-type]  # checked above
+
+
+class Shelf(Protocol):
+    """Where a server puts what it is sent. `place(offer)` is the path to write to, in a folder that is made;
+    `keep(offer, path, digest)` is called when the file is whole and on disk: from then on it counts.
+
+    Both may raise CheckpointError or OSError, which the sender is told.
+    """
+
+    def place(self, offer: Offer) -> Path: ...
+
+    def keep(self, offer: Offer, path: Path, digest: str) -> None: ...
+
+
+@final
+class PartnerServer:
+    """Takes files from the leader of another node, in threads of its own, until `close`.
+
+    address: for the others. token: shared by the run's leaders, secret. timeout_s: how long a connection may
+    be silent. Memory: one piece of 1 MiB a connection. Raises CheckpointError when it cannot listen.
+    """
+
+    def __init__(
+        self, *, node: str, token: bytes, shelf: Shelf, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self._node = node
+        self._token = token
+        self._shelf = shelf
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            self._socket = socket.create_server(("", 0), family=family, backlog=16, dualstack_ipv6=both)
+        except OSError as error:
+            raise CheckpointError(f"node {node} cannot take copies from its partner: {error}") from error
+        self.address = PartnerAddress(
+            node=node, addresses=local_addresses(host_addresses()), port=self._socket.getsockname()[1]
+        )
+        self._thread = threading.Thread(target=self._serve, name="hpctrain-partner", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take nothing more. What was not finished is removed; waits for that, but not for ever."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        close(self._socket)
+        for connection in connections:
+            close(connection)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not self._connections:
+                    break
+            time.sleep(0.01)
+        self._thread.join(timeout=1)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # out of file descriptors, most likely: it may pass
+                continue
+            with self._lock:
+                welcome = not self._closed and len(self._connections) < _MAX_CONNECTIONS
+                if welcome:
+                    self._connections.add(connection)
+            if not welcome:
+                close(connection)
+                continue
+            threading.Thread(
+                target=self._attend, args=(connection,), name="hpctrain-partner-copy", daemon=True
+            ).start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        """One connection, to its end. What goes wrong is told to the other side, which has a user to tell."""
+        try:
+            accept(connection, node=self._node, token=self._token, timeout_s=self._timeout_s)
+            try:
+                self._take(connection)
+            except (OSError, HpctrainError) as error:
+                reason = describe_failure(error, timeout_s=self._timeout_s)
+                send_message(connection, {"error": f"{reason}"[:2000]})
+                discard(connection, within_s=_LAST_WORD_S)
+        except (OSError, HpctrainError):
+            pass  # a stranger, or a partner that is gone: nobody is left to be told
+        finally:
+            close(connection)
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _take(self, connection: socket.socket) -> None:
+        request = receive_message(connection)
+        if request.get("hello"):
+            send_message(connection, {"done": True})
+            return
+        offer = Offer.from_json(request)
+        path = self._shelf.place(offer)
+        _check_space(path.parent, num_bytes=offer.num_bytes)
+        with NewFile(path) as copy:
+            send_message(connection, {"go": True})
+            view = memoryview(bytearray(_CHUNK_BYTES))
+            while copy.num_bytes < offer.num_bytes:
+                wanted = min(_CHUNK_BYTES, offer.num_bytes - copy.num_bytes)
+                copy.write(view[: receive_some(connection, view[:wanted])])
+            told = receive_exactly(connection, _DIGEST_BYTES).decode("ascii", "replace")
+            if told != copy.digest():
+                raise PartnerError(
+                    f"the {copy.num_bytes} bytes arrived damaged: hash {copy.digest()}, not {told}"
+                )
+            copy.finish()
+            digest = copy.digest()
+        try:
+            self._shelf.keep(offer, path, digest)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        send_message(connection, {"done": True})
+
+
+def _check_space(directory: Path, *, num_bytes: int) -> None:
+    found = os.statvfs(directory)
+    free = found.f_bavail * found.f_frsize
+    if found.f_blocks and free < num_bytes + _KEPT_FREE_BYTES:
+        raise CheckpointError(f"{directory} has {free} bytes free, the copy needs {num_bytes}")
+
+
+def greet(partner: PartnerAddress, *, token: bytes, timeout_s: float = CONNECT_WITHIN_S) -> None:
+    """See whether the partner answers. Raises PartnerError."""
+    connection = connect(partner, token=token, timeout_s=timeout_s, within_s=timeout_s)
+    try:
+        send_message(connection, {"hello": True})
+        _expect(connection, "done")
+    except OSError as error:
+        raise PartnerError(f"node {partner.node}: {describe_failure(error, timeout_s=timeout_s)}") from error
+    finally:
+        close(connection)
+
+
+def send_file(
+    path: Path,
+    *,
+    offer: Offer,
+    partner: PartnerAddress,
+    token: bytes,
+    pace: Pace | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Copied:
+    """Send the file `offer` speaks of; returns when the partner has it on disk and its hash fits.
+
+    timeout_s: the longest silence. on_bytes: told after each piece; may raise to stop. Raises PartnerError,
+    which names the partner, says how far it came and what the partner said; CheckpointError when `path`
+    cannot be read. Memory: one piece of 1 MiB.
+    """
+    begin_s = time.perf_counter()
+    connection = connect(partner, token=token, timeout_s=timeout_s, within_s=CONNECT_WITHIN_S)
+    digest, sent = xxhash.xxh3_64(), 0
+    try:
+        send_message(connection, offer.to_json())
+        _expect(connection, "go")
+        try:
+            for piece in pieces_of(path, chunk_bytes=_CHUNK_BYTES):
+                if has_spoken(connection):
+                    _expect(connection, "done")  # before it has all: that can only be an error
+                connection.sendall(piece)
+                digest.update(piece)
+                sent += piece.nbytes
+                on_bytes(piece.nbytes)
+                if pace is not None:
+                    pace.passed(piece.nbytes)
+            if sent != offer.num_bytes:
+                raise CheckpointError(f"{path} has {sent} bytes, not {offer.num_bytes}")
+            connection.sendall(digest.hexdigest().encode())
+        except ConnectionError:
+            # It closed while we sent: most likely it has told us why.
+            _expect(connection, "done")
+            raise
+        _expect(connection, "done")
+    except (OSError, PartnerError) as error:
+        reason = describe_failure(error, timeout_s=timeout_s)
+        raise PartnerError(
+            f"no copy of {path.name} on node {partner.node}, after {sent} of {offer.num_bytes} bytes: {reason}"
+        ) from error
+    finally:
+        close(connection)
+    return Copied(num_bytes=sent, digest=digest.hexdigest(), seconds=time.perf_counter() - begin_s)
+
+
+def _expect(connection: socket.socket, word: str) -> None:
+    answer = receive_message(connection)
+    if "error" in answer:
+        raise PartnerError(f"it says: {answer['error']!s:.2000}")
+    if answer.get(word) is not True:
+        raise PartnerError(f"it says {answer!r:.200}")

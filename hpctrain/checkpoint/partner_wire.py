@@ -1,0 +1,193 @@
+"""What two nodes' leaders say to each other over a TCP connection: who are you, small messages, bytes.
+
+Both sides prove that they know the run's token without sending it (HMAC-SHA256 over fresh random numbers of
+both): nobody else can store files here, and a machine that merely has the partner's address gets none. What
+follows is not encrypted; it is hashed.
+
+    server -> client   16 bytes: the server's random number
+    client -> server   16 bytes: the client's random number; 32 bytes: proof
+    server -> client   32 bytes: proof
+    then messages: 4 bytes length, JSON
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.errors import CheckpointError
+
+_NUMBER_BYTES = 16
+_PROOF_BYTES = 32
+_LENGTH = struct.Struct("!I")
+_MAX_MESSAGE_BYTES = 64 << 10
+_BETWEEN_TRIES_S = 0.25
+
+
+class PartnerError(CheckpointError):
+    """The other node's leader cannot be reached, does not answer, or refuses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartnerAddress:
+    """Where a node's leader takes copies. node: its name, for messages and in the proof: each node has its
+    own. addresses: all that it may be reached by."""
+
+    node: str
+    addresses: tuple[str, ...]
+    port: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"node": self.node, "addresses": list(self.addresses), "port": self.port}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PartnerAddress:
+        return cls(node=value["node"], addresses=tuple(value["addresses"]), port=value["port"])
+
+
+def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
+    """A connection to the partner on which both have proved themselves; every wait on it ends after timeout_s.
+
+    Tries all addresses in turn, again and again, for at most within_s. Raises PartnerError.
+    """
+    deadline, reasons = time.monotonic() + within_s, dict[str, str]()
+    while True:
+        for address in partner.addresses:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 and reasons:
+                break
+            try:
+                return _connect_to(
+                    address, partner, token=token, timeout_s=timeout_s, within_s=max(left_s, 0.1)
+                )
+            except (OSError, PartnerError) as error:
+                reasons[address] = str(error)
+        if time.monotonic() + _BETWEEN_TRIES_S >= deadline:
+            told = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+            raise PartnerError(
+                f"node {partner.node} cannot be reached over TCP at port {partner.port} "
+                f"({told or 'it has no address but loopback'}): is the node up, and are connections between "
+                "the nodes allowed?"
+            )
+        time.sleep(_BETWEEN_TRIES_S)
+
+
+def _connect_to(
+    address: str, partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float
+) -> socket.socket:
+    connection = socket.create_connection((address, partner.port), timeout=min(within_s, timeout_s))
+    try:
+        # A stranger at this address may accept and then say nothing: other addresses are left to try.
+        connection.settimeout(min(within_s, timeout_s, 10.0))
+        theirs = receive_exactly(connection, _NUMBER_BYTES)
+        ours = secrets.token_bytes(_NUMBER_BYTES)
+        connection.sendall(ours + _proof(token, b"client", partner.node, theirs, ours))
+        proof = receive_exactly(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(token, b"server", partner.node, theirs, ours)):
+            raise PartnerError("something else than this run's partner answers there")
+        connection.settimeout(timeout_s)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
+    """The server's side of `connect`. Raises PartnerError, OSError."""
+    connection.settimeout(min(timeout_s, 10.0))
+    ours = secrets.token_bytes(_NUMBER_BYTES)
+    connection.sendall(ours)
+    theirs = receive_exactly(connection, _NUMBER_BYTES)
+    proof = receive_exactly(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(token, b"client", node, ours, theirs)):
+        raise PartnerError("a stranger knocked: the proof does not fit")
+    connection.sendall(_proof(token, b"server", node, ours, theirs))
+    connection.settimeout(timeout_s)
+
+
+def _proof(token: bytes, role: bytes, node: str, server_number: bytes, client_number: bytes) -> bytes:
+    text = role + b"\0" + server_number + client_number + node.encode()
+    return hmac.digest(token, text, hashlib.sha256)
+
+
+def send_message(connection: socket.socket, value: Mapping[str, Any]) -> None:
+    """Raises OSError."""
+    data = json.dumps(dict(value)).encode()
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_message(connection: socket.socket) -> dict[str, Any]:
+    """Raises PartnerError for anything that is not a JSON object of bounded length; OSError."""
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+    if length > _MAX_MESSAGE_BYTES:
+        raise PartnerError(f"a message of {length} bytes was announced")
+    try:
+        value = json.loads(receive_exactly(connection, length))
+    except (ValueError, RecursionError) as error:
+        raise PartnerError(f"a message cannot be understood: {error}") from error
+    if not isinstance(value, dict):
+        raise PartnerError("a message is not a JSON object")
+    return value
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Raises PartnerError when the connection ends before; OSError."""
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view.nbytes:
+        view = view[receive_some(connection, view) :]
+    return bytes(data)
+
+
+def receive_some(connection: socket.socket, view: memoryview) -> int:
+    """At least one byte into `view`. Raises PartnerError at the connection's end; OSError."""
+    count = connection.recv_into(view)
+    if count == 0:
+        raise PartnerError("the other side closed the connection")
+    return count
+
+
+def has_spoken(connection: socket.socket) -> bool:
+    """Whether there is something to read, or the connection has ended. Does not wait."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def discard(connection: socket.socket, *, within_s: float) -> None:
+    """Read and forget until the other side closes: closing before would destroy our last message on its way."""
+    deadline, view = time.monotonic() + within_s, memoryview(bytearray(1 << 16))
+    with suppress(OSError, PartnerError):
+        connection.shutdown(socket.SHUT_WR)
+        while (left_s := deadline - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            receive_some(connection, view)
+
+
+def close(connection: socket.socket) -> None:
+    """Also wakes a thread that waits in this socket."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def describe_failure(error: Exception, *, timeout_s: float) -> str:
+    """`error` of a connection in words."""
+    if isinstance(error, TimeoutError):
+        return f"no answer for {timeout_s:g} s"
+    return str(error)
+
+
+def local_addresses(found: Sequence[str]) -> tuple[str, ...]:
+    """`found`, and loopback last: nodes that are emulated on one machine without any network."""
+    return (*found, "127.0.0.1")

@@ -1,0 +1,157 @@
+"""At the start of a run: what the nodes still hold of a checkpoint that never reached the shared folder.
+
+The newest checkpoint of which every file is held by some node, as its own or as a partner's copy, is drained
+into the shared folder and committed there: the ordinary load then finds it. One lost node loses nothing, and
+it may be another set of nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.drain import UnreadableError, copy_file
+from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, newest_sound, prepare_target
+from hpctrain.checkpoint.file_bytes import explained, sync_directory
+from hpctrain.checkpoint.listing import folder_name, part_path
+from hpctrain.checkpoint.local_store import Held, held_under
+from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """path: of the checkpoint that is now in the shared folder; None when nothing was there to recover.
+    notes: what else was found, for the user: copies that are damaged, steps of which a file is lost."""
+
+    path: Path | None
+    step: int | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A checkpoint of which every file is held. holders[f]: (rank, what it holds) of file f, best first."""
+
+    step: int
+    save_id: str
+    holders: tuple[tuple[tuple[int, Held], ...], ...]
+
+
+def recover(tiers: Tiers, *, comm: Collective) -> Recovered:
+    """Drain what the nodes hold and the shared folder does not have yet. Collective; call it before the load.
+
+    What counts is newer than the newest sound checkpoint in the shared folder, both by its step and by the time
+    at which it was saved: nodes that were away may hold steps of a history that the run has left.
+    Raises CheckpointError on every rank when the shared folder cannot be read or written. Damaged copies are
+    passed over, and told in the notes.
+    """
+
+    def held_here() -> list[dict[str, Any]]:
+        return [held.to_json() for held in held_under(tiers.store.base)] if tiers.is_leader else []
+
+    by_rank = all_gather_json(comm, agreed(comm, held_here, os_error=CheckpointError))
+    if not any(by_rank):
+        return Recovered(path=None, step=None, notes=())
+    held = [(rank, Held.from_json(entry)) for rank, entries in enumerate(by_rank) for entry in entries]
+    newest = on_rank_0(comm, lambda: newest_sound(tiers.shared))
+    after_step, after_unix_s = newest if newest is not None else (-1, 0.0)
+    candidates, notes = plan_recovery(held, after_step=after_step, after_unix_s=after_unix_s)
+    for candidate in candidates:
+        path, found = _drain(candidate, tiers=tiers, comm=comm)
+        notes += found
+        if path is not None:
+            return Recovered(path=path, step=candidate.step, notes=tuple(notes))
+    return Recovered(path=None, step=None, notes=tuple(notes))
+
+
+def plan_recovery(
+    held: Sequence[tuple[int, Held]], *, after_step: int, after_unix_s: float
+) -> tuple[list[Candidate], list[str]]:
+    """What can be recovered, newest first, and notes on what cannot. Pure.
+
+    held: (rank, what its node holds). A copy whose hash is known is better than one that was never read as a
+    whole; of equal ones the first in `held`.
+    """
+    saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
+    for rank, entry in held:
+        offer = entry.offer
+        if offer.step > after_step and offer.created_unix_s > after_unix_s:
+            saves.setdefault((offer.step, offer.created_unix_s, offer.save_id), []).append((rank, entry))
+    candidates: list[Candidate] = []
+    notes: list[str] = []
+    for (step, _, save_id), entries in sorted(saves.items(), reverse=True):
+        num_files = max(entry.offer.num_files for _, entry in entries)
+        by_file: list[list[tuple[int, Held]]] = [[] for _ in range(num_files)]
+        for rank, entry in entries:
+            by_file[entry.offer.file].append((rank, entry))
+        missing = [number for number, holders in enumerate(by_file) if not holders]
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            notes.append(
+                f"step {step} is lost: of its {num_files} files no node holds number {shown} any more, neither "
+                "as its own nor as a partner's copy"
+            )
+            continue
+        ordered = (sorted(holders, key=lambda holder: not holder[1].digest) for holders in by_file)
+        candidates.append(Candidate(step=step, save_id=save_id, holders=tuple(map(tuple, ordered))))
+    return candidates, notes
+
+
+def _drain(candidate: Candidate, *, tiers: Tiers, comm: Collective) -> tuple[Path | None, list[str]]:
+    """Copy all files and commit. Collective. The path, None when no sound copy is left of a file; and notes."""
+    step = candidate.step
+    first = Path(candidate.holders[0][0][1].path)
+    as_folder = first.parent.name == folder_name(step)
+    partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step, as_folder=as_folder))))
+    committed = Committed(path=None)
+    try:
+        complete, notes = _copy_all(candidate, partial=partial, comm=comm)
+        if complete:
+            found = on_rank_0(comm, lambda: commit_target(partial, step=step).to_json())
+            committed = Committed.from_json(found)
+            notes += [committed.reason] if committed.reason else []
+        if committed.path is None:
+            notes.append(f"step {step} is lost: no sound copy is left of a file of it")
+    finally:
+        if committed.path is None and comm.rank == 0:
+            discard_target(partial)
+    return committed.path, notes
+
+
+def _copy_all(candidate: Candidate, *, partial: Path, comm: Collective) -> tuple[bool, list[str]]:
+    """Copy each file from its best holder, and from the next where that copy is damaged. Collective. Whether all
+    are there; and notes."""
+    tries = dict.fromkeys(range(len(candidate.holders)), 0)  # of the files that are still to be copied
+    notes: list[str] = []
+    while tries:
+        if any(len(candidate.holders[number]) == tried for number, tried in tries.items()):
+            return False, notes
+        chosen = {number: candidate.holders[number][tried] for number, tried in tries.items()}
+        own = {number: held for number, (rank, held) in chosen.items() if rank == comm.rank}
+        reports = all_gather_json(
+            comm, agreed(comm, functools.partial(_copy_own, own, partial=partial), os_error=CheckpointError)
+        )
+        damaged = {int(number): reason for report in reports for number, reason in report.items()}
+        notes += damaged.values()
+        tries = {number: tried + 1 for number, tried in tries.items() if number in damaged}
+    return True, notes
+
+
+def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
+    """What this rank was chosen for. File number -> what is wrong with this node's copy, for those that are."""
+    damaged = {}
+    for number, held in own.items():
+        try:
+            copy_file(Path(held.path), part_path(partial, number), expected=held.digest)
+        except UnreadableError as error:
+            damaged[str(number)] = str(error)
+    if own and partial.is_dir():
+        with explained(action="write to disk", path=partial):
+            sync_directory(partial)
+    return damaged

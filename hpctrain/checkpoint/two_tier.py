@@ -1,0 +1,282 @@
+"""One save through both tiers: with the interface of a `Saving`, so that it is driven in the same way."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from hpctrain.checkpoint.commit import MAX_STEP
+from hpctrain.checkpoint.drain import Pace, copy_file
+from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, prepare_target
+from hpctrain.checkpoint.file_bytes import explained, sync_directory
+from hpctrain.checkpoint.listing import part_path
+from hpctrain.checkpoint.local_store import OWN, own_file
+from hpctrain.checkpoint.partner import Offer, send_file
+from hpctrain.checkpoint.partner_wire import PartnerError
+from hpctrain.checkpoint.retain import retain
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.saving import SaveOptions, SaveResult, Saving
+from hpctrain.checkpoint.snapshot import HostBuffers
+from hpctrain.checkpoint.state import State
+from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """What one leader's background work came to."""
+
+    partner_s: float
+    drain_s: float
+    warning: str
+
+
+@final
+class TwoTier:
+    """A save that goes to node-local storage first, and is drained from there. Made by `begin`.
+
+    `advance` leads through three stages: the local save (a `Saving` of its own); copying to partner and shared
+    folder, by the nodes' leaders in the background; the commit in the shared folder. What the run calls saved is
+    what was committed there. An error leaves the local copies, from which the next start recovers.
+    """
+
+    def __init__(
+        self,
+        saving: Saving,
+        *,
+        tiers: Tiers,
+        step: int,
+        comm: Collective,
+        options: SaveOptions,
+        executor: Executor | None,
+        save_id: str,
+        created_unix_s: float,
+        begin_s: float,
+    ) -> None:
+        self._saving: Saving | None = saving
+        self._tiers = tiers
+        self._step = step
+        self._comm = comm
+        self._options = options
+        self._executor = executor
+        self._save_id = save_id
+        self._created_unix_s = created_unix_s
+        self._begin_s = begin_s
+        self._local: SaveResult | None = None
+        self._local_s = 0.0
+        self._partial: Path | None = None
+        self._copying: Future[_Report] | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        state: State,
+        *,
+        tiers: Tiers,
+        step: int,
+        comm: Collective,
+        options: SaveOptions | None = None,
+        buffers: HostBuffers | None = None,
+        executor: Executor | None = None,
+    ) -> TwoTier:
+        """Begin to save `state` as step `step` of the run whose `tiers` these are. Collective.
+
+        comm: of all ranks of the topology that `tiers` was opened with. options: as for `Saving.begin`; `files`,
+        `node_of_rank` and `local` are set here, `keep` holds for the shared folder. buffers: the state is copied
+        to them; the caller may change its tensors when `begin` returns. executor: where files are written and
+        copied; None: at once, in this thread.
+        What the nodes hold of this step and later ones belongs to a history that the run has left, and is removed.
+        Raises as `Saving.begin`.
+        """
+        begin_s = time.perf_counter()
+        options = options or SaveOptions()
+        agreed(comm, lambda: _check_step(step))
+        chosen = on_rank_0(comm, lambda: {"id": secrets.token_hex(8), "created_unix_s": time.time()})
+        tiers.forget(from_step=step, comm=comm)
+        topology = tiers.topology
+        local = replace(
+            options,
+            keep=None,  # pruned by what is held, see `LocalStore.prune`
+            files="node",
+            node_of_rank=tuple(topology.node_of(rank) for rank in range(topology.num_ranks)),
+            local=True,
+        )
+        saving = Saving.begin(
+            state,
+            directory=tiers.store.own,
+            step=step,
+            comm=comm,
+            options=local,
+            buffers=buffers,
+            executor=executor,
+        )
+        return cls(
+            saving,
+            tiers=tiers,
+            step=step,
+            comm=comm,
+            options=options,
+            executor=executor,
+            save_id=chosen["id"],
+            created_unix_s=chosen["created_unix_s"],
+            begin_s=begin_s,
+        )
+
+    def ready(self) -> bool:
+        """Whether `advance` would not wait for this rank's own work. Not collective."""
+        if self._saving is not None:
+            return self._saving.ready()
+        return self._copying is None or self._copying.done()
+
+    def advance(self) -> SaveResult | None:
+        """Wait for this rank's work of the present stage and begin the next; the result when all is done. Collective.
+
+        Raises CheckpointError on every rank when a node cannot write to its local or to the shared folder. A copy
+        that could not be made on a partner node is no error: the result's note says so.
+        """
+        if self._saving is None:
+            return self._commit()
+        self._local = self._saving.advance()
+        if self._local is not None:
+            self._saving = None
+            self._local_s = time.perf_counter() - self._begin_s
+            self._begin_copying(self._local)
+        return None
+
+    def finish(self) -> SaveResult:
+        """`advance` until all is done. Collective."""
+        while True:
+            result = self.advance()
+            if result is not None:
+                return result
+
+    # ------------------------------------------------------------------ stage 2: to the partner, to the shared folder
+
+    def _begin_copying(self, local: SaveResult) -> None:
+        """Collective."""
+
+        def prepare() -> str:
+            as_folder = local.path.is_dir()
+            return str(prepare_target(self._tiers.shared, step=self._step, as_folder=as_folder))
+
+        partial = self._partial = Path(on_rank_0(self._comm, prepare))
+        if self._tiers.is_leader:
+            self._copying = _submit(self._executor, lambda: self._copy(local.path, partial=partial))
+
+    def _copy(self, step_path: Path, *, partial: Path) -> _Report:
+        """A leader's work in the background. No communication but the partner's connection."""
+        tiers, store = self._tiers, self._tiers.store
+        path = own_file(step_path)
+        with explained(action="read", path=path):
+            num_bytes = path.stat().st_size
+        offer = Offer(
+            step=self._step,
+            save_id=self._save_id,
+            file=tiers.node,
+            num_files=tiers.topology.num_nodes,
+            num_bytes=num_bytes,
+            created_unix_s=self._created_unix_s,
+        )
+        store.note_own(path, offer=offer)
+        pace = Pace(limit_mb_per_s=self._options.limit_mb_per_s)
+        digest, partner_s, warning = "", 0.0, ""
+        if tiers.partner is not None:
+            try:
+                sent = send_file(
+                    path, offer=offer, partner=tiers.partner, token=tiers.token, pace=pace,
+                    timeout_s=tiers.timeout_s, on_bytes=self._go_on,
+                )  # fmt: skip
+                digest, partner_s = sent.digest, sent.seconds
+                store.note_own(path, offer=offer, digest=digest)
+            except PartnerError as error:
+                warning = str(error)
+        target = part_path(partial, tiers.node)
+        copied = copy_file(path, target, expected=digest, pace=pace, on_bytes=self._go_on)
+        if partial.is_dir():
+            with explained(action="write to disk", path=partial):
+                sync_directory(partial)
+        store.prune(OWN)
+        return _Report(partner_s=partner_s, drain_s=copied.seconds, warning=warning)
+
+    def _go_on(self, num_bytes: int) -> None:
+        if self._tiers.stopping.is_set():
+            raise CheckpointError(
+                f"step {self._step} was being copied from {self._tiers.store.own} when the run ended: the next start "
+                "recovers it"
+            )
+
+    # ------------------------------------------------------------------ stage 3: the commit
+
+    def _commit(self) -> SaveResult:
+        """Collective."""
+        partial, local = self._partial, self._local
+        if partial is None or local is None:
+            raise RuntimeError("the save has ended already")
+        copying, self._copying = self._copying, None
+        self._partial = None
+        try:
+            report = agreed(
+                self._comm, lambda: copying.result() if copying else None, os_error=CheckpointError
+            )
+            found = on_rank_0(self._comm, lambda: self._commit_shared(partial))
+        except HpctrainError:
+            if self._comm.rank == 0:
+                discard_target(partial)
+            raise
+        gathered = all_gather_json(self._comm, _to_json(report))
+        reports = [_Report(**value) for value in gathered if value is not None]
+        committed = Committed.from_json(found["committed"])
+        assert committed.path is not None  # or else an error was raised
+        return replace(
+            local,
+            path=committed.path,
+            bytes=committed.num_bytes,
+            seconds=time.perf_counter() - self._begin_s,
+            note="; ".join([local.note, self._describe(reports), *found["notes"]]),
+        )
+
+    def _commit_shared(self, partial: Path) -> dict[str, Any]:
+        committed = commit_target(partial, step=self._step)
+        if committed.path is None:
+            raise CheckpointError(f"what was drained of step {self._step} is damaged: {committed.reason}")
+        retention = Retention.of(self._options.keep)
+        notes = retain(self._tiers.shared, saved=committed.path, retention=retention)
+        return {"committed": committed.to_json(), "notes": notes}
+
+    def _describe(self, reports: list[_Report]) -> str:
+        partner_s = max(report.partner_s for report in reports)
+        drain_s = max(report.drain_s for report in reports)
+        text = f"local after {self._local_s:.2f} s, drained in {drain_s:.2f} s"
+        if self._tiers.topology.num_nodes > 1:
+            text += f", copied to partners in {partner_s:.2f} s"
+        return "; ".join([text, *(f"WARNING: {report.warning}" for report in reports if report.warning)])
+
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step = {step!r}: a checkpoint's step is a whole number from 0 to {MAX_STEP}")
+
+
+def _to_json(report: _Report | None) -> dict[str, Any] | None:
+    if report is None:
+        return None
+    return {"partner_s": report.partner_s, "drain_s": report.drain_s, "warning": report.warning}
+
+
+def _submit(executor: Executor | None, work: Callable[[], _Report]) -> Future[_Report]:
+    """Run `work` in the executor, or now; what it raises is raised by `Future.result`."""
+    if executor is not None:
+        return executor.submit(work)
+    done: Future[_Report] = Future()
+    try:
+        done.set_result(work())
+    except (OSError, HpctrainError) as error:
+        done.set_exception(error)
+    return done
