@@ -168,8 +168,8 @@ def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> 
         needed = int(MEMORY_COPIES * asked.num_bytes * ranks_here)
         if needed > free_bytes:
             raise UsageError(
-                f"{ranks_here} ranks on {gethostname()} need {needed / 1e9:.3g} GB of memory for a state of "
-                f"{asked.num_bytes / 1e9:.3g} GB, {free_bytes / 1e9:.3g} GB are free: ask for a smaller --size"
+                f"{ranks_here} rank{'s' * (ranks_here > 1)} on {gethostname()} need {needed / 1e9:.3g} GB of memory "
+                f"for a state of {asked.num_bytes / 1e9:.3g} GB, {free_bytes / 1e9:.3g} GB are free: ask for a smaller --size"
             )
         free = shutil.disk_usage(directory).free
         if FILES_AT_ONCE * asked.num_bytes > free:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, final
 
 from hpctrain.bench.checkpoint_raw import RawShare
 from hpctrain.bench.page_cache import evict
-from hpctrain.checkpoint import Engine, State, load, save
+from hpctrain.checkpoint import State, load, save
 from hpctrain.checkpoint.file_bytes import sync_directory
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.agreement import agreed, on_rank_0
@@ -76,7 +76,7 @@ class Saving:
     def turn(self) -> Turn:
         begin_s = begin(self._comm)
         done = save(
-            self._state, directory=self._directory, step=1, comm=self._comm, keep=None, engine=Engine(self._asked)
+            self._state, directory=self._directory, step=1, comm=self._comm, keep=None, engine=self._asked
         )  # fmt: skip
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value

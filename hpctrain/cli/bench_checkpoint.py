@@ -117,10 +117,12 @@ def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
             print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
         os._exit(INTERRUPTED)  # the launcher ends the other ranks, which got the signal too
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop)
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: hpctrain launch sends it for Ctrl-C
+    before = {number: signal.signal(number, stop) for number in stops}
     try:
         yield folder
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if session.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
