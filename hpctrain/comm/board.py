@@ -58,6 +58,7 @@ class Board:
         since: float,
         tracks: Callable[[], Sequence[Track]],
         step: Callable[[], int | None],
+        doing: Callable[[], str],
         reach: Reach,
         show: Callable[[str], None],
         look_around: Callable[[], None],
@@ -73,6 +74,7 @@ class Board:
         self._since = since
         self._tracks = tracks
         self._step = step
+        self._doing = doing
         self._reach = reach
         self._show = show
         self._look_around = look_around
@@ -125,6 +127,7 @@ class Board:
             pid=os.getpid(),
             written=time.time(),
             step=self._step(),
+            doing=self._doing(),
             groups=groups,
             addresses=[] if door is None else list(door.addresses),
             port=None if door is None else door.port,

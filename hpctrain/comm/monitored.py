@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import final
 
@@ -103,6 +104,10 @@ class MonitoredGroup:
         with self._during("barrier"):
             self._inner.barrier()
 
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """See `hpctrain.comm.doing`."""
+        return self._watcher.doing_this(what)
+
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
         with self._during("collective_files"):
             inner = self._inner.collective_files(members=members)
@@ -188,6 +193,10 @@ class Monitored(Forwarding):
     @step.setter
     def step(self, step: int | None) -> None:
         self._watcher.step = step
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """See `hpctrain.comm.doing`."""
+        return self._watcher.doing_this(what)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         signature = f"split {[list(group) for group in groups]}"

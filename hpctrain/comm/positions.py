@@ -36,6 +36,7 @@ class RankPosition:
     pid: int
     written: float  # seconds since the epoch, by the writer's clock
     step: int | None = None
+    doing: str = ""  # what its operations belong to
     groups: dict[str, GroupPosition] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
     port: int | None = None
@@ -209,6 +210,7 @@ def find_silent(
 
 def _whereabouts(position: RankPosition, place: GroupPosition) -> str:
     step = "" if position.step is None else f" in step {position.step}"
+    step += f" ({position.doing})" if position.doing else ""
     for name, other in position.groups.items():
         if other.waiting_s is not None:
             return f"waits in {other.operation} number {other.sequence} of {name}{step}"

@@ -11,11 +11,18 @@ from hpctrain.comm.track import Track
 
 
 def headline(
-    track: Track | None, *, ending: Ending | None, rank: int, host: str, step: int | None, timeout_s: float
+    track: Track | None,
+    *,
+    ending: Ending | None,
+    rank: int,
+    host: str,
+    step: int | None,
+    timeout_s: float,
+    doing: str = "",
 ) -> str:
     """Who ends, and what it was doing. track: of its longest wait, None in no operation."""
     here = f"rank {rank} on {host}"
-    in_step = "" if step is None else f" in step {step}"
+    in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")
     waited, limit = "is in no operation" + in_step, f"(limit {timeout_s:g} s)"
     if track is not None:
         waited = f"has waited {track.waited_s():.1f} s{in_step} for {track.describe()}"

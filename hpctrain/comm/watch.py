@@ -64,6 +64,7 @@ class Watcher:
     ) -> None:
         self.rank = rank
         self.step: int | None = None
+        self.doing = ""  # what the operations belong to; "" when nothing was said
         self._timeout_s = timeout_s
         self._interval_s = min(1.0, timeout_s / 8)
         self._grace_s = min(5.0, timeout_s / 12)
@@ -99,6 +100,7 @@ class Watcher:
             since=self._since,
             tracks=lambda: self._tracks,
             step=lambda: self.step,
+            doing=lambda: self.doing,
             reach=self._reach,
             show=self._show,
             look_around=self._look_around,
@@ -134,6 +136,15 @@ class Watcher:
                 yield
         finally:
             self._wind_last_word()
+
+    @contextlib.contextmanager
+    def doing_this(self, what: str) -> Iterator[None]:
+        """What the operations inside belong to, for the messages. The innermost counts."""
+        before, self.doing = self.doing, what
+        try:
+            yield
+        finally:
+            self.doing = before
 
     def end(self) -> None:
         """Stop watching."""
@@ -248,13 +259,20 @@ class Watcher:
             limit_s = min(_FILES_MAY_TAKE_S, max(1.0, self._timeout_s / 4))
             if ending is None and track is not None:
                 reason = f"it waits for {track.describe()} for more than the limit of {self._timeout_s:g} s"
+                reason += f" ({self.doing})" if self.doing else ""
                 ending = _within(limit_s, lambda: board.announce(reason, grace_s=self._grace_s))
             if ending is not None:  # else the files hang: that was waiting enough
                 told = _within(limit_s, lambda: self._report(board, track))
         if told is None:
             told = self._report_alone()
         head = headline(
-            track, ending=ending, rank=self.rank, host=self._host, step=self.step, timeout_s=self._timeout_s
+            track,
+            ending=ending,
+            rank=self.rank,
+            host=self._host,
+            step=self.step,
+            doing=self.doing,
+            timeout_s=self._timeout_s,
         )
         self._show(f"{head}\n{told}\nthis rank's threads are at")
         if board is not None and ending is not None and self._leave_together(board, ending=ending, code=code):
