@@ -7,6 +7,7 @@ Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO"
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
@@ -43,8 +44,19 @@ class CollectiveWriter(Protocol):
         does not mean that the bytes are there: Open MPI's modules do not tell all that go wrong.
         """
 
+    def sync(self) -> None:
+        """Have MPI write out, to the disk, what it holds back. Collective."""
+
     def close(self) -> None:
-        """Have MPI write out what it holds back, and close the file. Collective."""
+        """Close the file. Collective."""
+
+
+def _can_write(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 @final
@@ -55,11 +67,19 @@ class MpiCollectiveWriter:
         """Open the file, which is there, for reading and writing: collective over `comm`.
 
         mpi: the module mpi4py.MPI. hints: for MPI_File_open, the same on every rank; unknown ones are ignored.
-        CommunicationError when MPI reports a failure.
+        CommunicationError on every rank when one of them does not see the file or may not write to it, and
+        when MPI reports a failure.
         """
         self._mpi = mpi
         self._comm = comm
         self._path = path
+        # MPI's own opening does not always fail on all ranks alike: ask before.
+        unseen = [place for place, row in enumerate(self.gather([int(_can_write(path))])) if not row[0]]
+        if unseen:
+            raise CommunicationError(
+                f"{path} cannot be opened for writing by {len(unseen)} of {comm.Get_size()} ranks of its group, number "
+                f"{unseen[0]} first"
+            )
         info = mpi.Info.Create()
         try:
             for name, value in hints.items():
@@ -111,7 +131,10 @@ class MpiCollectiveWriter:
             if stretches is not None:
                 stretches.Free()
 
+    def sync(self) -> None:
+        with self._reported("writing"):
+            self._file.Sync()
+
     def close(self) -> None:
         with self._reported("closing"):
-            self._file.Sync()
             self._file.Close()

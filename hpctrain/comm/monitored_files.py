@@ -65,6 +65,10 @@ class MonitoredWriter:
         with self._track.during("write", self._name, signature=f"write {self._name}"):
             self._inner.write_together(data, offsets=offsets, lengths=lengths)
 
+    def sync(self) -> None:
+        with self._track.during("sync", self._name, signature=f"sync {self._name}"):
+            self._inner.sync()
+
     def close(self) -> None:
         with self._track.during("close", self._name, signature=f"close {self._name}"):
             self._inner.close()

@@ -1,0 +1,106 @@
+"""Stretches on their way to a file: a bounded batch of them, and runs of neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Where bytes go in the file, and the bytes: one-dimensional, contiguous.
+Stretch: TypeAlias = tuple[int, memoryview]
+
+# Smaller neighbours are joined: a write costs as much as copying some tens of KiB.
+_JOIN_BELOW_BYTES = 1 << 18
+
+
+@final
+class Batch:
+    """At most `max_bytes` of what `stretches` gives, ascending. The views that it takes must keep their bytes."""
+
+    def __init__(self, stretches: Iterable[Stretch], *, max_bytes: int) -> None:
+        self._source = iter(stretches)
+        self._max_bytes = max_bytes
+        self._cut: Stretch | None = None  # the rest of a stretch that did not fit
+        self._stretches: list[Stretch] = []
+        self._num_bytes = 0
+
+    def fill(self) -> None:
+        """Take stretches until the batch is full or there are no more. Raises what the source raises."""
+        while self._num_bytes < self._max_bytes:
+            item = self._cut or next(self._source, None)
+            self._cut = None
+            if item is None:
+                break
+            offset, view = item
+            room = self._max_bytes - self._num_bytes
+            if view.nbytes > room:
+                self._cut = (offset + room, view[room:])
+                view = view[:room]
+            if view.nbytes:
+                self._stretches.append((offset, view))
+                self._num_bytes += view.nbytes
+        self._stretches.sort(key=lambda stretch: stretch[0])
+
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """First byte, and the one after the last; None when the batch is empty."""
+        if not self._stretches:
+            return None
+        offset, view = self._stretches[-1]
+        return self._stretches[0][0], offset + view.nbytes
+
+    def take(self, *, until: int | None = None) -> list[Stretch]:
+        """Take out what lies before byte `until`; None: everything."""
+        taken, kept = [], []
+        for offset, view in self._stretches:
+            count = view.nbytes if until is None else min(max(until - offset, 0), view.nbytes)
+            if count:
+                taken.append((offset, view[:count]))
+            if count < view.nbytes:
+                kept.append((offset + count, view[count:]))
+        self._stretches = kept
+        self._num_bytes = sum(view.nbytes for _, view in kept)
+        return taken
+
+
+def runs_of_neighbours(stretches: Iterable[Stretch]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Ascending stretches, grouped where each begins at the end of the one before: where a run begins, and its
+    views in order."""
+    begin, end, views = 0, -1, list[memoryview]()
+    for offset, view in stretches:
+        if offset != end and views:
+            yield begin, views
+            views = []
+        if not views:
+            begin = offset
+        views.append(view)
+        end = offset + view.nbytes
+    if views:
+        yield begin, views
+
+
+def joined(stretches: Iterable[Stretch]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Ascending stretches with small neighbours copied into one piece: where it begins, and its bytes."""
+    for begin, views in runs_of_neighbours(stretches):
+        offset, small, small_bytes = begin, list[memoryview](), 0
+        for view in views:
+            if view.nbytes < _JOIN_BELOW_BYTES:
+                small.append(view)
+                small_bytes += view.nbytes
+                continue
+            if small:
+                yield offset, bytes_of(small)
+                offset, small, small_bytes = offset + small_bytes, [], 0
+            yield offset, np.frombuffer(view, dtype=np.uint8)
+            offset += view.nbytes
+        if small:
+            yield offset, bytes_of(small)
+
+
+def bytes_of(views: list[memoryview]) -> NDArray[np.uint8]:
+    """The views one after the other, shape (total bytes,)."""
+    if len(views) == 1:
+        return np.frombuffer(views[0], dtype=np.uint8)
+    return np.frombuffer(b"".join(views), dtype=np.uint8)
