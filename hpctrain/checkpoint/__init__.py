@@ -1,20 +1,27 @@
 """Collective checkpoints: one HDF5 file, written by all ranks together, verified, loaded by any number."""
 
-from hpctrain.checkpoint.commit import SaveResult, save
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.listing import step_of
 from hpctrain.checkpoint.metadata import StoredTensor
 from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.restore import Rejected, Restored, load, load_newest_good
+from hpctrain.checkpoint.retention import Best, Retention
+from hpctrain.checkpoint.saving import SaveOptions, SaveResult, Saving, save
+from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import Replicated, Shard, State
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "Engine",
+    "HostBuffers",
     "Rejected",
     "Replicated",
     "Restored",
+    "Retention",
+    "SaveOptions",
     "SaveResult",
+    "Saving",
     "Shard",
     "State",
     "StoredTensor",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.checkpoint.hashing import hash_of
@@ -13,7 +14,19 @@ from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 
-def agree_on_plan(state: State, *, step: int, comm: Collective) -> WritePlan:
+def document_hash(state: State, *, comm: Collective) -> str:
+    """Hash of what must be the same text on every rank. Collective: CheckpointError on all where one cannot be
+    written."""
+    return agreed(comm, lambda: hash_of(_shared_text(state).encode()))
+
+
+def _shared_text(state: State) -> str:
+    return encode_document({"document": state.document, "parent": state.parent})
+
+
+def agree_on_plan(
+    state: State, *, step: int, comm: Collective, file_of_rank: Sequence[int] | None = None
+) -> WritePlan:
     """Collective. What all ranks share (step, document, replicated tensors) is compared by its hash.
 
     Raises CheckpointError on every rank when the ranks' states do not belong together, naming what differs.
@@ -21,7 +34,7 @@ def agree_on_plan(state: State, *, step: int, comm: Collective) -> WritePlan:
     headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
     replicated = [header.to_json() for header in headers if header.box is None]
     shards = [header.to_json() for header in headers if header.box is not None]
-    document = agreed(comm, lambda: encode_document(state.document))
+    document = agreed(comm, lambda: _shared_text(state))
     mine = {
         "step": step,
         "document": hash_of(document.encode()),
@@ -33,7 +46,10 @@ def agree_on_plan(state: State, *, step: int, comm: Collective) -> WritePlan:
         steps = ", ".join(f"{entry['step']} on rank {place}" for place, entry in enumerate(by_rank))
         raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
     if any(entry["document"] != by_rank[0]["document"] for entry in by_rank):
-        raise CheckpointError(_document_difference(json.loads(document), comm), agreed=True)
+        shared = json.loads(document)
+        raise CheckpointError(
+            _document_difference({**shared["document"], "parent": shared["parent"]}, comm), agreed=True
+        )
     if any(entry["replicated"] != by_rank[0]["replicated"] for entry in by_rank):
         lists = [list(map(Header.from_json, entry)) for entry in all_gather_json(comm, replicated)]
         raise CheckpointError(
@@ -42,6 +58,7 @@ def agree_on_plan(state: State, *, step: int, comm: Collective) -> WritePlan:
     return make_plan(
         replicated=[header for header in headers if header.box is None],
         shards_by_rank=[list(map(Header.from_json, entry["shards"])) for entry in by_rank],
+        file_of_rank=file_of_rank,
     )
 
 

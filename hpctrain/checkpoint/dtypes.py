@@ -66,17 +66,22 @@ def storage_dtype(name: str) -> np.dtype:
     return np.dtype(_RAW[dtype_named(name).itemsize])
 
 
+def check_plain(tensor: torch.Tensor) -> None:
+    """Raises CheckpointError for tensors that are not plain strided memory (sparse, quantized, meta)."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CheckpointError(
+            f"cannot store a tensor of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}: "
+            "only dense tensors with their data in memory can be stored"
+        )
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in row-major order as bytes, shape (nbytes,), on the tensor's device.
 
     No copy when the tensor is contiguous. Raises CheckpointError for tensors that are not plain strided
     memory (sparse, quantized, meta).
     """
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise CheckpointError(
-            f"cannot store a tensor of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}: "
-            "only dense tensors with their data in memory can be stored"
-        )
+    check_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental at every touch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
+from hpctrain.checkpoint.mpio_engine import obstacle_to_mpio, write_together
 from hpctrain.checkpoint.write_direct import write_direct
-from hpctrain.checkpoint.write_mpio import obstacle_to_mpio, write_mpio
-from hpctrain.checkpoint.writing import WriteJob, Written
 from hpctrain.comm.agreement import all_gather_json, describe_ranks
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError, UsageError
@@ -29,9 +29,21 @@ class EngineChoice:
     engine: Engine
     note: str
 
-    @property
-    def write(self) -> Callable[[WriteJob], Written]:
-        return write_mpio if self.engine is Engine.MPIO else write_direct
+    def write(
+        self,
+        path: Path,
+        stretches: Iterable[tuple[int, memoryview]],
+        *,
+        comm: Collective,
+        members: Sequence[int],
+        limit_bytes_per_s: float | None = None,
+    ) -> None:
+        """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk when it
+        returns. Collective over the world ranks `members` with MPIO, not at all with DIRECT. CheckpointError."""
+        if self.engine is Engine.MPIO:
+            write_together(path, stretches, comm=comm, members=members)
+        else:
+            write_direct(path, stretches, limit_bytes_per_s=limit_bytes_per_s)
 
 
 def engine_named(name: Engine | str) -> Engine:

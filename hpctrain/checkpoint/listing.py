@@ -1,55 +1,93 @@
-"""Names of checkpoints in a directory, finished and partial. Thin I/O, done by rank 0 alone."""
+"""Names of checkpoints in a directory: finished, being written, replaced. Thin I/O, done by rank 0 alone.
+
+A checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. What is not finished, or no longer counts,
+has a name that begins with a dot.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 from pathlib import Path
 
+from hpctrain.checkpoint.file_bytes import reason_of
 from hpctrain.errors import CheckpointError
 
-_FINISHED = re.compile(r"step-(\d{8,18})\.h5")
-_PARTIAL = re.compile(r"\.step-\d{8,18}\.h5\.partial-[0-9a-f]{16}")
+MAIN_FILE = "data-00000.h5"
+_FINISHED = re.compile(r"step-(\d{8,18})(\.h5)?")
+_PARTIAL = re.compile(r"\.step-\d{8,18}(\.h5)?\.partial-[0-9a-f]{16}")
+_REPLACED = re.compile(r"\.step-(\d{8,18})(?:\.h5)?\.replaced-[0-9a-f]{16}")
 
 
 def file_name(step: int) -> str:
     """`step-00000050.h5`"""
-    return f"step-{step:08d}.h5"
+    return f"{folder_name(step)}.h5"
 
 
-def partial_name(step: int, *, unique: str) -> str:
-    """Name while being written. `unique`: 16 hex digits."""
-    return f".{file_name(step)}.partial-{unique}"
+def folder_name(step: int) -> str:
+    """`step-00000050`"""
+    return f"step-{step:08d}"
+
+
+def part_name(number: int) -> str:
+    """`data-00001.h5`: a file of a folder; number 0 is the main one."""
+    return f"data-{number:05d}.h5"
+
+
+def main_file(path: Path) -> Path:
+    """The file that holds seal and metadata: the checkpoint itself, or file number 0 of its folder."""
+    return path / MAIN_FILE if path.is_dir() else path
+
+
+def part_path(path: Path, number: int) -> Path:
+    """File `number` of the checkpoint at `path`."""
+    return path / part_name(number) if number or path.is_dir() else path
+
+
+def partial_name(name: str, *, unique: str) -> str:
+    """What the checkpoint `name` is called while it is written. unique: 16 hex digits."""
+    return f".{name}.partial-{unique}"
+
+
+def replaced_name(name: str, *, unique: str) -> str:
+    """What the checkpoint `name` is called while another of its step takes its place. unique: 16 hex digits."""
+    return f".{name}.replaced-{unique}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a finished checkpoint's name; None for any other name."""
-    match = _FINISHED.fullmatch(path.name)
+    """The step in a finished checkpoint's name, or a replaced one's; None for any other name."""
+    match = _FINISHED.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def finished_newest_first(directory: Path) -> list[Path]:
-    """Files named as finished checkpoints, by falling step. A directory that is not there holds none.
+    """Files and folders named as finished checkpoints, by falling step. A directory that is not there holds none.
 
+    One that was being replaced counts where its step has no other: the run was killed between two renames.
     Raises CheckpointError when the directory cannot be read.
     """
-    try:
-        paths = [path for path in directory.iterdir() if step_of(path) is not None and path.is_file()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot list the checkpoint directory {directory}: {error.strerror}"
-        ) from error
-    return sorted(paths, key=lambda path: step_of(path) or 0, reverse=True)
+    found, replaced = [], []
+    for path in _entries(directory):
+        if _FINISHED.fullmatch(path.name) and (path.is_file() if path.suffix else path.is_dir()):
+            found.append(path)
+        elif _REPLACED.fullmatch(path.name):
+            replaced.append(path)
+    steps = {step_of(path) for path in found}
+    found += [path for path in replaced if step_of(path) not in steps]
+    return sorted(found, key=lambda path: (step_of(path) or 0, path.name), reverse=True)
 
 
 def partial_files(directory: Path) -> list[Path]:
-    """What killed runs have left behind: files with our name for a checkpoint that is being written."""
-    try:
-        return sorted(path for path in directory.iterdir() if _PARTIAL.fullmatch(path.name))
-    except FileNotFoundError:
-        return []
+    """What killed runs have left behind: files and folders with our name for a checkpoint being written, and
+    replaced ones whose place is taken."""
+    entries = _entries(directory)
+    steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
+    return sorted(
+        path
+        for path in entries
+        if _PARTIAL.fullmatch(path.name) or (_REPLACED.fullmatch(path.name) and step_of(path) in steps)
+    )
 
 
 def remove_partial_files(directory: Path) -> list[Path]:
@@ -58,6 +96,25 @@ def remove_partial_files(directory: Path) -> list[Path]:
     removed = []
     for path in partial_files(directory):
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            remove(path)
             removed.append(path)
     return removed
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint's file or folder. Raises OSError, FileNotFoundError when there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot list the checkpoint directory {directory}: {reason_of(error)}"
+        ) from error

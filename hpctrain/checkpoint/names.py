@@ -10,6 +10,7 @@ import re
 
 _ESCAPED = re.compile(rb"%([0-9A-F]{2})")
 _EMPTY = "%"  # never the start of anything else: an escaped % is %25
+TENSOR_GROUP = "tensors"
 MAX_NAME_BYTES = 16384  # HDF5's limit on what one link may take is 64 KiB
 
 
@@ -35,3 +36,11 @@ def unescape(link: str) -> str:
         return ""
     raw = _ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), link.encode("utf-8"))
     return raw.decode("utf-8", "surrogatepass")
+
+
+def dataset_path(name: str, *, number: int = 0) -> str:
+    """Path of the dataset of a tensor's piece; number: of the pieces that one file holds of it.
+
+    Only numbers from 1 on show: `%-1` is no escape of ours, so no tensor's name has it.
+    """
+    return f"/{TENSOR_GROUP}/{escape(name)}" + (f"%-{number}" if number else "")

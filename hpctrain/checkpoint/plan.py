@@ -1,8 +1,10 @@
 """Who writes which bytes: pure, and the same result on every rank.
 
 Replicated tensors are laid end to end in the order of their names, and this line is cut into as many equal
-parts as there are ranks. Shards are written by the rank that holds them. Everything is then cut into extents
-of at most EXTENT_BYTES, the unit of hashing: whoever reads one byte of an extent verifies all of it.
+parts as there are ranks. Shards are written by the rank that holds them. Each rank writes into one file; with
+several files, what the ranks of one file write of a tensor is a piece of it, a dataset of that file. Everything
+is then cut into extents of at most EXTENT_BYTES, the unit of hashing: whoever reads one byte of an extent
+verifies all of it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.checkpoint.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box
+from hpctrain.checkpoint.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
 from hpctrain.checkpoint.dtypes import dtype_named
+from hpctrain.checkpoint.names import dataset_path
 from hpctrain.checkpoint.state import Header
 from hpctrain.errors import CheckpointError
 
@@ -25,8 +28,18 @@ CUT_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPiece:
+    """One dataset: the elements of `box`, a box of the tensor's view. shape: of the dataset."""
+
+    file: int
+    dataset: str
+    box: Box
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
-    """One dataset. Its extents are boxes of an array of shape `view`, which has the same elements.
+    """A tensor. Its pieces and extents are boxes of an array of shape `view`, which has the same elements.
 
     view: `(num_elems,)` for replicated tensors, so that an extent is any range of the bytes; the tensor's own
     shape for sharded ones.
@@ -36,6 +49,7 @@ class PlannedTensor:
     dtype: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
+    pieces: tuple[PlannedPiece, ...]
 
     @property
     def elem_bytes(self) -> int:
@@ -50,11 +64,12 @@ class PlannedTensor:
 class Extent:
     """Bytes that one rank writes and hashes as one.
 
-    tensor: index into the plan's tensors. source: index into `State.sources()` of the rank that writes.
-    source_start: first element in that source's row-major memory; the extent is contiguous there.
+    tensor: index into the plan's tensors; piece: into its pieces. source: index into `State.sources()` of the rank
+    that writes. source_start: first element in that source's row-major memory; the extent is contiguous there.
     """
 
     tensor: int
+    piece: int
     box: Box
     source: int
     source_start: int
@@ -64,66 +79,132 @@ class Extent:
 class WritePlan:
     tensors: tuple[PlannedTensor, ...]  # sorted by name
     extents_by_rank: tuple[tuple[Extent, ...], ...]
+    file_of_rank: tuple[int, ...]
+
+    @property
+    def num_files(self) -> int:
+        return max(self.file_of_rank) + 1
+
+    def leader_of(self, file: int) -> int:
+        """The rank that makes the file: the lowest one that writes to it."""
+        return self.file_of_rank.index(file)
 
     def bytes_of(self, rank: int) -> int:
         """Bytes that `rank` writes."""
         return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_by_rank[rank])
 
 
-def make_plan(*, replicated: Sequence[Header], shards_by_rank: Sequence[Sequence[Header]]) -> WritePlan:
+def make_plan(
+    *,
+    replicated: Sequence[Header],
+    shards_by_rank: Sequence[Sequence[Header]],
+    file_of_rank: Sequence[int] | None = None,
+) -> WritePlan:
     """The plan for all ranks.
 
     replicated: sorted by name, the same on every rank. shards_by_rank: each rank's shards in its own order.
+    file_of_rank: the file that each rank writes to, numbered from 0 without a gap; None: one file for all.
     Raises CheckpointError when a name is used twice, or when shards disagree or do not make up their tensor;
     as the input is the same on all ranks, all ranks raise.
     """
+    num_ranks = len(shards_by_rank)
+    files = tuple(file_of_rank) if file_of_rank is not None else (0,) * num_ranks
     replicated_names = {header.name for header in replicated}
     if len(replicated_names) != len(replicated):
         names = [header.name for header in replicated]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CheckpointError(f"more than one replicated tensor is called {_quoted(twice)}", agreed=True)
     sharded = _shapes_of_shards(shards_by_rank, replicated_names)
+    planning = _Planning(files=files, whole_datasets=max(files) == 0)
+    # The line is dealt out file by file, so that what one file holds of a tensor is one stretch of it.
+    order = sorted(range(num_ranks), key=lambda rank: (files[rank], rank))
     tensors = sorted(
-        [
-            *(
-                PlannedTensor(name=h.name, dtype=h.dtype, shape=h.shape, view=(math.prod(h.shape),))
-                for h in replicated
-            ),
-            *(
-                PlannedTensor(name=h.name, dtype=h.dtype, shape=h.shape, view=h.shape)
-                for h in sharded.values()
-            ),
-        ],
-        key=lambda tensor: tensor.name,
-    )
-    index = {tensor.name: i for i, tensor in enumerate(tensors)}
-    extents_by_rank: list[list[Extent]] = [[] for _ in shards_by_rank]
+        [*(_Tensor(header, view=(math.prod(header.shape),)) for header in replicated),
+         *(_Tensor(header, view=header.shape) for header in sharded.values())],
+        key=lambda tensor: tensor.header.name,
+    )  # fmt: skip
+    index = {tensor.header.name: i for i, tensor in enumerate(tensors)}
     flat = [tensors[index[header.name]] for header in replicated]
-    for piece in divide_evenly([(t.num_bytes, t.elem_bytes) for t in flat], num_ranks=len(shards_by_rank)):
-        tensor = flat[piece.tensor]
+    for piece in divide_evenly([(t.num_bytes, t.elem_bytes) for t in flat], num_ranks=num_ranks):
         box = Box(offset=(piece.start,), shape=(piece.stop - piece.start,))
-        for part in split_box(box, max_elems=EXTENT_BYTES // tensor.elem_bytes):
-            extents_by_rank[piece.rank].append(
-                Extent(tensor=index[tensor.name], box=part, source=piece.tensor, source_start=part.offset[0])
-            )
+        planning.add(
+            order[piece.rank], tensor=flat[piece.tensor], number=index[flat[piece.tensor].header.name], box=box,
+            source=piece.tensor, source_start=piece.start,
+        )  # fmt: skip
     for rank, shards in enumerate(shards_by_rank):
         for place, header in enumerate(shards):
-            tensor = tensors[index[header.name]]
             assert header.box is not None
-            start = 0
-            for part in split_box(header.box, max_elems=EXTENT_BYTES // tensor.elem_bytes):
-                extents_by_rank[rank].append(
-                    Extent(
-                        tensor=index[tensor.name],
-                        box=part,
-                        source=len(replicated) + place,
-                        source_start=start,
-                    )
-                )
-                start += part.num_elems
+            number = index[header.name]
+            planning.add(
+                rank, tensor=tensors[number], number=number, box=header.box,
+                source=len(replicated) + place, source_start=0,
+            )  # fmt: skip
     return WritePlan(
-        tensors=tuple(tensors), extents_by_rank=tuple(tuple(extents) for extents in extents_by_rank)
+        tensors=tuple(tensor.planned() for tensor in tensors),
+        extents_by_rank=tuple(tuple(planning.extents[rank]) for rank in range(num_ranks)),
+        file_of_rank=files,
     )
+
+
+class _Tensor:
+    """A tensor while its pieces are being collected."""
+
+    def __init__(self, header: Header, *, view: tuple[int, ...]) -> None:
+        self.header = header
+        self.view = view
+        self.elem_bytes = dtype_named(header.dtype).itemsize
+        self.num_bytes = math.prod(header.shape) * self.elem_bytes
+        self.pieces: list[tuple[int, Box]] = []
+
+    def planned(self) -> PlannedTensor:
+        """A piece that is the whole tensor has the tensor's shape; parts of a line are lines."""
+        pieces, seen = [], dict[int, int]()
+        for file, box in self.pieces or [(0, whole(self.view))]:
+            number = seen[file] = seen.get(file, -1) + 1
+            shape = self.header.shape if box == whole(self.view) else box.shape
+            dataset = dataset_path(self.header.name, number=number)
+            pieces.append(PlannedPiece(file=file, dataset=dataset, box=box, shape=shape))
+        return PlannedTensor(
+            name=self.header.name, dtype=self.header.dtype, shape=self.header.shape, view=self.view,
+            pieces=tuple(pieces),
+        )  # fmt: skip
+
+
+class _Planning:
+    """Extents by rank, and the pieces that they lie in."""
+
+    def __init__(self, *, files: tuple[int, ...], whole_datasets: bool) -> None:
+        self.extents: list[list[Extent]] = [[] for _ in files]
+        self._files = files
+        self._whole = whole_datasets
+
+    def add(
+        self, rank: int, *, tensor: _Tensor, number: int, box: Box, source: int, source_start: int
+    ) -> None:
+        """`box` of the tensor's view is written by `rank`, from its source's element `source_start` on."""
+        if not box.num_elems:
+            return
+        piece = self._piece_of(tensor, file=self._files[rank], box=box)
+        for part in split_box(box, max_elems=EXTENT_BYTES // tensor.elem_bytes):
+            self.extents[rank].append(
+                Extent(tensor=number, piece=piece, box=part, source=source, source_start=source_start)
+            )
+            source_start += part.num_elems
+
+    def _piece_of(self, tensor: _Tensor, *, file: int, box: Box) -> int:
+        """In one file a tensor is one dataset. In several, ranks of one file continue each other's stretch of a
+        replicated tensor, and each shard is a dataset."""
+        if self._whole:
+            tensor.pieces = [(0, whole(tensor.view))]
+            return 0
+        if tensor.pieces and tensor.header.box is None:
+            last_file, last = tensor.pieces[-1]
+            if last_file == file:
+                joined = Box(offset=last.offset, shape=(last.shape[0] + box.shape[0],))
+                tensor.pieces[-1] = (file, joined)
+                return len(tensor.pieces) - 1
+        tensor.pieces.append((file, box))
+        return len(tensor.pieces) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

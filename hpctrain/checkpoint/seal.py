@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.errors import CheckpointError
@@ -17,6 +18,7 @@ SEAL_BYTES = 4096
 FORMAT_VERSION = 2  # what we write
 READ_VERSIONS = (1, 2)
 _MAGIC = b"hpctrain checkpoint\n"
+_PART_MAGIC = b"hpctrain checkpoint part\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +48,61 @@ def encode_seal(seal: Seal) -> bytes:
         "structure_xxh3_64": seal.structure_hash,
         "file_bytes": seal.file_bytes,
     }
-    text = _MAGIC + json.dumps(values).encode() + b"\n"
+    return _block(_MAGIC, values)
+
+
+def _block(magic: bytes, values: dict[str, Any]) -> bytes:
+    text = magic + json.dumps(values).encode() + b"\n"
     block = text + hash_of(text).encode() + b"\n"
     return block.ljust(SEAL_BYTES, b"\0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSeal:
+    """What a file that is not the main one says of itself: the id of its checkpoint, its step, its number among
+    num_files. It vouches for nothing: the main file does."""
+
+    id: str
+    step: int
+    number: int
+    num_files: int
+
+
+def encode_part_seal(seal: PartSeal) -> bytes:
+    """The block, SEAL_BYTES long."""
+    return _block(
+        _PART_MAGIC,
+        {
+            "format": FORMAT_VERSION,
+            "id": seal.id,
+            "step": seal.step,
+            "number": seal.number,
+            "files": seal.num_files,
+        },
+    )
+
+
+def empty_part_block() -> bytes:
+    return bytes(SEAL_BYTES)
+
+
+def decode_part_seal(block: bytes) -> PartSeal:
+    """Raises CheckpointError when it is none, or damaged."""
+    lines = block.split(b"\n", 3)
+    if len(block) != SEAL_BYTES or len(lines) != 4 or lines[0] + b"\n" != _PART_MAGIC:
+        raise CheckpointError("not a part of an hpctrain checkpoint: it does not begin with a part's seal")
+    if lines[2] != hash_of(lines[0] + b"\n" + lines[1] + b"\n").encode() or any(lines[3]):
+        raise CheckpointError("the seal at the begin of the part is damaged: its hash does not fit")
+    try:
+        values = json.loads(lines[1])
+        return PartSeal(
+            id=str(values["id"]),
+            step=_natural(values["step"]),
+            number=_natural(values["number"]),
+            num_files=_natural(values["files"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the part's seal cannot be understood: {error}") from error
 
 
 def decode_seal(block: bytes, *, file_bytes: int) -> Seal:

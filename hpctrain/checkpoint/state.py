@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.boxes import Box
-from hpctrain.checkpoint.dtypes import dtype_name
+from hpctrain.checkpoint.dtypes import check_plain, dtype_name
 from hpctrain.errors import CheckpointError
 
 
@@ -54,10 +54,12 @@ class State:
     items: every rank lists the same replicated tensors, in any order; shards are this rank's own.
     document: JSON with text keys, the same on every rank: schedule, position in the data, loss scale,
     recipe, environment, ...
+    parent: the checkpoint that the run went on from, its step and id; the same on every rank.
     """
 
     items: Sequence[Replicated | Shard]
     document: Mapping[str, Any] = field(default_factory=dict)
+    parent: Mapping[str, Any] | None = None
 
     def sources(self) -> list[Replicated | Shard]:
         """The items in the order in which the write plan counts them: replicated by name, then shards."""
@@ -91,7 +93,9 @@ class Header:
 
 
 def header_of(item: Replicated | Shard) -> Header:
-    """Raises CheckpointError for a shard that does not lie inside its global tensor."""
+    """Raises CheckpointError for a shard that does not lie inside its global tensor, and for a tensor that is not
+    plain memory."""
+    check_plain(item.tensor)
     dtype = dtype_name(item.tensor.dtype)
     if isinstance(item, Replicated):
         return Header(name=item.name, dtype=dtype, shape=tuple(item.tensor.shape), box=None)

@@ -17,6 +17,7 @@ import xxhash
 
 from hpctrain.checkpoint.file_bytes import explained, read_fully
 from hpctrain.checkpoint.hashing import hash_of
+from hpctrain.checkpoint.listing import MAIN_FILE
 from hpctrain.checkpoint.metadata import MAX_METADATA_BYTES, Metadata, decode_metadata
 from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal
 from hpctrain.errors import CheckpointError
@@ -25,7 +26,6 @@ from hpctrain.errors import CheckpointError
 _MAX_STRUCTURE_BYTES = 16 << 20
 _MAX_STRUCTURE_BYTES_PER_TENSOR = 64 << 10
 _CHUNK_BYTES = 1 << 20
-MAIN_FILE = "data-00000.h5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,15 +155,20 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
     return digest.hexdigest()
 
 
-def make_seal(path: Path, *, metadata: Metadata, data: bytes, metadata_offset: int) -> Seal:
-    """The seal of a file in which all but the seal is in place."""
+def check_sealed(path: Path, *, seal: Seal, structure: Sequence[tuple[int, int]]) -> None:
+    """Read back a file that has just been sealed: all but the tensors' content. structure: (offset, bytes) of
+    HDF5's structures. Raises CheckpointError where it is not as it was meant to be."""
     with opened(path) as fd, explained(action="read back", path=path):
         file_bytes = os.fstat(fd).st_size
-        taken = [(0, SEAL_BYTES), (metadata_offset, len(data)), *content_places(metadata)[0]]
-        return Seal(
-            metadata_offset=metadata_offset,
-            metadata_bytes=len(data),
-            metadata_hash=hash_of(data),
-            structure_hash=hash_structure(fd, taken=taken, file_bytes=file_bytes),
-            file_bytes=file_bytes,
+        found = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=file_bytes)
+        metadata = bytearray(seal.metadata_bytes)
+        read_fully(fd, memoryview(metadata), offset=seal.metadata_offset)
+        digest = xxhash.xxh3_64()
+        for offset, num_bytes in structure:
+            data = bytearray(num_bytes)
+            read_fully(fd, memoryview(data), offset=offset)
+            digest.update(data)
+    if found != seal or hash_of(metadata) != seal.metadata_hash or digest.hexdigest() != seal.structure_hash:
+        raise CheckpointError(
+            f"{path} reads back otherwise than it was written: the storage is not to be trusted"
         )

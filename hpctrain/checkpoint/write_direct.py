@@ -1,45 +1,82 @@
-"""Direct engine: every rank writes its extents at the datasets' places with pwrite, past the HDF5 library.
+"""Direct engine: every rank writes its bytes at their places with pwrite.
 
-Works on any POSIX filesystem that all ranks see, without MPI.
+Works on any POSIX filesystem that all ranks see, without MPI. What follows each other in the file is one call.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
 
-from hpctrain.checkpoint.boxes import runs_of
 from hpctrain.checkpoint.file_bytes import explained, write_fully
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.hdf5_file import create_datasets
-from hpctrain.checkpoint.writing import WriteJob, Written
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.errors import CheckpointError
+
+# A batch small enough to be in the processor's cache still, where hashing has just brought it.
+_BATCH_BYTES = 1 << 20
+_MAX_VIEWS = 512  # the least that systems allow in one call is 1024
+_PACED_BATCH_BYTES = 8 << 20
 
 
-def write_direct(job: WriteJob) -> Written:
-    """Create the file and write all content; on disk (fsync) when it returns. Collective.
+def write_direct(
+    path: Path, stretches: Iterable[tuple[int, memoryview]], *, limit_bytes_per_s: float | None = None
+) -> None:
+    """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when it
+    returns. Not collective.
 
-    Raises CheckpointError on every rank when any rank fails.
+    limit_bytes_per_s: leave that much of the disk and no more to this rank; it is then also flushed as it goes, so
+    that no long flush comes at the end. Raises CheckpointError.
     """
-    offsets = on_rank_0(job.comm, lambda: create_datasets(job.path, tensors=job.plan.tensors))
-    hashes = agreed(job.comm, lambda: _write_extents(job, offsets), os_error=CheckpointError)
-    return Written(file_offsets=offsets, hashes=hashes)
-
-
-def _write_extents(job: WriteJob, offsets: list[int]) -> list[str]:
-    hashes = []
-    with explained(action="write", path=job.path):
-        fd = os.open(job.path, os.O_WRONLY | os.O_CLOEXEC)
+    with explained(action="write", path=path):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            for extent, tensor, data in job.own_extents():
-                hashes.append(hash_of(data))
-                runs = runs_of(extent.box, shape=tensor.view)
-                run_bytes = runs.run_elems * tensor.elem_bytes
-                view = data.data
-                for place, start in enumerate(runs.starts.tolist()):
-                    piece = view[place * run_bytes : (place + 1) * run_bytes]
-                    write_fully(fd, piece, offset=offsets[extent.tensor] + start * tensor.elem_bytes)
+            batch: list[memoryview] = []
+            begin = end = 0
+            pace = _Pace(fd, limit_bytes_per_s) if limit_bytes_per_s is not None else None
+            for offset, data in stretches:
+                if batch and (offset != end or end - begin >= _BATCH_BYTES or len(batch) == _MAX_VIEWS):
+                    _write(fd, batch, offset=begin)
+                    if pace is not None:
+                        pace.written(end - begin)
+                    batch = []
+                if not batch:
+                    begin = end = offset
+                batch.append(data)
+                end += data.nbytes
+            if batch:
+                _write(fd, batch, offset=begin)
             os.fsync(fd)
         finally:
             os.close(fd)
-    return hashes
+
+
+def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
+    """All of the views, one after the other from `offset` on."""
+    written = os.pwritev(fd, batch, offset)
+    for data in batch:  # a short write is gone on with from where it ended
+        if written < data.nbytes:
+            write_fully(fd, data[written:], offset=offset + written)
+            written = data.nbytes
+        written -= data.nbytes
+        offset += data.nbytes
+
+
+class _Pace:
+    """Keeps a rank below so many bytes a second."""
+
+    def __init__(self, fd: int, limit_bytes_per_s: float) -> None:
+        self._fd = fd
+        self._limit = limit_bytes_per_s
+        self._begin_s = time.monotonic()
+        self._bytes = 0
+        self._unflushed = 0
+
+    def written(self, num_bytes: int) -> None:
+        self._bytes += num_bytes
+        self._unflushed += num_bytes
+        if self._unflushed >= _PACED_BATCH_BYTES:
+            os.fdatasync(self._fd)
+            self._unflushed = 0
+        ahead_s = self._bytes / self._limit - (time.monotonic() - self._begin_s)
+        if ahead_s > 0:
+            time.sleep(ahead_s)

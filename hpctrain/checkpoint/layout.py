@@ -1,0 +1,148 @@
+"""Where every byte of a checkpoint goes, agreed by all ranks; kept from one save to the next.
+
+A run saves the same tensors again and again. As long as no rank's tensors have changed in name, dtype or shape,
+one small vote replaces planning, laying out and telling.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.agree_plan import agree_on_plan, document_hash
+from hpctrain.checkpoint.metadata import Metadata, encode_header
+from hpctrain.checkpoint.metadata_text import TensorsText, room_for, tensors_text
+from hpctrain.checkpoint.own_bytes import OwnBytes, own_bytes
+from hpctrain.checkpoint.plan import WritePlan
+from hpctrain.checkpoint.seal import empty_part_block
+from hpctrain.checkpoint.skeleton import Skeleton, SkeletonDataset, make_skeleton
+from hpctrain.checkpoint.state import Replicated, Shard, State
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Collective
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what this rank writes."""
+
+    plan: WritePlan
+    skeleton: Skeleton | None
+    text: TensorsText | None
+    own: OwnBytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Remembered:
+    signature: list[Any]
+    layout: Layout
+
+
+# The last layout of each communicator: what a function of the state's names and shapes once gave.
+_LAST: weakref.WeakKeyDictionary[Collective, _Remembered] = weakref.WeakKeyDictionary()
+
+
+def layout_for(
+    state: State,
+    *,
+    sources: Sequence[Replicated | Shard],
+    step: int,
+    comm: Collective,
+    file_of_rank: Sequence[int],
+    alignment: int,
+    header: Metadata,
+) -> Layout:
+    """The layout of this save. Collective.
+
+    sources: `state.sources()`. alignment: bytes, of large datasets. header: the metadata but for its tensors, parts
+    and hashes; rank 0's counts. Raises CheckpointError on every rank when the ranks' states do not belong together, or
+    HDF5 cannot hold them.
+    """
+    signature = _signature(sources, file_of_rank=file_of_rank, alignment=alignment)
+    last = _LAST.get(comm)
+    known = last is not None and last.signature == signature
+    mine = document_hash(state, comm=comm)
+    if known and comm.rank == 0:
+        known = _has_room(last.layout, header=header)  # type: ignore[union-attr]
+    votes = comm.all_gather_bytes(b"%d %d %b" % (known, step, mine.encode()))
+    if last is not None and votes == [b"1 %d %b" % (step, mine.encode())] * comm.num_ranks:
+        return last.layout
+    plan = agree_on_plan(state, step=step, comm=comm, file_of_rank=file_of_rank)
+    layout = _lay_out(plan, comm=comm, alignment=alignment, header=header)
+    _LAST[comm] = _Remembered(signature=signature, layout=layout)
+    return layout
+
+
+def _signature(
+    sources: Sequence[Replicated | Shard], *, file_of_rank: Sequence[int], alignment: int
+) -> list[Any]:
+    """Compared with the last save's: all that the layout depends on, of this rank."""
+    return [
+        alignment, tuple(file_of_rank),
+        *[
+            (s.name, s.tensor.dtype, s.tensor.shape, s.tensor.layout) if isinstance(s, Replicated)
+            else (s.name, s.tensor.dtype, s.tensor.shape, s.tensor.layout, s.offset, s.global_shape)
+            for s in sources
+        ],
+    ]  # fmt: skip
+
+
+def _has_room(layout: Layout, *, header: Metadata) -> bool:
+    assert layout.text is not None
+    assert layout.skeleton is not None
+    needed = room_for(_encoded(header), layout.text, num_parts=layout.plan.num_files)
+    return needed <= layout.skeleton.metadata_bytes
+
+
+def _encoded(header: Metadata) -> dict[str, Any]:
+    return encode_header(header, byte_order=sys.byteorder)
+
+
+def _lay_out(plan: WritePlan, *, comm: Collective, alignment: int, header: Metadata) -> Layout:
+    """Collective."""
+    file = plan.file_of_rank[comm.rank]
+    leads = plan.leader_of(file) == comm.rank
+
+    def lead() -> tuple[Skeleton | None, TensorsText | None]:
+        text = tensors_text(plan) if comm.rank == 0 else None
+        if not leads:
+            return None, text
+        room = 0 if text is None else room_for(_encoded(header), text, num_parts=plan.num_files)
+        block = b"" if file == 0 else empty_part_block()
+        datasets = _datasets(plan, file=file)
+        return make_skeleton(datasets, metadata_bytes=room, user_block=block, alignment=alignment), text
+
+    skeleton, text = agreed(comm, lead)
+    told = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
+    by_file = [
+        iter(np.frombuffer(told[plan.leader_of(number)], dtype=np.int64).tolist())
+        for number in range(plan.num_files)
+    ]
+    offsets = [[next(by_file[piece.file]) for piece in tensor.pieces] for tensor in plan.tensors]
+    if text is not None:
+        text = text.with_offsets([offset for places in offsets for offset in places])
+    return Layout(
+        plan=plan, skeleton=skeleton, text=text, own=own_bytes(plan, rank=comm.rank, offsets=offsets)
+    )
+
+
+def _datasets(plan: WritePlan, *, file: int) -> list[SkeletonDataset]:
+    return [
+        SkeletonDataset(
+            path=piece.dataset, dtype=tensor.dtype, shape=piece.shape,
+            num_bytes=piece.box.num_elems * tensor.elem_bytes,
+        )
+        for tensor in plan.tensors
+        for piece in tensor.pieces
+        if piece.file == file
+    ]  # fmt: skip
+
+
+def devices_of(sources: Sequence[Replicated | Shard]) -> set[torch.device]:
+    """The devices that the state lies on, the host left out."""
+    return {s.tensor.device for s in sources if s.tensor.device.type != "cpu"}

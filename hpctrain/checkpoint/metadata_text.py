@@ -1,0 +1,121 @@
+"""The metadata's JSON for one layout, with places left open for offsets and hashes. Pure.
+
+With ten thousand tensors the text takes longer to make than their bytes to write, and from one save to the next
+only the hashes differ: 16 digits each, always at the same places.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.hashing import HASH_DIGITS
+from hpctrain.checkpoint.metadata import (
+    MAX_METADATA_BYTES,
+    StoredExtent,
+    StoredPiece,
+    StoredTensor,
+    encode_tensors,
+)
+from hpctrain.checkpoint.plan import WritePlan
+from hpctrain.errors import CheckpointError
+
+_OFFSET_DIGITS = 16
+_PADDING_BYTES = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorsText:
+    """The list of tensors. hash_places, offset_places: where the digits of each extent's hash and of each piece's
+    offset begin in `text`. written_as: of each extent as listed, its number among all ranks' extents, which are
+    counted rank by rank in the plan's order."""
+
+    text: bytes
+    hash_places: NDArray[np.int64]
+    offset_places: NDArray[np.int64]
+    written_as: NDArray[np.int64]
+
+    def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
+        """The text with the offsets of all pieces in it, in the order of tensors and pieces."""
+        digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
+        filled = _filled(self.text, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
+        return TensorsText(
+            text=filled, hash_places=self.hash_places, offset_places=self.offset_places,
+            written_as=self.written_as,
+        )  # fmt: skip
+
+    def with_hashes(self, hashes: NDArray[np.uint64]) -> bytes:
+        """The text with the hashes of all extents in it; hashes: counted as `written_as` counts."""
+        digits = hashes[self.written_as].astype(">u8").tobytes().hex().encode()
+        return _filled(self.text, places=self.hash_places, digits=digits, width=HASH_DIGITS)
+
+
+def tensors_text(plan: WritePlan) -> TensorsText:
+    """The text for a plan, its offsets and hashes still open."""
+    no_hash = secrets.token_hex(HASH_DIGITS // 2)
+    no_offset = 10 ** (_OFFSET_DIGITS - 1) + secrets.randbelow(10 ** (_OFFSET_DIGITS - 1))
+    found: dict[tuple[int, int], list[tuple[tuple[int, ...], int, StoredExtent]]] = defaultdict(list)
+    number = 0
+    for extents in plan.extents_by_rank:
+        for extent in extents:
+            stored = StoredExtent(box=extent.box, hash=no_hash)
+            found[extent.tensor, extent.piece].append((extent.box.offset, number, stored))
+            number += 1
+    written_as: list[int] = []
+    tensors = {}
+    for i, tensor in enumerate(plan.tensors):
+        pieces = []
+        for j, piece in enumerate(tensor.pieces):
+            listed = sorted(found[i, j], key=lambda entry: entry[:2])
+            written_as += [number for _, number, _ in listed]
+            pieces.append(
+                StoredPiece(
+                    file=piece.file, dataset=piece.dataset, file_offset=no_offset, box=piece.box,
+                    extents=tuple(extent for _, _, extent in listed),
+                )
+            )  # fmt: skip
+        tensors[tensor.name] = StoredTensor(
+            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, view=tensor.view, pieces=tuple(pieces)
+        )
+    text = json.dumps(encode_tensors(tensors), separators=(",", ":")).encode()
+    return TensorsText(
+        text=text,
+        hash_places=_places(text, no_hash),
+        offset_places=_places(text, str(no_offset)),
+        written_as=np.array(written_as, dtype=np.int64),
+    )
+
+
+def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
+    """Bytes to leave for the metadata: what it takes, and some for a document that grows from save to save."""
+    needed = len(json.dumps(header)) + len(tensors.text) + 80 * num_parts + _PADDING_BYTES // 2
+    return -(-needed // _PADDING_BYTES) * _PADDING_BYTES
+
+
+def metadata_text(header: Mapping[str, Any], tensors: bytes, *, room: int | None = None) -> bytes:
+    """The whole metadata; with spaces after it up to `room` bytes. Raises CheckpointError where it is longer."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = b'%b,"tensors":%b}' % (text[:-1], tensors)
+    limit = MAX_METADATA_BYTES if room is None else min(room, MAX_METADATA_BYTES)
+    if len(text) > limit:
+        raise CheckpointError(f"the metadata is {len(text)} bytes long, the limit is {limit}")
+    return text.ljust(room or 0)
+
+
+def _places(text: bytes, token: str) -> NDArray[np.int64]:
+    return np.array([match.start() for match in re.finditer(token.encode(), text)], dtype=np.int64)
+
+
+def _filled(text: bytes, *, places: NDArray[np.int64], digits: bytes, width: int) -> bytes:
+    """`text` with `width` digits put at each of the places."""
+    result = np.frombuffer(text, dtype=np.uint8).copy()
+    result[places[:, None] + np.arange(width)] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)
+    return result.tobytes()

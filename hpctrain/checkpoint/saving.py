@@ -1,0 +1,411 @@
+"""A save is a transaction: the checkpoint is there whole and proven, or it is not there.
+
+It goes through phases. In each, every rank works on files alone, here or in a thread of its own; between them all
+ranks meet, tell each other how it went, and begin the next. So nothing communicates from a thread, and training
+can go on while files are written: the meetings are small and come at step boundaries.
+
+1. Begin: the ranks agree on the layout, the partial checkpoint is made, and the state is copied if asked.
+2. Content: every rank writes its bytes and flushes them to disk.
+3. Commit: rank 0 writes metadata and seal, flushes, reads back, renames, and deletes what is no longer kept.
+
+In `local` mode each file's leader makes and renames a folder of its own, on its own node's storage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.commit import create_file, flush_folder, make_room, rename_finished, seal_file
+from hpctrain.checkpoint.engine import Engine, EngineChoice, choose_engine, engine_named
+from hpctrain.checkpoint.layout import Layout, devices_of, layout_for
+from hpctrain.checkpoint.listing import file_name, folder_name, part_name, part_path, partial_name, remove
+from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
+from hpctrain.checkpoint.metadata_text import metadata_text
+from hpctrain.checkpoint.own_bytes import content_in, content_of, copy_to
+from hpctrain.checkpoint.retain import retain
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
+from hpctrain.checkpoint.skeleton import ALIGNMENT_BYTES, structure_hash
+from hpctrain.checkpoint.snapshot import HostBuffers
+from hpctrain.checkpoint.state import State
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+from hpctrain.version import __version__
+
+MAX_STEP = 10**18 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """keep: what is deleted once the new one is proven; a number means the last so many, None all.
+    files: 1 is one file; a number K a folder of K files, neighbouring ranks sharing one; "node" one file a node.
+    node_of_rank: each rank's node, numbered from 0 in the order of their first ranks; for "node".
+    local: every node has a `directory` of its own, in which its file is kept; needs "node".
+    limit_mb_per_s: a rank writes no faster, in 10^6 bytes a second.
+    """
+
+    keep: Retention | int | None = 3
+    engine: Engine | str = Engine.AUTO
+    files: int | Literal["node"] = 1
+    node_of_rank: Sequence[int] | None = None
+    local: bool = False
+    limit_mb_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveResult:
+    """path: of the finished checkpoint. bytes: of its files. seconds: on this rank, from begin to commit.
+    note: why this engine, and what else is worth knowing. id: as in its metadata."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    engine: Engine
+    note: str
+    id: str
+    step: int
+
+
+class _Phase(Enum):
+    CONTENT = "writing"
+    COMMIT = "committing"
+    DONE = "done"
+
+
+@final
+class Saving:
+    """One save under way. Made by `begin`; every rank calls `advance` until it has the result."""
+
+    def __init__(
+        self, *, final: Path, partial: Path, comm: Collective, layout: Layout, choice: EngineChoice,
+        options: SaveOptions, header: Metadata, executor: Executor | None, begin_s: float,
+    ) -> None:  # fmt: skip
+        self.step = header.step
+        self.path = final
+        self._partial = partial
+        self._id = header.id
+        self._comm = comm
+        self._layout = layout
+        self._choice = choice
+        self._options = options
+        self._header = header
+        self._executor = executor
+        self._begin_s = begin_s
+        self._phase = _Phase.CONTENT
+        self._work: Future[Any] = Future()
+
+    @classmethod
+    def begin(
+        cls,
+        state: State,
+        *,
+        directory: Path | str,
+        step: int,
+        comm: Collective,
+        options: SaveOptions = SaveOptions(),
+        buffers: HostBuffers | None = None,
+        executor: Executor | None = None,
+    ) -> Saving:
+        """Agree, make room, copy, and start writing. Collective.
+
+        buffers: the state is copied into them, and its tensors may change when this returns; without, they must
+        not change before the save is finished. executor: runs the work on files, and never communicates; without
+        one it is done here and in `advance`. One save at a time may write to a directory.
+        Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
+        state does not fit together or the directory cannot be written; UsageError for a bad argument.
+        """
+        begin_s = time.perf_counter()
+        directory = Path(directory)
+        requested = agreed(comm, lambda: _check_arguments(step=step, options=options, comm=comm))
+        files = file_of_rank(options, num_ranks=comm.num_ranks)
+        choice = choose_engine(requested, comm=comm)
+        sources = state.sources()
+        header = Metadata(
+            step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
+            writer={
+                "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
+                "files": max(files) + 1,
+            },
+        )  # fmt: skip
+        layout = layout_for(
+            state, sources=sources, step=step, comm=comm, file_of_rank=files, alignment=ALIGNMENT_BYTES,
+            header=header,
+        )  # fmt: skip
+        folder = options.files != 1
+        name = folder_name(step) if folder else file_name(step)
+        place = _Place(directory=directory, name=name, folder=folder, unique="")
+        partial, unique = _make_room(place, layout=layout, comm=comm, local=options.local)
+        saving = cls(
+            final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
+            header=replace(header, id=unique), executor=executor, begin_s=begin_s,
+        )  # fmt: skip
+        if buffers is None:
+            content = content_of(sources, layout.own)
+        else:
+            memory = buffers.take(layout.own.num_bytes)
+            copy_to(memory, sources, layout.own)
+            for device in devices_of(sources):
+                torch.cuda.current_stream(device).synchronize()
+            content = content_in(memory, layout.own)
+        saving._start(lambda: saving._write_content(content))
+        return saving
+
+    def ready(self) -> bool:
+        """Whether this rank's work of the present phase is done, or has failed. Not collective."""
+        return self._phase is _Phase.DONE or self._work.done()
+
+    def advance(self) -> SaveResult | None:
+        """End the present phase and begin the next: the result once all is committed. Collective.
+
+        Waits for this rank's work; ask `ready` before. Raises the error of any rank on all of them, with nothing left
+        behind and older checkpoints untouched.
+        """
+        if self._phase is _Phase.CONTENT:
+            self._end_content()
+            return None
+        return self._end_commit()
+
+    def finish(self) -> SaveResult:
+        """Advance until it is committed. Collective."""
+        while True:
+            result = self.advance()
+            if result is not None:
+                return result
+
+    # ------------------------------------------------------------------ phases
+
+    def _end_content(self) -> None:
+        hashes = self._agreed_work()
+        skeleton = self._layout.skeleton
+        mine = {}
+        if skeleton is not None and self._file:
+            mine = {"bytes": skeleton.file_bytes, "structure": structure_hash(self._structure())}
+        told = self._comm.all_gather_bytes(json.dumps(mine).encode() + b"\n" + hashes.tobytes())
+        self._phase = _Phase.COMMIT
+        self._start(lambda: self._commit(told))
+
+    def _end_commit(self) -> SaveResult:
+        notes = self._agreed_work()
+        told = on_rank_0(self._comm, lambda: notes)
+        self._phase = _Phase.DONE
+        return SaveResult(
+            path=self.path, bytes=told["bytes"], seconds=time.perf_counter() - self._begin_s,
+            engine=self._choice.engine, note="; ".join(filter(None, [self._choice.note, *told["notes"]])),
+            id=self._id, step=self.step,
+        )  # fmt: skip
+
+    def _agreed_work(self) -> Any:
+        """This rank's outcome, once all have theirs; what failed anywhere is undone everywhere."""
+        try:
+            return agreed(self._comm, self._work.result, os_error=CheckpointError)
+        except HpctrainError:
+            self._phase = _Phase.DONE
+            if self._leads_folder:
+                for path in (self._partial, *([self.path] if self._options.local else [])):
+                    with suppress(OSError):
+                        remove(path)
+            raise
+
+    def _start(self, work: Any) -> None:
+        if self._executor is not None:
+            self._work = self._executor.submit(work)
+            return
+        self._work = Future()
+        try:
+            self._work.set_result(work())
+        except (HpctrainError, OSError) as error:
+            self._work.set_exception(error)
+
+    # ------------------------------------------------------------------ work on files, without communication
+
+    def _write_content(self, content: Iterator[Any]) -> NDArray[np.uint64]:
+        """Hashes of this rank's extents, in the plan's order. All it writes is on disk then."""
+        own = self._layout.own
+        hashes = np.zeros(len(own.extent_bytes), dtype=np.uint64)
+        stretches = own.stretches(content, hashes=hashes)
+        if self._layout.skeleton is not None:
+            stretches = itertools.chain(
+                ((offset, memoryview(data)) for offset, data in self._structure()), stretches
+            )
+        limit = self._options.limit_mb_per_s
+        self._choice.write(
+            part_path(self._partial, self._file), stretches, comm=self._comm, members=self._members,
+            limit_bytes_per_s=None if limit is None else limit * 1e6,
+        )  # fmt: skip
+        if self._options.local and self._leads_folder:
+            flush_folder(self._partial)
+        return hashes
+
+    def _commit(self, told: Sequence[bytes]) -> dict[str, Any]:
+        """What this rank does of the commit: size of the checkpoint and notes."""
+        notes: list[str] = []
+        total_bytes = 0
+        if self._comm.rank == 0:
+            parts, hashes = self._gathered(told)
+            skeleton, text = self._layout.skeleton, self._layout.text
+            assert skeleton is not None
+            assert text is not None
+            header = encode_header(replace(self._header, parts=parts), byte_order=sys.byteorder)
+            metadata = metadata_text(header, text.with_hashes(hashes), room=skeleton.metadata_bytes)
+            seal_file(part_path(self._partial, 0), skeleton=skeleton, metadata=metadata)
+            total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
+            if self._partial.is_dir():
+                flush_folder(self._partial)
+        if self._leads_folder:
+            rename_finished(self._partial, self.path, unique=self._id)
+            notes = retain(self.path.parent, saved=self.path, retention=retention_of(self._options.keep))
+        return {"bytes": total_bytes, "notes": notes}
+
+    def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
+        """The parts, and the hashes of all ranks' extents."""
+        plan = self._layout.plan
+        entries = [data.partition(b"\n") for data in told]
+        parts = []
+        for number in range(1, plan.num_files):
+            about = json.loads(entries[plan.leader_of(number)][0])
+            parts.append(
+                StoredPart(
+                    name=part_name(number), num_bytes=about["bytes"], structure_hash=about["structure"]
+                )
+            )
+        hashes = np.frombuffer(b"".join(data for _, _, data in entries), dtype=np.uint64)
+        return tuple(parts), hashes
+
+    def _structure(self) -> list[tuple[int, bytes]]:
+        """The stretches of HDF5's structures of the file that this rank leads."""
+        skeleton = self._layout.skeleton
+        assert skeleton is not None
+        stretches = list(skeleton.stretches)
+        if self._file:  # the part's seal is in its first stretch
+            seal = PartSeal(
+                id=self._id, step=self.step, number=self._file, num_files=self._layout.plan.num_files
+            )
+            offset, data = stretches[0]
+            stretches[0] = (offset, encode_part_seal(seal) + data[SEAL_BYTES:])
+        return stretches
+
+    @property
+    def _file(self) -> int:
+        return self._layout.plan.file_of_rank[self._comm.rank]
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        """World ranks that write to this rank's file."""
+        members = self._comm.members
+        return tuple(members[r] for r, f in enumerate(self._layout.plan.file_of_rank) if f == self._file)
+
+    @property
+    def _leads_folder(self) -> bool:
+        """Whether this rank makes and renames: rank 0, in local mode each file's leader."""
+        if self._options.local:
+            return self._layout.skeleton is not None
+        return self._comm.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Where one save goes. folder: it is one. unique: its id."""
+
+    directory: Path
+    name: str
+    folder: bool
+    unique: str
+
+
+def _check_arguments(*, step: int, options: SaveOptions, comm: Collective) -> Engine:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step = {step!r}: a checkpoint's step is a whole number from 0 to {MAX_STEP}")
+    retention_of(options.keep)
+    if options.files != "node" and (
+        isinstance(options.files, bool) or not isinstance(options.files, int) or options.files < 1
+    ):
+        raise UsageError(f'files = {options.files!r}: a whole number from 1 on, or "node"')
+    if options.files == "node" and len(options.node_of_rank or ()) != comm.num_ranks:
+        raise UsageError(
+            f'files = "node" needs the node of each of the {comm.num_ranks} ranks, node_of_rank names '
+            f"{len(options.node_of_rank or ())}"
+        )
+    if options.local and options.files != "node":
+        raise UsageError('a checkpoint on the nodes\' own storage is one file a node: files = "node"')
+    if options.limit_mb_per_s is not None and not options.limit_mb_per_s > 0:
+        raise UsageError(f"limit_mb_per_s = {options.limit_mb_per_s}: a rate above 0")
+    return engine_named(options.engine)
+
+
+def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:
+    """The file that each rank writes to: neighbouring ranks share one. No more files than ranks."""
+    if options.files == "node":
+        assert options.node_of_rank is not None
+        number: dict[int, int] = {}
+        return tuple(number.setdefault(node, len(number)) for node in options.node_of_rank)
+    files = min(options.files, num_ranks)
+    return tuple(rank * files // num_ranks for rank in range(num_ranks))
+
+
+def _make_room(place: _Place, *, layout: Layout, comm: Collective, local: bool) -> tuple[Path, str]:
+    """Make the partial checkpoint with its files, without content. Collective. Its path, and its id."""
+    plan = layout.plan
+    file = plan.file_of_rank[comm.rank]
+    leads = layout.skeleton is not None
+    chosen = replace(place, unique=on_rank_0(comm, lambda: secrets.token_hex(8)))
+    partial = chosen.directory / partial_name(chosen.name, unique=chosen.unique)
+
+    def make() -> None:
+        if leads if local else comm.rank == 0:
+            make_room(chosen.directory, partial, folder=chosen.folder)
+
+    def create() -> None:
+        if layout.skeleton is not None:
+            create_file(part_path(partial, file), file_bytes=layout.skeleton.file_bytes)
+
+    try:
+        agreed(comm, make)
+        agreed(comm, create)
+    except HpctrainError:
+        if leads if local else comm.rank == 0:
+            with suppress(OSError):
+                remove(partial)
+        raise
+    return partial, chosen.unique
+
+
+def retention_of(keep: Retention | int | None) -> Retention:
+    """Raises UsageError unless `keep` is None (all), at least 1, or a retention."""
+    return keep if isinstance(keep, Retention) else Retention(last=keep)
+
+
+def save(
+    state: State,
+    *,
+    directory: Path | str,
+    step: int,
+    comm: Collective,
+    keep: Retention | int | None = 3,
+    engine: Engine | str = Engine.AUTO,
+    **options: Any,
+) -> SaveResult:
+    """Write a checkpoint of all ranks' `state` to `directory`. Collective.
+
+    When it returns, it has been flushed to disk and renamed to its name, its structure has been read back, and of
+    the older checkpoints those that `keep` says are left (this one always is). A checkpoint of the same step is
+    replaced. Partial ones that killed saves have left are removed first: one run at a time may save to a directory.
+    options: the others of `SaveOptions`. Raises as `Saving.begin` and `Saving.advance`.
+    """
+    chosen = SaveOptions(keep=keep, engine=engine, **options)
+    return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()

@@ -1,0 +1,175 @@
+"""A checkpoint file without its content: HDF5's own structures, and the places where content goes.
+
+The HDF5 library makes it once for a layout, in a sparse file on the node's own disk; saving then writes these
+bytes and the content with plain writes. So the library's time is not paid again at every save, no rank waits
+for it, and what it would do on a slow or full filesystem cannot happen. h5py is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpctrain.checkpoint.dtypes import is_raw, storage_dtype
+from hpctrain.checkpoint.file_bytes import reason_of
+from hpctrain.checkpoint.gaps import gaps_between
+from hpctrain.checkpoint.names import MAX_NAME_BYTES, TENSOR_GROUP
+from hpctrain.checkpoint.seal import FORMAT_VERSION, SEAL_BYTES
+from hpctrain.errors import CheckpointError
+
+METADATA_DATASET = "metadata"
+# Large datasets begin at a page, or at a stripe of the filesystem.
+ALIGNMENT_BYTES = 4096
+_ALIGN_FROM_BYTES = 1 << 16
+# HDF5's object headers lie together in blocks of this size, not between the tensors: neighbouring small tensors
+# are then one write.
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 12, 1 << 20
+_HEADER_BYTES = 400  # of one dataset, about
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkeletonDataset:
+    """path: of the dataset. dtype: torch's name. num_bytes: of its content."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Skeleton:
+    """offsets: of the datasets' first bytes, 0 for one without content. stretches: the file's other bytes, each
+    with its offset, but for the seal's block of the main file and the metadata. structure_hash: of these."""
+
+    offsets: tuple[int, ...]
+    metadata_offset: int
+    metadata_bytes: int
+    file_bytes: int
+    stretches: tuple[tuple[int, bytes], ...]
+    structure_hash: str
+
+
+def make_skeleton(
+    datasets: Sequence[SkeletonDataset], *, metadata_bytes: int = 0, user_block: bytes = b"",
+    alignment: int = ALIGNMENT_BYTES,
+) -> Skeleton:  # fmt: skip
+    """The skeleton of one file. Not collective.
+
+    metadata_bytes: room for the main file's metadata; 0 for the others. user_block: the first SEAL_BYTES of a file
+    that is not the main one. Source of the trick: contiguous storage that is allocated early and never filled has
+    a fixed place, where anyone may write (H5Dget_offset).
+    Raises CheckpointError for what HDF5 cannot hold, and when h5py is missing or the temporary folder is full.
+    """
+    h5py = _import_h5py()
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        path = Path(folder) / "skeleton.h5"
+        with _hdf5_errors(path), h5py.File(path, "w", **_file_options(len(datasets), alignment)) as file:
+            group = file.create_group(TENSOR_GROUP)
+            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            creation.set_layout(h5py.h5d.CONTIGUOUS)
+            creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            offsets = tuple(_create(h5py, group, dataset, creation) for dataset in datasets)
+            metadata_offset = 0
+            if metadata_bytes:
+                space = h5py.h5s.create_simple((metadata_bytes,))
+                kind = h5py.h5t.NATIVE_UINT8
+                made = h5py.h5d.create(file.id, METADATA_DATASET.encode(), kind, space, creation)
+                metadata_offset = int(made.get_offset())
+            file.attrs["hpctrain_format"] = FORMAT_VERSION
+        return _take_apart(
+            path, datasets, offsets=offsets, metadata=(metadata_offset, metadata_bytes), user_block=user_block
+        )
+
+
+def _file_options(num_datasets: int, alignment: int) -> dict[str, Any]:
+    """Object headers of HDF5 1.8 are smaller and faster than the oldest ones; 1.10 can read all we write."""
+    block = 1 << max(0, num_datasets * _HEADER_BYTES - 1).bit_length()
+    return {
+        "libver": ("v108", "v110"),
+        "locking": False,
+        "userblock_size": SEAL_BYTES,
+        "alignment_threshold": max(_ALIGN_FROM_BYTES, alignment),
+        "alignment_interval": alignment,
+        "meta_block_size": min(max(block, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES),
+    }
+
+
+def _create(h5py: Any, group: Any, dataset: SkeletonDataset, creation: Any) -> int:
+    link = dataset.path.rpartition("/")[2].encode()
+    if len(link) > MAX_NAME_BYTES:
+        raise CheckpointError(f"a tensor's name is {len(link)} bytes long, the limit is {MAX_NAME_BYTES}")
+    if len(dataset.shape) > 32:
+        raise CheckpointError(f"{dataset.path} has {len(dataset.shape)} dimensions, HDF5 has at most 32")
+    space = h5py.h5s.create_simple(dataset.shape) if dataset.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    kind = h5py.h5t.py_create(storage_dtype(dataset.dtype), logical=True)
+    made = h5py.h5d.create(group.id, link, kind, space, creation)
+    if is_raw(dataset.dtype):
+        h5py.Dataset(made).attrs["torch_dtype"] = dataset.dtype
+    return int(made.get_offset()) if dataset.num_bytes else 0
+
+
+def _take_apart(
+    path: Path, datasets: Sequence[SkeletonDataset], *, offsets: tuple[int, ...], metadata: tuple[int, int],
+    user_block: bytes,
+) -> Skeleton:  # fmt: skip
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        file_bytes = os.fstat(fd).st_size
+        taken = [(o, d.num_bytes) for o, d in zip(offsets, datasets, strict=True) if d.num_bytes]
+        if user_block:
+            os.pwrite(fd, user_block, 0)
+        else:
+            taken += [(0, SEAL_BYTES), metadata]
+        stretches = tuple(
+            (begin, os.pread(fd, end - begin, begin))
+            for begin, end in gaps_between(taken, file_bytes=file_bytes)
+        )
+    finally:
+        os.close(fd)
+    return Skeleton(
+        offsets=offsets,
+        metadata_offset=metadata[0],
+        metadata_bytes=metadata[1],
+        file_bytes=file_bytes,
+        stretches=stretches,
+        structure_hash=structure_hash(stretches),
+    )
+
+
+def structure_hash(stretches: Iterable[tuple[int, bytes]]) -> str:
+    """Hash of a file's structures, in the order of the file."""
+    digest = xxhash.xxh3_64()
+    for _, data in stretches:
+        digest.update(data)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _hdf5_errors(path: Path) -> Iterator[None]:
+    """HDF5 reports a full disk and a bad name alike through several exception types: one CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(
+            f"cannot lay out a checkpoint in {path.parent} through HDF5: {reason}"
+        ) from error
+
+
+def _import_h5py() -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise CheckpointError(f"saving a checkpoint needs h5py: {error}") from error
+    return h5py
