@@ -25,6 +25,7 @@ from hpctrain.checkpoint.skeleton import Skeleton, SkeletonDataset, make_skeleto
 from hpctrain.checkpoint.state import Replicated, Shard, State
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +118,7 @@ def _lay_out(plan: WritePlan, *, comm: Collective, alignment: int, header: Metad
         datasets = _datasets(plan, file=file)
         return make_skeleton(datasets, metadata_bytes=room, user_block=block, alignment=alignment), text
 
-    skeleton, text = agreed(comm, lead)
+    skeleton, text = agreed(comm, lead, os_error=CheckpointError)
     told = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
     by_file = [
         iter(np.frombuffer(told[plan.leader_of(number)], dtype=np.int64).tolist())

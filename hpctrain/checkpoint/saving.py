@@ -375,8 +375,8 @@ def _make_room(place: _Place, *, layout: Layout, comm: Collective, local: bool) 
             create_file(part_path(partial, file), file_bytes=layout.skeleton.file_bytes)
 
     try:
-        agreed(comm, make)
-        agreed(comm, create)
+        agreed(comm, make, os_error=CheckpointError)
+        agreed(comm, create, os_error=CheckpointError)
     except HpctrainError:
         if leads if local else comm.rank == 0:
             with suppress(OSError):

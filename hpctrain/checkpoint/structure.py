@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,13 +63,15 @@ def opened(path: Path) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        with suppress(OSError):  # a mount that has died fails here too; what was read has been checked
+            os.close(fd)
 
 
 def read_structure(path: Path) -> Structure:
     """Raises CheckpointError, naming the checkpoint, when anything in it is not as it was written."""
     try:
-        is_folder = path.is_dir()
+        with explained(action="open", path=path):
+            is_folder = path.is_dir()
         main = path / MAIN_FILE if is_folder else path
         with opened(main) as fd, explained(action="read", path=main):
             main_bytes = os.fstat(fd).st_size
