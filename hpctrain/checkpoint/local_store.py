@@ -23,6 +23,7 @@ from typing import Any
 
 from hpctrain.checkpoint.file_bytes import explained, sync_directory
 from hpctrain.checkpoint.hashing import HASH_DIGITS
+from hpctrain.checkpoint.listing import folder_name, part_name
 from hpctrain.checkpoint.names import escape
 from hpctrain.checkpoint.partner import Offer
 from hpctrain.checkpoint.partner_wire import PartnerError
@@ -30,7 +31,7 @@ from hpctrain.errors import CheckpointError
 
 OWN, PARTNER = "own", "partner"
 _NOTE = re.compile(r"step-(\d{8,18})\.json")
-_STEP = re.compile(r"step-(\d{8,18})(?:\.h5)?")
+_STEP = re.compile(r"step-(\d{8,18})")
 _MAX_NOTE_BYTES = 4096
 
 
@@ -60,13 +61,6 @@ def run_key(shared: Path) -> str:
     resolved = os.path.realpath(shared)
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(Path(resolved).parts[-2:])).strip("-")[:60]
     return f"{label}-{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:16]}"
-
-
-def data_files(step_path: Path) -> list[Path]:
-    """The files that a finished checkpoint has on this node: itself, or the ones in its folder. OSError."""
-    if step_path.is_dir():
-        return sorted(step_path.glob("data-*.h5"))
-    return [step_path] if step_path.is_file() else []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,14 +103,17 @@ class LocalStore:
 
     def place(self, offer: Offer) -> Path:
         """See `Shelf`."""
+        for path in self.partner.glob(".taking-*"):
+            with suppress(OSError):  # of a copy that failed; one that is not empty is going on
+                path.rmdir()
         taking = self.partner / f".taking-{secrets.token_hex(8)}"
         with explained(action="keep a partner's copy in", path=taking):
             taking.mkdir(parents=True)
-        return taking / f"data-{offer.file:05d}.h5"
+        return taking / part_name(offer.file)
 
     def keep(self, offer: Offer, path: Path, digest: str) -> None:
         """See `Shelf`. The file at `path`, which `place` named, is whole: it replaces what was held of that step."""
-        final = self.partner / f"step-{offer.step:08d}"
+        final = self.partner / folder_name(offer.step)
         with explained(action="keep a partner's copy as", path=final):
             sync_directory(path.parent)
             _forget_step(self.partner, offer.step)
@@ -169,7 +166,7 @@ def held_under(base: Path) -> list[Held]:
 
 
 def _note_path(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:08d}.json"
+    return directory / f"{folder_name(step)}.json"
 
 
 def _steps_in(directory: Path) -> set[int]:
@@ -188,8 +185,7 @@ def _forget_step(directory: Path, step: int) -> None:
     with suppress(FileNotFoundError):
         _note_path(directory, step).unlink()
         sync_directory(directory)
-    _remove(directory / f"step-{step:08d}")
-    _remove(directory / f"step-{step:08d}.h5")
+    _remove(directory / folder_name(step))
 
 
 def _remove(path: Path) -> None:
@@ -226,10 +222,11 @@ def _read_note(directory: Path, step: int) -> Held | None:
             value = json.loads(file.read(_MAX_NOTE_BYTES))
         held = Held.from_json(value)
         path = directory / held.path
-        inside = path.parent == directory or path.parent.parent == directory
-        if not inside or ".." in path.parts or _STEP.fullmatch(Path(held.path).parts[0]) is None:
-            return None
-        if held.offer.step != step or len(held.digest) not in (0, HASH_DIGITS):
+        if (
+            path != directory / folder_name(step) / part_name(held.offer.file)
+            or held.offer.step != step
+            or len(held.digest) not in (0, HASH_DIGITS)
+        ):
             return None
         if path.is_symlink() or not path.is_file() or path.stat().st_size != held.offer.num_bytes:
             return None
@@ -238,10 +235,10 @@ def _read_note(directory: Path, step: int) -> Held | None:
     return Held(path=str(path), offer=held.offer, digest=held.digest)
 
 
-def own_file(step_path: Path) -> Path:
-    """The one file that this node has of the checkpoint just saved to `step_path`. Raises CheckpointError."""
-    with explained(action="find", path=step_path):
-        files = data_files(step_path)
+def own_file(folder: Path) -> Path:
+    """The one file that this node has of the checkpoint just saved to `folder`. Raises CheckpointError."""
+    with explained(action="find", path=folder):
+        files = [path for path in folder.iterdir() if path.suffix == ".h5"]
     if len(files) != 1:
-        raise CheckpointError(f"{step_path} should hold one file of this node and holds {len(files)}")
+        raise CheckpointError(f"{folder} should hold one file of this node and holds {len(files)}")
     return files[0]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.commit import flush_folder
 from hpctrain.checkpoint.drain import UnreadableError, copy_file
 from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, newest_sound, prepare_target
-from hpctrain.checkpoint.file_bytes import explained, sync_directory
-from hpctrain.checkpoint.listing import folder_name, part_path
+from hpctrain.checkpoint.listing import part_path
 from hpctrain.checkpoint.local_store import Held, held_under
 from hpctrain.checkpoint.tiers import Tiers
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
@@ -106,14 +106,14 @@ def plan_recovery(
 def _drain(candidate: Candidate, *, tiers: Tiers, comm: Collective) -> tuple[Path | None, list[str]]:
     """Copy all files and commit. Collective. The path, None when no sound copy is left of a file; and notes."""
     step = candidate.step
-    first = Path(candidate.holders[0][0][1].path)
-    as_folder = first.parent.name == folder_name(step)
-    partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step, as_folder=as_folder))))
+    partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step))))
     committed = Committed(path=None)
     try:
         complete, notes = _copy_all(candidate, partial=partial, comm=comm)
         if complete:
-            found = on_rank_0(comm, lambda: commit_target(partial, step=step).to_json())
+            found = on_rank_0(
+                comm, lambda: commit_target(partial, step=step, save_id=candidate.save_id).to_json()
+            )
             committed = Committed.from_json(found)
             notes += [committed.reason] if committed.reason else []
         if committed.path is None:
@@ -151,7 +151,6 @@ def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
             copy_file(Path(held.path), part_path(partial, number), expected=held.digest)
         except UnreadableError as error:
             damaged[str(number)] = str(error)
-    if own and partial.is_dir():
-        with explained(action="write to disk", path=partial):
-            sync_directory(partial)
+    if own:
+        flush_folder(partial)
     return damaged

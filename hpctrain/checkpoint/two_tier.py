@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -10,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from hpctrain.checkpoint.commit import MAX_STEP
+from hpctrain.checkpoint.commit import flush_folder
 from hpctrain.checkpoint.drain import Pace, copy_file
 from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, prepare_target
-from hpctrain.checkpoint.file_bytes import explained, sync_directory
+from hpctrain.checkpoint.file_bytes import explained
 from hpctrain.checkpoint.listing import part_path
 from hpctrain.checkpoint.local_store import OWN, own_file
 from hpctrain.checkpoint.partner import Offer, send_file
 from hpctrain.checkpoint.partner_wire import PartnerError
 from hpctrain.checkpoint.retain import retain
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saving import SaveOptions, SaveResult, Saving
+from hpctrain.checkpoint.saving import MAX_STEP, SaveOptions, SaveResult, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import State
 from hpctrain.checkpoint.tiers import Tiers
@@ -56,7 +55,6 @@ class TwoTier:
         comm: Collective,
         options: SaveOptions,
         executor: Executor | None,
-        save_id: str,
         created_unix_s: float,
         begin_s: float,
     ) -> None:
@@ -66,7 +64,6 @@ class TwoTier:
         self._comm = comm
         self._options = options
         self._executor = executor
-        self._save_id = save_id
         self._created_unix_s = created_unix_s
         self._begin_s = begin_s
         self._local: SaveResult | None = None
@@ -98,7 +95,7 @@ class TwoTier:
         begin_s = time.perf_counter()
         options = options or SaveOptions()
         agreed(comm, lambda: _check_step(step))
-        chosen = on_rank_0(comm, lambda: {"id": secrets.token_hex(8), "created_unix_s": time.time()})
+        created_unix_s = on_rank_0(comm, time.time)
         tiers.forget(from_step=step, comm=comm)
         topology = tiers.topology
         local = replace(
@@ -124,8 +121,7 @@ class TwoTier:
             comm=comm,
             options=options,
             executor=executor,
-            save_id=chosen["id"],
-            created_unix_s=chosen["created_unix_s"],
+            created_unix_s=created_unix_s,
             begin_s=begin_s,
         )
 
@@ -143,11 +139,11 @@ class TwoTier:
         """
         if self._saving is None:
             return self._commit()
-        self._local = self._saving.advance()
-        if self._local is not None:
+        local = self._saving.advance()
+        if local is not None:
             self._saving = None
             self._local_s = time.perf_counter() - self._begin_s
-            self._begin_copying(self._local)
+            self._begin_copying(local)
         return None
 
     def finish(self) -> SaveResult:
@@ -161,16 +157,18 @@ class TwoTier:
 
     def _begin_copying(self, local: SaveResult) -> None:
         """Collective."""
+        self._local = local
 
         def prepare() -> str:
-            as_folder = local.path.is_dir()
-            return str(prepare_target(self._tiers.shared, step=self._step, as_folder=as_folder))
+            return str(prepare_target(self._tiers.shared, step=self._step))
 
         partial = self._partial = Path(on_rank_0(self._comm, prepare))
         if self._tiers.is_leader:
-            self._copying = _submit(self._executor, lambda: self._copy(local.path, partial=partial))
+            self._copying = _submit(
+                self._executor, lambda: self._copy(local.path, save_id=local.id, partial=partial)
+            )
 
-    def _copy(self, step_path: Path, *, partial: Path) -> _Report:
+    def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> _Report:
         """A leader's work in the background. No communication but the partner's connection."""
         tiers, store = self._tiers, self._tiers.store
         path = own_file(step_path)
@@ -178,7 +176,7 @@ class TwoTier:
             num_bytes = path.stat().st_size
         offer = Offer(
             step=self._step,
-            save_id=self._save_id,
+            save_id=save_id,
             file=tiers.node,
             num_files=tiers.topology.num_nodes,
             num_bytes=num_bytes,
@@ -199,9 +197,7 @@ class TwoTier:
                 warning = str(error)
         target = part_path(partial, tiers.node)
         copied = copy_file(path, target, expected=digest, pace=pace, on_bytes=self._go_on)
-        if partial.is_dir():
-            with explained(action="write to disk", path=partial):
-                sync_directory(partial)
+        flush_folder(partial)
         store.prune(OWN)
         return _Report(partner_s=partner_s, drain_s=copied.seconds, warning=warning)
 
@@ -225,7 +221,7 @@ class TwoTier:
             report = agreed(
                 self._comm, lambda: copying.result() if copying else None, os_error=CheckpointError
             )
-            found = on_rank_0(self._comm, lambda: self._commit_shared(partial))
+            found = on_rank_0(self._comm, lambda: self._commit_shared(partial, save_id=local.id))
         except HpctrainError:
             if self._comm.rank == 0:
                 discard_target(partial)
@@ -242,8 +238,8 @@ class TwoTier:
             note="; ".join([local.note, self._describe(reports), *found["notes"]]),
         )
 
-    def _commit_shared(self, partial: Path) -> dict[str, Any]:
-        committed = commit_target(partial, step=self._step)
+    def _commit_shared(self, partial: Path, *, save_id: str) -> dict[str, Any]:
+        committed = commit_target(partial, step=self._step, save_id=save_id)
         if committed.path is None:
             raise CheckpointError(f"what was drained of step {self._step} is damaged: {committed.reason}")
         retention = Retention.of(self._options.keep)
@@ -257,6 +253,19 @@ class TwoTier:
         if self._tiers.topology.num_nodes > 1:
             text += f", copied to partners in {partner_s:.2f} s"
         return "; ".join([text, *(f"WARNING: {report.warning}" for report in reports if report.warning)])
+
+
+def saving_through(
+    tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
+) -> Callable[..., TwoTier]:
+    """For a `Saver`: saves through both tiers, committed in `tiers.shared`."""
+
+    def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> TwoTier:
+        return TwoTier.begin(
+            state, tiers=tiers, step=step, comm=comm, options=options, buffers=buffers, executor=executor
+        )
+
+    return begin
 
 
 def _check_step(step: int) -> None:
