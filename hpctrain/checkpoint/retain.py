@@ -75,9 +75,8 @@ def _quality(
         if step > saved:
             continue
         try:
-            main = main_file(paths[0])
-            status = main.stat()
-            found = _numbers(main, status.st_mtime_ns, status.st_size).get(best.metric)
+            status = main_file(paths[0]).stat()
+            found = _numbers(paths[0], status.st_mtime_ns, status.st_size).get(best.metric)
         except (HpctrainError, OSError, OverflowError) as error:
             unknown.add(step)
             notes.append(f"kept {paths[0].name}, whose {best.metric} cannot be read: {error}")
@@ -90,9 +89,9 @@ def _quality(
 
 
 @lru_cache(maxsize=1024)
-def _numbers(main: Path, mtime_ns: int, file_bytes: int) -> dict[str, float]:
+def _numbers(path: Path, mtime_ns: int, file_bytes: int) -> dict[str, float]:
     """The numbers of the document's `quality`. A save looks at all that are kept: each is read once."""
-    quality = read_structure(main).metadata.document.get("quality")
+    quality = read_structure(path).metadata.document.get("quality")
     if not isinstance(quality, dict):
         return {}
     return {
