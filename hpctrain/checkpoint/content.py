@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.checkpoint.boxes import Box, boxes_of_range, intersection, runs_of
 from hpctrain.checkpoint.content_files import ContentFiles
-from hpctrain.checkpoint.dtypes import byte_view, empty_tensor
+from hpctrain.checkpoint.fresh_memory import fresh_tensor, memory_of
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece, StoredTensor
 from hpctrain.checkpoint.stretches import Stretch, flat_start, stretches_of
@@ -56,9 +56,9 @@ def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> to
 
     Raises DamagedContentError, and CheckpointError or OSError when a file cannot be opened or is too short.
     """
-    result = empty_tensor(region.shape, dtype=tensor.dtype)
+    result = fresh_tensor(region.shape, dtype=tensor.dtype)
     if result.numel():
-        fill_region(files, tensor=tensor, region=region, target=byte_view(result).numpy())
+        fill_region(files, tensor=tensor, region=region, target=memory_of(result))
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from hpctrain.checkpoint.file_bytes import explained
 from hpctrain.checkpoint.listing import finished_newest_first
 from hpctrain.checkpoint.metadata import Metadata, StoredTensor, decode_metadata
 from hpctrain.checkpoint.seal import UnknownFormatError
-from hpctrain.checkpoint.structure import is_checkpoint, read_structure
+from hpctrain.checkpoint.structure import Structure, is_checkpoint, read_structure
 from hpctrain.comm.agreement import on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
@@ -119,41 +119,65 @@ def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Check
     Only rank 0 looks at the filesystem here. In a directory, checkpoints with damaged structure are passed over
     with a line on stderr. Raises CheckpointError on every rank when there is none, or the one given is damaged.
     """
-    found = on_rank_0(comm, lambda: _choose(Path(path_or_directory)))
-    return from_message(found)
+    return from_rank_0(comm, lambda: _choose(Path(path_or_directory)))
 
 
-def to_message(path: Path) -> dict[str, Any]:
-    """What rank 0 tells the others of a checkpoint, as JSON. Raises CheckpointError when it is damaged."""
-    structure = read_structure(path)
-    return {
-        "path": str(path),
-        "main": str(structure.main),
-        "main_bytes": structure.main_bytes,
-        "metadata": structure.metadata_text,
-    }
+def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
+    """The checkpoint whose structure rank 0 has read, on every rank. Collective.
 
+    Raises on every rank what `look` raises: UnknownFormatError as such, others as `on_rank_0` does.
+    """
+    seen: list[Structure] = []
 
-def from_message(message: Mapping[str, Any]) -> Checkpoint:
+    def tell() -> dict[str, Any]:
+        try:
+            structure = look()
+        except UnknownFormatError as error:
+            return {"unknown_format": str(error)}
+        seen.append(structure)
+        return {
+            "path": str(structure.path),
+            "main": str(structure.main),
+            "main_bytes": structure.main_bytes,
+            "metadata": structure.metadata_text,
+        }
+
+    message = on_rank_0(comm, tell)
+    if "unknown_format" in message:
+        raise UnknownFormatError(message["unknown_format"], agreed=True)
+    if seen:  # rank 0 has decoded it already
+        return checkpoint_of(seen[0])
     metadata = decode_metadata(
         message["metadata"].encode(), file_bytes=message["main_bytes"], byte_order=sys.byteorder
     )
-    path, main = Path(message["path"]), Path(message["main"])
-    return Checkpoint(
-        path=path,
-        files=(main, *(path / part.name for part in metadata.parts)),
-        file_bytes=message["main_bytes"] + sum(part.num_bytes for part in metadata.parts),
-        metadata=metadata,
+    return checkpoint_of(
+        Structure(
+            path=Path(message["path"]),
+            main=Path(message["main"]),
+            main_bytes=message["main_bytes"],
+            metadata_text=message["metadata"],
+            metadata=metadata,
+        )
     )
 
 
-def _choose(path: Path) -> dict[str, Any]:
+def checkpoint_of(structure: Structure) -> Checkpoint:
+    parts = structure.metadata.parts
+    return Checkpoint(
+        path=structure.path,
+        files=(structure.main, *(structure.path / part.name for part in parts)),
+        file_bytes=structure.main_bytes + sum(part.num_bytes for part in parts),
+        metadata=structure.metadata,
+    )
+
+
+def _choose(path: Path) -> Structure:
     if not path.is_dir() or is_checkpoint(path):
-        return to_message(path)
+        return read_structure(path)
     rejected: list[str] = []
     for candidate in finished_newest_first(path):
         try:
-            return to_message(candidate)
+            return read_structure(candidate)
         except UnknownFormatError:
             raise
         except CheckpointError as error:

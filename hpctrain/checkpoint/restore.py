@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.read import Checkpoint, from_message, say_rejected, to_message
+from hpctrain.checkpoint.read import Checkpoint, from_rank_0, say_rejected
 from hpctrain.checkpoint.seal import UnknownFormatError
-from hpctrain.comm.agreement import on_rank_0, raise_together
+from hpctrain.checkpoint.structure import read_structure
+from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
+from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError
 
 # Boxes of tensors of which a rank needs only a part: name -> (offset, shape).
@@ -49,23 +50,21 @@ def load_newest_good(
     holds some but none is good (starting from nothing is then the user's decision, not ours), or when the
     newest is of a format that we do not know.
     """
-    candidates = on_rank_0(comm, lambda: [str(path) for path in finished_newest_first(Path(directory))])
-    rejected: list[Rejected] = []
-    for path in candidates:
-        message = on_rank_0(comm, partial(_examine, Path(path)))
-        if "unknown_format" in message:
-            raise CheckpointError(message["unknown_format"], agreed=True)
-        try:
-            if "damaged" in message:
-                raise CheckpointError(message["damaged"])
-            checkpoint = from_message(message)
-            tensors = _read_together(checkpoint, comm=comm, regions=regions)
-        except CheckpointError as error:
-            rejected.append(Rejected(path=Path(path), reason=str(error)))
-            if comm.rank == 0:
-                say_rejected(str(error))
-            continue
-        return Restored(checkpoint=checkpoint, tensors=tensors, rejected=tuple(rejected))
+    with doing(comm, f"loading the newest checkpoint of {directory}"):
+        candidates = on_rank_0(comm, lambda: [str(path) for path in finished_newest_first(Path(directory))])
+        rejected: list[Rejected] = []
+        for path in candidates:
+            try:
+                checkpoint = from_rank_0(comm, partial(read_structure, Path(path)))
+                tensors = read_together(checkpoint, comm=comm, regions=regions)
+            except UnknownFormatError:
+                raise
+            except CheckpointError as error:
+                rejected.append(Rejected(path=Path(path), reason=str(error)))
+                if comm.rank == 0:
+                    say_rejected(str(error))
+                continue
+            return Restored(checkpoint=checkpoint, tensors=tensors, rejected=tuple(rejected))
     if rejected:
         reasons = "; ".join(entry.reason for entry in rejected)
         raise CheckpointError(f"no checkpoint in {directory} can be used: {reasons}", agreed=True)
@@ -79,29 +78,21 @@ def load(
 
     Raises CheckpointError on every rank when any rank finds damage in what it reads.
     """
-    checkpoint = from_message(on_rank_0(comm, lambda: to_message(Path(path))))
-    return checkpoint, _read_together(checkpoint, comm=comm, regions=regions)
+    with doing(comm, f"loading checkpoint {path}"):
+        checkpoint = from_rank_0(comm, lambda: read_structure(Path(path)))
+        return checkpoint, read_together(checkpoint, comm=comm, regions=regions)
 
 
-def _read_together(
-    checkpoint: Checkpoint, *, comm: Collective, regions: Regions | None
+def read_together(
+    checkpoint: Checkpoint,
+    *,
+    comm: Collective,
+    regions: Regions | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Every rank reads what it needs. Raises CheckpointError on all ranks when any fails. Collective."""
-    tensors: dict[str, torch.Tensor] = {}
-    error: CheckpointError | None = None
-    try:
-        tensors = checkpoint.read_all(regions=regions)
-    except CheckpointError as caught:
-        error = caught
-    raise_together(comm, error)
-    return tensors
+    """Every rank reads what it needs: `names`, the same on every rank, or all. Collective.
 
-
-def _examine(path: Path) -> dict[str, Any]:
-    """What rank 0 finds, as a message: an error's class would not survive the way to the other ranks."""
-    try:
-        return to_message(path)
-    except UnknownFormatError as error:
-        return {"unknown_format": str(error)}
-    except CheckpointError as error:
-        return {"damaged": str(error)}
+    Raises CheckpointError on all ranks when any fails.
+    """
+    with doing(comm, f"loading checkpoint {checkpoint.path}: reading"):
+        return agreed(comm, lambda: checkpoint.read_all(regions=regions, names=names))

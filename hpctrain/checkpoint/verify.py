@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain.checkpoint.content import find_damage
 from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.read import from_message, to_message
-from hpctrain.checkpoint.structure import MAIN_FILE, is_checkpoint
+from hpctrain.checkpoint.read import from_rank_0
+from hpctrain.checkpoint.structure import MAIN_FILE, is_checkpoint, read_structure
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
+from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError
 
 
@@ -46,10 +46,11 @@ def _find(path: Path) -> list[str]:
 
 
 def _verify_file(path: Path, *, comm: Collective) -> Verified:
-    message = on_rank_0(comm, lambda: _examine(path))
-    if "damaged" in message:
-        return Verified(path=path, file_bytes=message["file_bytes"], damage=(message["damaged"],))
-    checkpoint = from_message(message)
+    try:
+        checkpoint = from_rank_0(comm, lambda: read_structure(path))
+    except CheckpointError as error:
+        found_bytes = on_rank_0(comm, lambda: _bytes_found(path))
+        return Verified(path=path, file_bytes=found_bytes, damage=(str(error),))
 
     def own_part() -> list[str]:
         tensors = list(checkpoint.tensors.values())
@@ -57,16 +58,10 @@ def _verify_file(path: Path, *, comm: Collective) -> Verified:
             found = find_damage(files, tensors=tensors, rank=comm.rank, num_ranks=comm.num_ranks)
             return [str(damage) for damage in found]
 
-    by_rank = all_gather_json(comm, agreed(comm, own_part))
+    with doing(comm, f"verifying checkpoint {path}"):
+        by_rank = all_gather_json(comm, agreed(comm, own_part))
     damage = tuple(sorted(line for lines in by_rank for line in lines))
     return Verified(path=path, file_bytes=checkpoint.file_bytes, damage=damage)
-
-
-def _examine(path: Path) -> dict[str, Any]:
-    try:
-        return to_message(path)
-    except CheckpointError as error:
-        return {"damaged": str(error), "file_bytes": _bytes_found(path)}
 
 
 def _bytes_found(path: Path) -> int:
