@@ -8,6 +8,8 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.turns import Reach
+
 # Where bytes go in the file, and the bytes: one-dimensional, contiguous.
 Stretch: TypeAlias = tuple[int, memoryview]
 
@@ -44,12 +46,21 @@ class Batch:
         self._stretches.sort(key=lambda stretch: stretch[0])
 
     @property
-    def reach(self) -> tuple[int, int] | None:
-        """First byte, and the one after the last; None when the batch is empty."""
+    def reach(self) -> Reach | None:
+        """None when the batch is empty."""
         if not self._stretches:
             return None
         offset, view = self._stretches[-1]
-        return self._stretches[0][0], offset + view.nbytes
+        pieces, end = 0, -1
+        for begin, data in self._stretches:
+            pieces += begin != end
+            end = begin + data.nbytes
+        return Reach(
+            begin=self._stretches[0][0],
+            end=offset + view.nbytes,
+            num_pieces=pieces,
+            num_bytes=self._num_bytes,
+        )
 
     def take(self, *, until: int | None = None) -> list[Stretch]:
         """Take out what lies before byte `until`; None: everything."""

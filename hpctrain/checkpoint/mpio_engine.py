@@ -1,28 +1,27 @@
 """MPI-IO engine: what the ranks of a file have is written through MPI's own files, together where it interleaves.
 
 Ranks write in turns (see `turns`), each with a bounded batch. Between turns all meet, so that no module's
-read-modify-write of one turn meets another's of the next. What was written together is read back and compared
-by its hash when it is on disk: Open MPI's collective modules report success for writes that fail (seen with 4.1.4:
-EFBIG and a full disk are printed, and the call returns 0), and have written wrong bytes (ompi#12718).
+read-modify-write of one turn meets another's of the next. Where anything was written together, all is read back
+and compared by its hash when it is on disk: Open MPI's collective modules report success for writes that fail
+(seen with 4.1.4: it prints the error, and the call returns MPI_SUCCESS), and have written wrong bytes (ompi#12718).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import NoReturn, final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-from numpy.typing import NDArray
+import xxhash
 
 from hpctrain.checkpoint.batch import Batch, Stretch, bytes_of, joined, runs_of_neighbours
 from hpctrain.checkpoint.file_bytes import explained, read_fully, write_fully
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.turns import plan_turn
+from hpctrain.checkpoint.turns import Reach, plan_turn
 from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.collective_writing import CollectiveWriter
 from hpctrain.comm.communicator import Collective
@@ -83,23 +82,16 @@ def write_together(
     does not raise: the caller votes. Nothing hangs: a rank that fails says so to the others.
     """
     files = files_of(comm, members=members)
-    fd, problem = -1, None
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        problem = error
-    try:
-        with explained(action="write", path=path), _as_checkpoint_error():
-            # Opening is voted: a rank that does not see the file ends it for all.
-            writer = None if files is None else files.writer(path, hints=hints)
-            if problem is not None:
-                raise problem
-        if writer is None:
-            raise CheckpointError("the engine mpio needs MPI ranks: use the engine direct")
-        _Writing(path, fd, writer, batch=Batch(stretches, max_bytes=batch_bytes)).run()
-    finally:
-        if fd >= 0:
-            os.close(fd)
+        writer = None if files is None else files.writer(path, hints=hints)
+    except CommunicationError as error:
+        # Opening is voted, so all ranks come here; the one that does not see the file knows best why.
+        with explained(action="write", path=path):
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        raise CheckpointError(str(error)) from error
+    if writer is None:
+        raise CheckpointError("the engine mpio needs MPI ranks: use the engine direct")
+    _Writing(path, writer, batch=Batch(stretches, max_bytes=batch_bytes)).run()
 
 
 @contextmanager
@@ -112,24 +104,34 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """What this rank wrote in one turn together: where, shape (n,), and the hash of all of it."""
+    """What this rank wrote at one time: where, and the hash of all of it."""
 
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    digest: str
+    offsets: list[int]
+    lengths: list[int]
+    digest: int
+
+
+def _share_of(stretches: Sequence[Stretch]) -> _Share:
+    hashing = xxhash.xxh3_64()
+    offsets, lengths = [], []
+    for offset, views in runs_of_neighbours(stretches):
+        offsets.append(offset)
+        lengths.append(sum(view.nbytes for view in views))
+        for view in views:
+            hashing.update(view)
+    return _Share(offsets=offsets, lengths=lengths, digest=hashing.intdigest())
 
 
 @final
 class _Writing:
     """One rank's part in the writing of one file."""
 
-    def __init__(self, path: Path, fd: int, writer: CollectiveWriter, *, batch: Batch) -> None:
-        """fd: the file, open for reading and writing."""
+    def __init__(self, path: Path, writer: CollectiveWriter, *, batch: Batch) -> None:
         self._path = path
-        self._fd = fd
         self._writer = writer
         self._batch = batch
         self._shares: list[_Share] = []
+        self._any_together = False
         self._error: Exception | None = None
 
     def run(self) -> None:
@@ -141,7 +143,7 @@ class _Writing:
         # From here on every rank's bytes are on the servers, and another node's can be read.
         self._writer.gather([_FAILED if self._error else _GOING_ON])
         self._writer.close()
-        if self._error is None:
+        if self._error is None and self._any_together:
             self._try(self._compare)
         if self._error is not None:
             raise self._error
@@ -157,68 +159,81 @@ class _Writing:
     def _take_turn(self) -> bool:
         """Write what can be written now, with all other ranks; whether anything may be left. Collective."""
         self._try(self._batch.fill)
-        begin, end = self._batch.reach or (-1, -1)
-        table = self._writer.gather([_FAILED if self._error else _GOING_ON, begin, end])
-        if (table[:, 0] == _FAILED).any() or (table[:, 1] < 0).all():
+        reach = self._batch.reach
+        mine = (reach.begin, reach.end, reach.num_pieces, reach.num_bytes) if reach else (-1, -1, 0, 0)
+        table = self._writer.gather([_FAILED if self._error else _GOING_ON, *mine]).tolist()
+        if any(row[0] == _FAILED for row in table) or all(row[1] < 0 for row in table):
             return False
-        turn = plan_turn([(int(row[1]), int(row[2])) if row[1] >= 0 else None for row in table])
+        turn = plan_turn(
+            [
+                Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes)
+                if begin >= 0
+                else None
+                for _, begin, end, num_pieces, num_bytes in table
+            ]
+        )
         rank = self._writer.rank
         if rank in turn.alone:
             self._try(lambda: self._write_alone(self._batch.take()))
         if turn.together:
-            mine = self._batch.take(until=turn.until) if rank in turn.together else []
-            self._try(lambda: self._write_shared(mine))
+            self._any_together = True
+            if turn.alone:
+                self._writer.gather([_GOING_ON])  # what is written together may read, and write back, between
+            taken = self._batch.take(until=turn.until) if rank in turn.together else []
+            self._try(lambda: self._write_shared(taken))
         return True
 
     def _write_alone(self, stretches: list[Stretch]) -> None:
+        self._shares.append(_share_of(stretches))
         for offset, data in joined(stretches):
             count = self._writer.write(data, offset=offset)
             if count != len(data):
                 # MPI does not say what went wrong; the system does.
                 count = max(count, 0)
-                write_fully(self._fd, data.data[count:], offset=offset + count)
+                with self._opened() as fd:
+                    write_fully(fd, data.data[count:], offset=offset + count)
 
     def _write_shared(self, stretches: list[Stretch]) -> None:
-        runs = list(runs_of_neighbours(stretches))
-        data = bytes_of([view for _, views in runs for view in views])
-        offsets = [offset for offset, _ in runs]
-        lengths = [sum(view.nbytes for view in views) for _, views in runs]
-        if runs:
-            share = _Share(
-                offsets=np.array(offsets, dtype=np.int64),
-                lengths=np.array(lengths, dtype=np.int64),
-                digest=hash_of(data),
-            )
+        share = _share_of(stretches)
+        if stretches:
             self._shares.append(share)
-        self._writer.write_together(data, offsets=offsets, lengths=lengths)
+        data = bytes_of([view for _, view in stretches])
+        self._writer.write_together(data, offsets=share.offsets, lengths=share.lengths)
 
     def _sync(self) -> None:
-        os.fsync(self._fd)
+        with self._opened() as fd:
+            os.fsync(fd)
 
-    def _compare(self) -> None:
-        """Read back what was written together, through a new opening: network filesystems then look anew."""
-        if not self._shares:
-            return
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The file anew, past MPI: network filesystems then look at what others have written."""
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _compare(self) -> None:
+        """Read back what this rank has written."""
+        with self._opened() as fd:
             for share in self._shares:
-                data = np.empty(int(share.lengths.sum()), dtype=np.uint8)
-                places = np.concatenate([[0], np.cumsum(share.lengths)])
+                data = bytearray(sum(share.lengths))
+                ends = itertools.accumulate(share.lengths)
                 parts = [
-                    (offset, data[begin:end].data)
-                    for offset, begin, end in zip(
-                        share.offsets.tolist(), places[:-1].tolist(), places[1:].tolist(), strict=True
-                    )
+                    (offset, memoryview(data)[end - length : end])
+                    for offset, length, end in zip(share.offsets, share.lengths, ends, strict=True)
                 ]
                 for offset, part in parts:
                     read_fully(fd, part, offset=offset)
-                if hash_of(data) != share.digest:
-                    for offset, part in parts:
-                        write_fully(fd, part, offset=offset)  # a full disk says so when written to once more
-                    os.fsync(fd)
-                    raise CheckpointError(
-                        f"MPI reported success for bytes {parts[0][0]} to {parts[-1][0] + len(parts[-1][1]) - 1} of "
-                        f"{self._path}, and others are there: use the engine direct, or another MPI file module"
-                    )
-        finally:
-            os.close(fd)
+                if xxhash.xxh3_64_intdigest(data) != share.digest:
+                    self._explain_damage(fd, parts)
+
+    def _explain_damage(self, fd: int, parts: list[tuple[int, memoryview]]) -> NoReturn:
+        for offset, part in parts:
+            write_fully(fd, part, offset=offset)  # a full disk says so to whom it asks directly
+        os.fsync(fd)
+        (first, _), (last, view) = parts[0], parts[-1]
+        raise CheckpointError(
+            f"MPI reported success for bytes {first} to {last + view.nbytes - 1} of {self._path}, and others are "
+            "there: is the disk full? Else use the engine direct, or another file module of MPI"
+        )

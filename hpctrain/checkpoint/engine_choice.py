@@ -1,0 +1,123 @@
+"""Which engine writes: asked for, or chosen by the filesystem and what every rank has. Agreed by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from hpctrain.checkpoint.batch import Stretch
+from hpctrain.checkpoint.engine import Engine
+from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of
+from hpctrain.checkpoint.mpio_engine import files_of, obstacle_to_mpio, write_together
+from hpctrain.checkpoint.probe import probe
+from hpctrain.checkpoint.write_direct import write_direct
+from hpctrain.comm.agreement import all_gather_json, describe_ranks, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """engine: DIRECT or MPIO. note: why. filesystem: of the directory, as rank 0 sees it."""
+
+    engine: Engine
+    note: str
+    filesystem: Filesystem
+
+    def write(
+        self,
+        path: Path,
+        stretches: Iterable[Stretch],
+        *,
+        comm: Collective,
+        members: Sequence[int],
+        limit_bytes_per_s: float | None = None,
+    ) -> None:
+        """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when
+        it returns.
+
+        With MPIO collective over the world ranks `members` (see `write_together`), with DIRECT not at all.
+        limit_bytes_per_s: only DIRECT keeps to it. CheckpointError on the ranks that met an error: the caller votes.
+        """
+        if self.engine is Engine.MPIO:
+            write_together(path, stretches, comm=comm, members=members)
+        else:
+            write_direct(path, stretches, limit_bytes_per_s=limit_bytes_per_s)
+
+
+# A rank's own, by its own communicator: all ranks of a group find, or do not find, the same.
+_chosen: WeakKeyDictionary[Collective, dict[tuple[Engine, str, bool], EngineChoice]] = WeakKeyDictionary()
+
+
+def choose_engine(
+    requested: Engine, *, directory: Path, comm: Collective, in_background: bool = False
+) -> EngineChoice:
+    """The engine for checkpoints in `directory`. Collective; remembered for `comm` and `directory`.
+
+    in_background: another thread writes, and may not communicate: only DIRECT can do that.
+    AUTO takes DIRECT on local filesystems, and on one rank; elsewhere what is faster there, tried out once.
+    Raises on every rank when MPIO is asked for: UsageError in the background, CheckpointError when some rank
+    cannot do it.
+    """
+    if in_background and requested is Engine.MPIO:
+        raise UsageError(
+            "the engine mpio writes with all ranks at once, which a background thread cannot: save in the "
+            "foreground, or use the engine direct or auto",
+            agreed=True,
+        )
+    known = _chosen.setdefault(comm, {})
+    key = (requested, str(directory), in_background)
+    if key not in known:
+        known[key] = _choose(requested, directory=directory, comm=comm, in_background=in_background)
+    return known[key]
+
+
+def _choose(requested: Engine, *, directory: Path, comm: Collective, in_background: bool) -> EngineChoice:
+    mine = {"obstacle": obstacle_to_mpio(comm), "kind": filesystem_of(directory).kind}
+    by_rank = all_gather_json(comm, mine)
+    filesystem = Filesystem(kind=by_rank[0]["kind"])
+    obstacle = _described([entry["obstacle"] for entry in by_rank], comm=comm)
+
+    def choice(engine: Engine, note: str) -> EngineChoice:
+        return EngineChoice(engine=engine, note=note, filesystem=filesystem)
+
+    if requested is Engine.DIRECT:
+        return choice(Engine.DIRECT, "asked for")
+    if requested is Engine.AUTO:
+        if comm.num_ranks == 1:
+            return choice(Engine.DIRECT, "one rank has nobody to share MPI-IO with")
+        if in_background:
+            return choice(Engine.DIRECT, "a background thread writes for itself")
+        shared = sorted({entry["kind"] for entry in by_rank if Filesystem(kind=entry["kind"]).is_shared})
+        if not shared:
+            return choice(Engine.DIRECT, f"{filesystem.kind} is a local filesystem")
+    if obstacle is None and files_of(comm) is None:
+        obstacle = "Horovod runs without MPI"
+    if requested is Engine.MPIO:
+        if obstacle is not None:
+            raise CheckpointError(
+                f"the engine mpio cannot be used: {obstacle}: use direct or auto", agreed=True
+            )
+        return choice(Engine.MPIO, "asked for")
+    if obstacle is not None:
+        return choice(Engine.DIRECT, obstacle)
+    try:
+        on_rank_0(comm, lambda: directory.mkdir(parents=True, exist_ok=True), os_error=CheckpointError)
+        probed = probe(directory, comm=comm)
+    except CheckpointError as error:
+        return choice(Engine.DIRECT, f"trying out the engines failed: {error}")
+    faster = Engine.MPIO if probed.mpio_s < probed.direct_s else Engine.DIRECT
+    return choice(faster, f"{', '.join(shared)}: {probed.describe(num_ranks=comm.num_ranks)}")
+
+
+def _described(obstacles: Sequence[str | None], *, comm: Collective) -> str | None:
+    """The ranks' obstacles in one text; None when nobody has one."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for place, text in enumerate(obstacles):
+        if text is not None:
+            ranks_by_text.setdefault(text, []).append(comm.members[place])
+    if len(ranks_by_text) == 1 and None not in obstacles:
+        return next(iter(ranks_by_text))
+    return "; ".join(f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()) or None
