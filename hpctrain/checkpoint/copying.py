@@ -1,0 +1,191 @@
+"""Copy a checkpoint to another directory: whole and verified, or not at all. The ranks share the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.commit import flush_folder, rename_finished
+from hpctrain.checkpoint.file_bytes import explained, read_fully, write_fully
+from hpctrain.checkpoint.importing import refuse_existing
+from hpctrain.checkpoint.listing import (
+    file_name,
+    folder_name,
+    part_path,
+    partial_name,
+    remove,
+)
+from hpctrain.checkpoint.mapped import map_items, save_in_files
+from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
+from hpctrain.checkpoint.state import State
+from hpctrain.checkpoint.structure import opened
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+
+STRETCH_BYTES = 64 << 20  # what one rank copies before the next one's turn
+_BUFFER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """path: of the copy. num_bytes: of its files. note: how it was made."""
+
+    path: Path
+    num_bytes: int
+    note: str
+
+
+def copy_checkpoint(
+    source: Path | str,
+    directory: Path | str,
+    *,
+    comm: Collective,
+    files: int | None = None,
+    replace: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Any,
+) -> Copied:
+    """Copy the checkpoint `source`, or the newest of a directory, to `directory/step-<its step>`. Collective.
+
+    files: None copies the files as they are; the copy is then read back and every byte of it verified. 1 makes one
+    file of any form and K a folder of K files: the source is verified first, then saved again from mapped memory.
+    replace: a checkpoint of that step may be there. progress: bytes of this rank's share copied, and to copy.
+    options: of `save`, where `files` is given.
+    The copy appears under its name when it is on disk and verified; other checkpoints in `directory` stay.
+    Memory of a rank: one buffer of 8 MiB, and one extent of 4 MiB while verifying.
+    Raises on every rank, and leaves nothing behind: CheckpointError for damage and for what cannot be read or written,
+    UsageError for a bad argument.
+    """
+    directory = Path(directory)
+    checkpoint = open_checkpoint(source, comm=comm)
+
+    def check() -> None:
+        if files is not None and files < 1:
+            raise UsageError(f"files = {files}: a checkpoint has at least one file")
+        if files is None and options:
+            raise UsageError(
+                f"{', '.join(options)}: only where `files` says that the checkpoint is saved again"
+            )
+        if directory.exists() and directory.samefile(checkpoint.path.parent):
+            raise UsageError(f"{checkpoint.path} is in {directory} already: choose another directory")
+        refuse_existing(directory, step=checkpoint.step, replace=replace)
+
+    on_rank_0(comm, check, os_error=CheckpointError)
+    if files is None:
+        return _copy_files(checkpoint, directory, comm=comm, progress=progress)
+    (found,) = verify(checkpoint.path, comm=comm)
+    if found.damage:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {found.damage[0]}", agreed=True)
+    state = State(items=(), document=checkpoint.document, parent=checkpoint.metadata.parent)
+    saved = save_in_files(
+        lambda rank, num_ranks: dataclasses.replace(
+            state, items=map_items(checkpoint, rank=rank, num_ranks=num_ranks)
+        ),
+        directory=directory,
+        step=checkpoint.step,
+        files=files,
+        comm=comm,
+        **options,
+    )
+    return Copied(path=saved.path, num_bytes=saved.bytes, note=f"saved again: {saved.note}")
+
+
+def _copy_files(
+    checkpoint: Checkpoint, directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
+) -> Copied:
+    """The files as they are. Collective."""
+    sources = checkpoint.files
+    prepared = on_rank_0(
+        comm, lambda: _prepare(checkpoint, directory, sources=sources), os_error=CheckpointError
+    )
+    partial, sizes = Path(prepared["partial"]), prepared["sizes"]
+    targets = [part_path(partial, number) for number in range(len(sources))]
+    try:
+        agreed(
+            comm,
+            lambda: _copy_stretches(sources, targets, sizes=sizes, comm=comm, progress=progress),
+            os_error=CheckpointError,
+        )
+        (found,) = verify(partial, comm=comm)
+        if found.damage:
+            raise CheckpointError(
+                f"{checkpoint.path} was not copied, for the copy is damaged: {found.damage[0]}: verify the original",
+                agreed=True,
+            )
+        final = Path(
+            on_rank_0(comm, lambda: _commit(checkpoint, directory, partial), os_error=CheckpointError)
+        )
+    except HpctrainError:
+        if comm.rank == 0:
+            with suppress(OSError):
+                remove(partial)
+        raise
+    return Copied(path=final, num_bytes=sum(sizes), note="byte for byte")
+
+
+def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]) -> dict[str, Any]:
+    """Empty files of the right length under a temporary name. Rank 0."""
+    is_folder = checkpoint.path.is_dir()
+    name = folder_name(checkpoint.step) if is_folder else file_name(checkpoint.step)
+    partial = directory / partial_name(name, unique=secrets.token_hex(8))
+    with explained(action="copy the checkpoint to", path=directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        sizes = [path.stat().st_size for path in sources]
+        if is_folder:
+            partial.mkdir()
+        for number, num_bytes in enumerate(sizes):
+            with open(part_path(partial, number), "xb") as file:
+                file.truncate(num_bytes)
+    return {"partial": str(partial), "sizes": sizes}
+
+
+def _copy_stretches(
+    sources: Sequence[Path],
+    targets: Sequence[Path],
+    *,
+    sizes: Sequence[int],
+    comm: Collective,
+    progress: Callable[[int, int], None],
+) -> None:
+    """This rank's stretches of each file, to disk."""
+    stretches = [
+        (number, begin, min(begin + STRETCH_BYTES, num_bytes))
+        for number, num_bytes in enumerate(sizes)
+        for begin in range(0, num_bytes, STRETCH_BYTES)
+    ][comm.rank :: comm.num_ranks]
+    total, done = sum(end - begin for _, begin, end in stretches), 0
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    for number in sorted({number for number, _, _ in stretches}):
+        source, target = sources[number], targets[number]
+        with opened(source) as read_fd, explained(action="write", path=target):
+            write_fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for _, begin, end in (entry for entry in stretches if entry[0] == number):
+                    for offset in range(begin, end, _BUFFER_BYTES):
+                        piece = buffer[: min(_BUFFER_BYTES, end - offset)]
+                        with explained(action="read", path=source):
+                            read_fully(read_fd, piece, offset=offset)
+                        write_fully(write_fd, piece, offset=offset)
+                        done += piece.nbytes
+                        progress(done, total)
+                os.fsync(write_fd)
+            finally:
+                os.close(write_fd)
+
+
+def _commit(checkpoint: Checkpoint, directory: Path, partial: Path) -> str:
+    """Give the copy its name; only then is the one that it replaces gone. Rank 0."""
+    name = folder_name(checkpoint.step) if partial.is_dir() else file_name(checkpoint.step)
+    if partial.is_dir():
+        flush_folder(partial)
+    final = directory / name
+    rename_finished(partial, final, unique=partial.name[-16:])
+    return str(final)

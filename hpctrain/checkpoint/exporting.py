@@ -1,0 +1,253 @@
+"""A checkpoint's tensors as a safetensors file, or as a plain torch state dict."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.boxes import Box, split_box, whole
+from hpctrain.checkpoint.dtypes import byte_view
+from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
+from hpctrain.checkpoint.metadata import StoredTensor
+from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
+from hpctrain.checkpoint.state import encode_document
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.version import __version__
+
+WEIGHTS_PREFIX = "model/"
+REGION_BYTES = 32 << 20  # read, verified and written at a time
+
+# The format's names of the types that it has. https://github.com/huggingface/safetensors, "Format".
+SAFETENSORS_DTYPES: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """path: of the file that was made. num_bytes: its size. step: of the checkpoint."""
+
+    path: Path
+    num_tensors: int
+    num_bytes: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placed:
+    """A tensor, under its name in the file; its first byte counted from the begin of the data."""
+
+    name: str
+    tensor: StoredTensor
+    offset: int
+
+
+def export_safetensors(
+    source: Path | str,
+    target: Path | str,
+    *,
+    comm: Collective,
+    prefix: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported:
+    """Write the tensors whose names begin with `prefix` to `target`, under the rest of their names. Collective.
+
+    source: a checkpoint, or a directory: its newest one. The ranks share the work; a rank holds one region of
+    REGION_BYTES at a time. What is read is verified; the file appears whole or not at all. Without a prefix the file
+    also holds step and document, so that `import_tensors` makes the same checkpoint of it. progress: bytes done and to
+    do of this rank's share.
+    Raises CheckpointError on every rank: damage, no such tensor, a dtype or a name that the format does not have.
+    """
+    target = Path(target)
+    checkpoint = open_checkpoint(source, comm=comm)
+    placed = place_tensors(select(checkpoint, prefix))
+    about = {"format": "pt", "hpctrain": __version__, "step": str(checkpoint.step)}
+    if not prefix:
+        about["document"] = encode_document(checkpoint.document)
+    header = encode_header(placed, about=about)
+    num_bytes = len(header) + sum(entry.tensor.num_bytes for entry in placed)
+    partial = Path(on_rank_0(comm, lambda: _create(target, header=header, num_bytes=num_bytes)))
+    try:
+        agreed(
+            comm,
+            lambda: _write_regions(
+                partial, checkpoint, placed, begin=len(header), comm=comm, progress=progress
+            ),
+            os_error=CheckpointError,
+        )
+        on_rank_0(comm, lambda: _commit(partial, target))
+    except HpctrainError:
+        if comm.rank == 0:
+            with suppress(OSError):
+                partial.unlink()
+        raise
+    return Exported(path=target, num_tensors=len(placed), num_bytes=num_bytes, step=checkpoint.step)
+
+
+def export_state_dict(
+    source: Path | str, target: Path | str, *, comm: Collective, prefix: str = ""
+) -> Exported:
+    """Write a plain state dict, name -> tensor, with torch.save: for `torch.load(..., weights_only=True)`. Collective.
+
+    As `export_safetensors`, but rank 0 does it alone and holds all of the chosen tensors in memory, once: torch.save
+    takes them together. All dtypes can be stored.
+    """
+    target = Path(target)
+    checkpoint = open_checkpoint(source, comm=comm)
+    chosen = select(checkpoint, prefix)
+
+    def save() -> int:
+        partial = _partial_of(target)
+        try:
+            with explained(action="write", path=partial), open(partial, "xb") as file:
+                torch.save({name: checkpoint.read(tensor.name) for name, tensor in chosen.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+                num_bytes = file.tell()
+            _commit(partial, target)
+        except (HpctrainError, RuntimeError) as error:
+            with suppress(OSError):
+                partial.unlink()
+            if isinstance(error, RuntimeError):  # torch's writer: a disk that is full, among others
+                raise CheckpointError(f"cannot write {partial}: {str(error).splitlines()[0]}") from error
+            raise
+        return num_bytes
+
+    num_bytes = on_rank_0(comm, save, os_error=CheckpointError)
+    return Exported(path=target, num_tensors=len(chosen), num_bytes=num_bytes, step=checkpoint.step)
+
+
+def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
+    """The tensors under `prefix`, by the rest of their names. Raises CheckpointError when there is none."""
+    found = {
+        name[len(prefix) :]: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)
+    }
+    if not found:
+        what = f"no tensor under {prefix!r}" if prefix else "no tensor"
+        raise CheckpointError(f"{checkpoint.path} has {what}: nothing to export", agreed=True)
+    return found
+
+
+def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
+    """One after another, the widest elements first, so that each begins at a multiple of its element."""
+    placed, offset = [], 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].elem_bytes, item[0])):
+        placed.append(_Placed(name=name, tensor=tensor, offset=offset))
+        offset += tensor.num_bytes
+    return placed
+
+
+def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> bytes:
+    """The length of the header as 8 bytes, and the header: JSON, filled up with spaces to a multiple of 8.
+
+    Raises CheckpointError for what the format cannot say.
+    """
+    unknown = sorted({entry.tensor.dtype for entry in placed} - SAFETENSORS_DTYPES.keys())
+    if unknown:
+        first = next(entry for entry in placed if entry.tensor.dtype == unknown[0])
+        raise CheckpointError(
+            f"safetensors has no {', '.join(unknown)} (tensor {first.tensor.name!r}): "
+            "choose other tensors with --prefix, or export a state dict to a name ending in .pt",
+            agreed=True,
+        )
+    header: dict[str, Any] = {"__metadata__": dict(about)}
+    for entry in placed:
+        if entry.name in header or any(0xD800 <= ord(char) <= 0xDFFF for char in entry.name):
+            raise CheckpointError(f"safetensors cannot have a tensor called {entry.name!r}", agreed=True)
+        header[entry.name] = {
+            "dtype": SAFETENSORS_DTYPES[entry.tensor.dtype],
+            "shape": list(entry.tensor.shape),
+            "data_offsets": [entry.offset, entry.offset + entry.tensor.num_bytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _regions(placed: Sequence[_Placed]) -> Iterator[tuple[_Placed, Box, int]]:
+    """Each tensor in regions, each with its place in the data."""
+    for entry in placed:
+        offset = entry.offset
+        for region in split_box(whole(entry.tensor.shape), max_elems=REGION_BYTES // entry.tensor.elem_bytes):
+            yield entry, region, offset
+            offset += region.num_elems * entry.tensor.elem_bytes
+
+
+def _write_regions(
+    partial: Path,
+    checkpoint: Checkpoint,
+    placed: Sequence[_Placed],
+    *,
+    begin: int,
+    comm: Collective,
+    progress: Callable[[int, int], None],
+) -> None:
+    """This rank's regions, to disk."""
+    mine = list(_regions(placed))[comm.rank :: comm.num_ranks]
+    total = sum(region.num_elems * entry.tensor.elem_bytes for entry, region, _ in mine)
+    done = 0
+    with explained(action="open", path=partial):
+        fd = os.open(partial, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for entry, region, offset in mine:
+            data = checkpoint.read(entry.tensor.name, offset=region.offset, shape=region.shape)
+            content = byte_view(data).numpy().data
+            with explained(action="write", path=partial):
+                write_fully(fd, content, offset=begin + offset)
+            done += content.nbytes
+            progress(done, total)
+        with explained(action="write", path=partial):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _partial_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial-{secrets.token_hex(8)}")
+
+
+def _create(target: Path, *, header: bytes, num_bytes: int) -> str:
+    """The file with its header and its full length, under a name of its own. Rank 0."""
+    partial = _partial_of(target)
+    with explained(action="write", path=partial):
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_fully(fd, memoryview(header), offset=0)
+            os.ftruncate(fd, num_bytes)
+        finally:
+            os.close(fd)
+    return str(partial)
+
+
+def _commit(partial: Path, target: Path) -> None:
+    with explained(action="rename the finished file to", path=target):
+        os.rename(partial, target)
+        sync_directory(target.parent)

@@ -1,0 +1,189 @@
+"""A checkpoint from a safetensors file or a torch state dict. Foreign files are mapped, not read into memory."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.exporting import WEIGHTS_PREFIX
+from hpctrain.checkpoint.file_bytes import explained
+from hpctrain.checkpoint.listing import finished_newest_first, step_of
+from hpctrain.checkpoint.mapped import save_in_files
+from hpctrain.checkpoint.saving import SaveResult
+from hpctrain.checkpoint.state import Replicated, State
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, UsageError
+
+INDEX_SUFFIX = ".safetensors.index.json"
+STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+MAX_INDEX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Foreign:
+    """What another program's file holds. step, document: only of a file that `export_safetensors` wrote whole."""
+
+    tensors: Mapping[str, torch.Tensor]
+    step: int | None = None
+    document: Mapping[str, Any] | None = None
+
+
+def import_tensors(
+    source: Path | str,
+    directory: Path | str,
+    *,
+    comm: Collective,
+    step: int | None = None,
+    prefix: str | None = None,
+    key: str | None = None,
+    files: int = 1,
+    replace: bool = False,
+    **options: Any,
+) -> SaveResult:
+    """Make the checkpoint `directory/step-<step>` of the tensors in `source`. Collective.
+
+    source: x.safetensors, x.safetensors.index.json (several files), or a state dict written by torch.save (x.pt, .pth,
+    .bin, .ckpt), which is read with weights_only=True: no code in it can run. step: needed unless the file is a
+    whole checkpoint that `export_safetensors` wrote. prefix: put before every name; left out, `model/`, where a run
+    looks for weights, or nothing for a whole checkpoint. key: of the state dict in a file that holds several things.
+    files: more than 1 is a folder of so many. replace: a checkpoint of this step may be there. options: of `save`;
+    all other checkpoints are kept.
+    Memory: the files are mapped, so pages are read when they are written and can be dropped; torch's old file
+    format, before 1.6, cannot be mapped and is held in memory by every rank.
+    Raises on every rank: UsageError, CheckpointError.
+    """
+    source, directory = Path(source), Path(directory)
+    foreign = agreed(comm, lambda: read_foreign(source, key=key), os_error=CheckpointError)
+    step = foreign.step if step is None else step
+    if step is None:
+        raise UsageError(f"{source} does not say which step it is of: give --step", agreed=True)
+    on_rank_0(comm, lambda: refuse_existing(directory, step=step, replace=replace))
+    if prefix is None:
+        prefix = WEIGHTS_PREFIX if foreign.document is None else ""
+    document = foreign.document
+    if document is None:
+        document = {"imported": {"file": source.name, "num_tensors": len(foreign.tensors)}}
+    items = [
+        Replicated(name=f"{prefix}{name}", tensor=tensor.detach()) for name, tensor in foreign.tensors.items()
+    ]
+    state = State(items=items, document=document)
+    return save_in_files(
+        lambda rank, num_ranks: state, directory=directory, step=step, files=files, comm=comm, **options
+    )
+
+
+def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
+    """Raises CheckpointError when there is a checkpoint of this step that may not be replaced. Rank 0."""
+    there = [path for path in finished_newest_first(directory) if step_of(path) == step]
+    if there and not replace:
+        raise CheckpointError(f"{there[0]} exists: choose another step or directory, or give --replace")
+
+
+def read_foreign(source: Path, *, key: str | None = None) -> Foreign:
+    """What the file holds; its content is mapped. Not collective. Raises CheckpointError, UsageError."""
+    if not source.is_file():
+        raise CheckpointError(f"{source} is not a file")
+    if source.name.endswith(STATE_DICT_SUFFIXES):
+        return Foreign(tensors=_read_state_dict(source, key=key))
+    if key is not None:
+        raise UsageError(f"--key is for a file of torch.save, {source.name} is none")
+    if source.name.endswith(INDEX_SUFFIX):
+        return _read_index(source)
+    if source.suffix == ".safetensors":
+        return _read_safetensors(source)
+    raise UsageError(
+        f"{source.name}: a name ending in .safetensors, {INDEX_SUFFIX} or {', '.join(STATE_DICT_SUFFIXES)} is expected"
+    )
+
+
+def _read_safetensors(source: Path) -> Foreign:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise CheckpointError(
+            f"reading {source.name} needs safetensors (pip install 'hpctrain[formats]'): {error}"
+        ) from error
+    try:
+        with explained(action="read", path=source), safe_open(source, framework="pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{source} is no sound safetensors file: {error}") from error
+    if "document" not in about or "hpctrain" not in about:
+        return Foreign(tensors=tensors)
+    try:
+        document, step = json.loads(about["document"]), int(about["step"])
+    except (ValueError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{source}: its step and document cannot be understood: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{source}: its document is not a JSON object")
+    return Foreign(tensors=tensors, step=step, document=document)
+
+
+def _read_index(source: Path) -> Foreign:
+    """Tensors spread over several files: the index maps each name to a file beside it."""
+    try:
+        with explained(action="read", path=source), open(source, "rb") as file:
+            by_name = json.loads(file.read(MAX_INDEX_BYTES))["weight_map"]
+        files = sorted(set(by_name.values()))
+        # Nothing beyond the index's own folder is opened, whatever it says.
+        if not all(isinstance(name, str) and name == Path(name).name and name != ".." for name in files):
+            raise ValueError("a file in it is not a plain name")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{source} is no index of safetensors files: {error}") from error
+    tensors: dict[str, torch.Tensor] = {}
+    for name in files:
+        found = _read_safetensors(source.with_name(name)).tensors
+        tensors.update((tensor, found[tensor]) for tensor in found if by_name.get(tensor) == name)
+    missing = sorted(by_name.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(
+            f"{source} says that {by_name[missing[0]]} holds {missing[0]!r}, but it does not"
+            + (f"; and {len(missing) - 1} more" if len(missing) > 1 else "")
+        )
+    return Foreign(tensors=tensors)
+
+
+def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
+    with explained(action="open", path=source), open(source, "rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"  # else torch's format before 1.6
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
+    # Whoever made the file chooses what the restricted unpickler stumbles over.
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:300]
+        raise CheckpointError(
+            f"{source} cannot be read as a state dict: {type(error).__name__}: {text} (only tensors and plain "
+            "containers are accepted: weights_only=True)"
+        ) from error
+    where = source.name
+    if key is not None:
+        if not isinstance(value, Mapping) or key not in value:
+            raise CheckpointError(f"{where} has no entry {key!r}; {_entries(value)}")
+        value, where = value[key], f"{where}[{key!r}]"
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where} is a {type(value).__name__}, not a state dict")
+    others = [name for name, item in value.items() if not isinstance(item, torch.Tensor)]
+    if others or not value:
+        raise CheckpointError(
+            f"{where} is no plain state dict: {_entries(value)}. Name the one to take with --key"
+        )
+    return {str(name): tensor for name, tensor in value.items()}
+
+
+def _entries(value: Any) -> str:
+    """What is in it, for a message."""
+    if not isinstance(value, Mapping):
+        return f"it is a {type(value).__name__}"
+    kinds = [f"{name!r} ({type(item).__name__})" for name, item in list(value.items())[:8]]
+    more = f", and {len(value) - 8} more" if len(value) > 8 else ""
+    return f"it holds {', '.join(kinds)}{more}" if kinds else "it is empty"

@@ -1,0 +1,138 @@
+"""`hpctrain checkpoint export` and `import`: to and from the files of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpctrain.cli.checkpoint_ranks import all_ranks, progress
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import World
+
+
+def export_command(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory: then its newest one.")],
+    target: Annotated[
+        Path, typer.Option("--to", help="x.safetensors, or x.pt for a state dict written by torch.save.")
+    ],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Only the model: the same as --prefix model/.")
+    ] = False,
+    prefix: Annotated[
+        str | None, typer.Option(help="Only tensors whose names begin with this, under the rest of the name.")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="The file may be there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a checkpoint's tensors to a safetensors file or a state dict; what is read is verified.
+
+    safetensors is streamed, and ranks share the work. A state dict is made by rank 0, with its tensors in memory
+    once; read it back with torch.load(..., weights_only=True).
+
+    \b
+    hpctrain checkpoint export runs/lm/checkpoints --to lm.safetensors --weights
+    hpctrain checkpoint export runs/lm/checkpoints/step-00005000.h5 --to lm.pt --prefix model/
+    mpirun -n 4 hpctrain checkpoint export runs/lm/checkpoints --to everything.safetensors
+    """
+    from hpctrain.checkpoint.exporting import WEIGHTS_PREFIX, export_safetensors, export_state_dict
+    from hpctrain.checkpoint.importing import STATE_DICT_SUFFIXES
+
+    if weights and prefix is not None:
+        raise UsageError("--weights stands for --prefix model/: give one of them", agreed=True)
+    as_state_dict = target.name.endswith(STATE_DICT_SUFFIXES)
+    if not as_state_dict and target.suffix != ".safetensors":
+        raise UsageError(
+            f"--to {target}: a name ending in .safetensors or {', '.join(STATE_DICT_SUFFIXES)} is expected",
+            agreed=True,
+        )
+    chosen = WEIGHTS_PREFIX if weights else prefix or ""
+    with all_ranks() as world, progress("exported", rank=world.rank) as report:
+        _refuse_existing(target, replace=replace, world=world)
+        if as_state_dict:
+            done = export_state_dict(path, target, comm=world, prefix=chosen)
+        else:
+            done = export_safetensors(path, target, comm=world, prefix=chosen, progress=report)
+        rank = world.rank
+    if rank != 0:
+        return
+    if as_json:
+        about = {
+            "path": str(done.path),
+            "step": done.step,
+            "tensors": done.num_tensors,
+            "bytes": done.num_bytes,
+        }
+        typer.echo(json.dumps(about, indent=1))
+    else:
+        typer.echo(
+            f"{done.path}: {done.num_tensors} tensors of step {done.step}, {done.num_bytes / 1e6:.1f} MB"
+        )
+
+
+def import_command(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="x.safetensors, x.safetensors.index.json, or a state dict of torch.save (.pt, .pth, .bin, .ckpt)."
+        ),
+    ],
+    directory: Annotated[Path, typer.Argument(help="The directory that the checkpoint is made in.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of the checkpoint [default: what a whole export says].")
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="Before every name [default: model/, or nothing for a whole export]."),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Entry that holds the state dict, in a file of several things.")
+    ] = None,
+    files: Annotated[int, typer.Option(min=1, help="More than 1: a folder of so many files.")] = 1,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="There may be a checkpoint of this step.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make a checkpoint of a safetensors file or a state dict, for `checkpoint.weights_from` in a recipe.
+
+    No code in the file can run: a state dict is read with weights_only=True. Files are mapped, not read into memory;
+    ranks share the work. Not into the directory of a run that is going on.
+
+    \b
+    hpctrain checkpoint import lm.safetensors start --step 0
+    hpctrain checkpoint import pytorch_model.bin start --step 0 --prefix model/backbone.
+    hpctrain checkpoint import training.pt start --step 0 --key state_dict
+    """
+    from hpctrain.checkpoint.importing import import_tensors
+
+    with all_ranks() as world:
+        saved = import_tensors(
+            source,
+            directory,
+            comm=world,
+            step=step,
+            prefix=prefix,
+            key=key,
+            files=files,
+            replace=replace,
+        )
+        rank = world.rank
+    if rank != 0:
+        return
+    if as_json:
+        typer.echo(json.dumps({"path": str(saved.path), "bytes": saved.bytes}, indent=1))
+    else:
+        typer.echo(f"{saved.path}: {saved.bytes / 1e6:.1f} MB")
+
+
+def _refuse_existing(target: Path, *, replace: bool, world: World) -> None:
+    """Collective: rank 0 looks."""
+    from hpctrain.comm.agreement import on_rank_0
+
+    if not replace and on_rank_0(world, target.exists):
+        raise UsageError(f"{target} exists: choose another name, or give --replace", agreed=True)

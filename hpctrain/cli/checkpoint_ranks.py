@@ -1,0 +1,92 @@
+"""What the checkpoint commands share: the ranks that carry one out together, and the progress that rank 0 shows."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hpctrain.errors import HpctrainError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import World
+
+LINE_INTERVAL_S = 5.0
+
+
+def this_rank() -> int:
+    """This process's rank, as the launcher says; nothing is started."""
+    from hpctrain.launch import identify
+
+    return identify(os.environ, socket.gethostname()).rank
+
+
+@contextmanager
+def all_ranks() -> Iterator[World]:
+    """The ranks that the command was started as. They leave together: by an error that all know, or all at once."""
+    from hpctrain.comm.select import open_world
+
+    world = open_world("auto").world
+    try:
+        yield world
+    except HpctrainError as error:
+        if error.agreed or world.num_ranks == 1:
+            world.close()
+        raise  # met by this rank alone: the launcher ends the others when it is gone
+    except BaseException:
+        if world.num_ranks > 1:
+            traceback.print_exc()
+            world.abort(1)
+        raise
+    world.close()
+
+
+@contextmanager
+def progress(verb: str, *, rank: int) -> Iterator[Callable[[int, int], None]]:
+    """A callback for bytes done and bytes to do. Rank 0 shows its own share on stderr: a bar on a terminal, else a
+    plain line every few seconds."""
+    if rank != 0:
+        yield lambda done, total: None
+        return
+    if sys.stderr.isatty():
+        with _bar(verb) as callback:
+            yield callback
+        return
+    begin_s = time.monotonic()
+    next_line_s = begin_s + LINE_INTERVAL_S
+
+    def line(done: int, total: int) -> None:
+        nonlocal next_line_s
+        now_s = time.monotonic()
+        if now_s >= next_line_s and total:
+            next_line_s = now_s + LINE_INTERVAL_S
+            speed = done / 1e6 / (now_s - begin_s)
+            typer.echo(
+                f"{verb}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {100 * done / total:.0f}%, {speed:,.0f} MB/s",
+                err=True,
+            )
+
+    yield line
+
+
+@contextmanager
+def _bar(verb: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns: list[Any] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    ]
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(verb, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
