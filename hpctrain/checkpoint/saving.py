@@ -45,6 +45,7 @@ from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import State
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
+from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.version import __version__
 
@@ -130,41 +131,42 @@ class Saving:
         Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
         state does not fit together or the directory cannot be written; UsageError for a bad argument.
         """
-        begin_s = time.perf_counter()
-        directory = Path(directory)
-        requested = agreed(comm, lambda: _check_arguments(step=step, options=options, comm=comm))
-        files = file_of_rank(options, num_ranks=comm.num_ranks)
-        choice = choose_engine(requested, comm=comm)
-        sources = state.sources()
-        header = Metadata(
-            step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
-            writer={
-                "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
-                "files": max(files) + 1,
-            },
-        )  # fmt: skip
-        layout = layout_for(
-            state, sources=sources, step=step, comm=comm, file_of_rank=files, alignment=ALIGNMENT_BYTES,
-            header=header,
-        )  # fmt: skip
-        folder = options.files != 1
-        name = folder_name(step) if folder else file_name(step)
-        place = _Place(directory=directory, name=name, folder=folder, unique="")
-        partial, unique = _make_room(place, layout=layout, comm=comm, local=options.local)
-        saving = cls(
-            final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
-            header=replace(header, id=unique), executor=executor, begin_s=begin_s,
-        )  # fmt: skip
-        if buffers is None:
-            content = content_of(sources, layout.own)
-        else:
-            memory = buffers.take(layout.own.num_bytes)
-            copy_to(memory, sources, layout.own)
-            for device in devices_of(sources):
-                torch.cuda.current_stream(device).synchronize()
-            content = content_in(memory, layout.own)
-        saving._start(lambda: saving._write_content(content))
-        return saving
+        with doing(comm, f"saving checkpoint step {step}: beginning"):
+            begin_s = time.perf_counter()
+            directory = Path(directory)
+            requested = agreed(comm, lambda: _check_arguments(step=step, options=options, comm=comm))
+            files = file_of_rank(options, num_ranks=comm.num_ranks)
+            choice = choose_engine(requested, comm=comm)
+            sources = state.sources()
+            header = Metadata(
+                step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
+                writer={
+                    "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
+                    "files": max(files) + 1,
+                },
+            )  # fmt: skip
+            layout = layout_for(
+                state, sources=sources, step=step, comm=comm, file_of_rank=files, alignment=ALIGNMENT_BYTES,
+                header=header,
+            )  # fmt: skip
+            folder = options.files != 1
+            name = folder_name(step) if folder else file_name(step)
+            place = _Place(directory=directory, name=name, folder=folder, unique="")
+            partial, unique = _make_room(place, layout=layout, comm=comm, local=options.local)
+            saving = cls(
+                final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
+                header=replace(header, id=unique), executor=executor, begin_s=begin_s,
+            )  # fmt: skip
+            if buffers is None:
+                content = content_of(sources, layout.own)
+            else:
+                memory = buffers.take(layout.own.num_bytes)
+                copy_to(memory, sources, layout.own)
+                for device in devices_of(sources):
+                    torch.cuda.current_stream(device).synchronize()
+                content = content_in(memory, layout.own)
+            saving._start(lambda: saving._write_content(content))
+            return saving
 
     def ready(self) -> bool:
         """Whether this rank's work of the present phase is done, or has failed. Not collective."""
@@ -176,10 +178,11 @@ class Saving:
         Waits for this rank's work; ask `ready` before. Raises the error of any rank on all of them, with nothing left
         behind and older checkpoints untouched.
         """
-        if self._phase is _Phase.CONTENT:
-            self._end_content()
-            return None
-        return self._end_commit()
+        with doing(self._comm, f"saving checkpoint step {self.step}: {self._phase.value}"):
+            if self._phase is _Phase.CONTENT:
+                self._end_content()
+                return None
+            return self._end_commit()
 
     def finish(self) -> SaveResult:
         """Advance until it is committed. Collective."""

@@ -1,0 +1,163 @@
+"""Saving in phases: folders, the background, and what one save leaves for the next."""
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
+from hpctrain.checkpoint.listing import finished_newest_first, partial_files
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.errors import CheckpointError, UsageError
+from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.test_checkpoint_format import DOCUMENT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written by 4 ranks as 3 files."""
+    directory = tmp_path_factory.mktemp("folder")
+
+    def rank_main(world: ThreadsWorld) -> Path:
+        state = state_of(world.rank, world.num_ranks)
+        return save(state, directory=directory, step=50, comm=world, files=3).path
+
+    return run_threads(4, rank_main)[0]
+
+
+def test_the_documented_script_reads_a_folder_with_h5py_alone(folder: Path) -> None:
+    script = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[1]
+    assert "hpctrain" not in script
+    names: dict[str, object] = {}
+    exec(script.replace('"step-00000050"', repr(str(folder))), names)
+    tensors = names["tensors"]
+    assert isinstance(tensors, dict)
+    assert sorted(tensors) == sorted(whole_tensors())
+    for name, tensor in whole_tensors().items():
+        assert same_bits(tensors[name], tensor), name
+
+
+def test_a_folder_verifies_and_loads(folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == [f"data-0000{i}.h5" for i in range(3)]
+    (verified,) = verify(folder, comm=SerialWorld())
+    assert verified.damage == ()
+    _, tensors = load(folder, comm=SerialWorld())
+    assert all(same_bits(tensors[name], tensor) for name, tensor in whole_tensors().items())
+
+
+def test_a_state_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) -> None:
+    world = SerialWorld()
+    state = state_of(0, 1)
+    buffers = HostBuffers()
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(gate.wait)  # the work cannot begin before the state has changed
+        saving = Saving.begin(
+            state, directory=tmp_path, step=1, comm=world, buffers=buffers, executor=executor
+        )
+        assert not saving.ready()
+        assert finished_newest_first(tmp_path) == []
+        for item in state.items:
+            item.tensor.zero_()
+        gate.set()
+        assert saving.advance() is None
+        result = saving.advance()
+    assert result is not None
+    assert buffers.num_bytes == sum(tensor.nbytes for tensor in whole_tensors().values())
+    _, tensors = load(result.path, comm=world)
+    assert all(same_bits(tensors[name], tensor) for name, tensor in whole_tensors().items())
+
+
+def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
+    world = SerialWorld()
+
+    def state(columns: int, **document: str) -> State:
+        tensor = torch.full((3, columns), 7.0)
+        return State(items=[Replicated(name="w", tensor=tensor)], document=document)
+
+    first, second, wider, longer = state(5), state(5), state(6), state(6, note="x" * 100_000)
+    files = []
+    for step, made in enumerate([first, second, wider, longer]):
+        files.append(save(made, directory=tmp_path, step=step, comm=world, keep=None).path)
+        checkpoint, tensors = load(files[-1], comm=world)
+        assert same_bits(tensors["w"], made.items[0].tensor)
+        assert checkpoint.document == made.document
+    begun = [Saving.begin(made, directory=tmp_path, step=9, comm=world) for made in (first, second, wider)]
+    assert begun[0]._layout is begun[1]._layout
+    assert begun[1]._layout is not begun[2]._layout
+    begun[2].finish()
+    sizes = [path.stat().st_size for path in files]
+    assert sizes[0] == sizes[1]
+    assert sizes[3] > sizes[2] + 90_000
+    assert len({load(path, comm=world)[0].metadata.id for path in files}) == 4
+
+
+def test_a_file_and_a_folder_of_one_step_replace_each_other(tmp_path: Path) -> None:
+    world = SerialWorld()
+    for value, files, name in [(1, 1, "step-00000003.h5"), (2, 2, "step-00000003"), (3, 1, "step-00000003.h5"),
+                               (4, 1, "step-00000003.h5"), (5, 2, "step-00000003"), (6, 2, "step-00000003")]:  # fmt: skip
+        state = State(items=[Replicated(name="w", tensor=torch.tensor([value]))])
+        path = save(state, directory=tmp_path, step=3, comm=world, files=files).path
+        assert path.name == name
+        assert finished_newest_first(tmp_path) == [path]
+        assert [p.name for p in tmp_path.iterdir()] == [name]
+        assert load(path, comm=world)[1]["w"].item() == value
+
+
+def test_one_that_was_being_replaced_counts_until_the_new_one_has_its_name(tmp_path: Path) -> None:
+    world = SerialWorld()
+    state = State(items=[Replicated(name="w", tensor=torch.tensor([1]))])
+    path = save(state, directory=tmp_path, step=3, comm=world, files=2).path
+    aside = path.rename(tmp_path / f".{path.name}.replaced-{'0' * 16}")
+    assert finished_newest_first(tmp_path) == [aside]
+    assert partial_files(tmp_path) == []
+    assert load(aside, comm=world)[1]["w"].item() == 1
+    save(state, directory=tmp_path, step=3, comm=world, files=2)
+    assert finished_newest_first(tmp_path) == [path]
+    save(state, directory=tmp_path, step=4, comm=world, files=2)
+    assert not aside.exists()
+
+
+def test_an_error_in_the_background_reaches_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    def rank_main(world: ThreadsWorld) -> str:
+        state = state_of(world.rank, world.num_ranks)
+        gate = threading.Event()
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(gate.wait)
+            saving = Saving.begin(
+                state, directory=tmp_path, step=1, comm=world, options=SaveOptions(files=2),
+                buffers=HostBuffers(), executor=executor,
+            )  # fmt: skip
+            if world.rank == 2:  # its file is gone before it writes
+                (made,) = tmp_path.glob(".step-*.partial-*/data-00001.h5")
+                made.unlink()
+            world.barrier()
+            gate.set()
+            with pytest.raises(CheckpointError) as caught:
+                saving.finish()
+        world.barrier()
+        return str(caught.value)
+
+    texts = run_threads(3, rank_main)
+    assert len(set(texts)) == 1
+    assert "rank 2" in texts[0]
+    assert "data-00001.h5" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"files": 0}, "files = 0"), ({"files": "nodes"}, "files = 'nodes'"), ({"files": "node"}, "node_of_rank names 0"),
+     ({"local": True}, 'files = "node"'), ({"limit_mb_per_s": 0.0}, "limit_mb_per_s = 0.0")],
+)  # fmt: skip
+def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        save(state_of(0, 1), directory=tmp_path, step=1, comm=SerialWorld(), **options)
+    assert list(tmp_path.iterdir()) == []
