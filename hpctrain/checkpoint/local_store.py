@@ -38,9 +38,10 @@ _MAX_NOTE_BYTES = 4096
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """A file of a checkpoint that a node holds, as its note says. path: of the file. digest: xxh3_64 of all of
-    it; "" when it was never read as a whole."""
+    it; "" when it was never read as a whole. kind: OWN or PARTNER."""
 
     path: str
+    kind: str
     offer: Offer
     digest: str
 
@@ -51,6 +52,7 @@ class Held:
     def from_json(cls, value: dict[str, Any]) -> Held:
         return cls(
             path=str(value["path"]),
+            kind=str(value["kind"]),
             offer=Offer.from_json(value["offer"]),
             digest=str(value["digest"]),
         )
@@ -97,7 +99,7 @@ class LocalStore:
 
     def note_own(self, path: Path, *, offer: Offer, digest: str = "") -> None:
         """From now on the finished file `path` counts. Raises CheckpointError."""
-        _write_note(self.own, Held(path=str(path), offer=offer, digest=digest))
+        _write_note(self.own, Held(path=str(path), kind=OWN, offer=offer, digest=digest))
 
     # ------------------------------------------------------------------ another node's file: a `Shelf`
 
@@ -119,7 +121,7 @@ class LocalStore:
             _forget_step(self.partner, offer.step)
             os.rename(path.parent, final)
             sync_directory(self.partner)
-        _write_note(self.partner, Held(path=str(final / path.name), offer=offer, digest=digest))
+        _write_note(self.partner, Held(path=str(final / path.name), kind=PARTNER, offer=offer, digest=digest))
         self.prune(PARTNER)
 
     # ------------------------------------------------------------------ what is held, and no longer
@@ -171,7 +173,7 @@ def _note_path(directory: Path, step: int) -> Path:
 
 def _steps_in(directory: Path) -> set[int]:
     steps = set()
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         for path in directory.iterdir():
             match = _NOTE.fullmatch(path.name) or _STEP.fullmatch(path.name)
             if match:
@@ -200,12 +202,12 @@ def _remove(path: Path) -> None:
 def _write_note(directory: Path, held: Held) -> None:
     final = _note_path(directory, held.offer.step)
     partial = directory / f".taking-{secrets.token_hex(8)}"
-    value = held.to_json()
-    value["path"] = os.path.relpath(held.path, directory)  # the folder may be moved, or mounted elsewhere
     with explained(action="write", path=final):
         try:
             with open(partial, "xb") as file:
-                file.write(json.dumps(value).encode() + b"\n")
+                file.write(
+                    json.dumps({"offer": held.offer.to_json(), "digest": held.digest}).encode() + b"\n"
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(partial, final)
@@ -220,19 +222,15 @@ def _read_note(directory: Path, step: int) -> Held | None:
     try:
         with open(_note_path(directory, step), "rb") as file:
             value = json.loads(file.read(_MAX_NOTE_BYTES))
-        held = Held.from_json(value)
-        path = directory / held.path
-        if (
-            path != directory / folder_name(step) / part_name(held.offer.file)
-            or held.offer.step != step
-            or len(held.digest) not in (0, HASH_DIGITS)
-        ):
+        offer, digest = Offer.from_json(value["offer"]), str(value["digest"])
+        path = directory / folder_name(step) / part_name(offer.file)
+        if offer.step != step or len(digest) not in (0, HASH_DIGITS):
             return None
-        if path.is_symlink() or not path.is_file() or path.stat().st_size != held.offer.num_bytes:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != offer.num_bytes:
             return None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, PartnerError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PartnerError, RecursionError):
         return None
-    return Held(path=str(path), offer=held.offer, digest=held.digest)
+    return Held(path=str(path), kind=directory.name, offer=offer, digest=digest)
 
 
 def own_file(folder: Path) -> Path:

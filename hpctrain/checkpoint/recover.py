@@ -17,7 +17,7 @@ from hpctrain.checkpoint.commit import flush_folder
 from hpctrain.checkpoint.drain import UnreadableError, copy_file
 from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, newest_sound, prepare_target
 from hpctrain.checkpoint.listing import part_path
-from hpctrain.checkpoint.local_store import Held, held_under
+from hpctrain.checkpoint.local_store import OWN, Held, held_under
 from hpctrain.checkpoint.tiers import Tiers
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
@@ -76,7 +76,7 @@ def plan_recovery(
     """What can be recovered, newest first, and notes on what cannot. Pure.
 
     held: (rank, what its node holds). A copy whose hash is known is better than one that was never read as a
-    whole; of equal ones the first in `held`.
+    whole, and a node's own better than a partner's; of equal ones the first in `held`.
     """
     saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
     for rank, entry in held:
@@ -98,9 +98,14 @@ def plan_recovery(
                 "as its own nor as a partner's copy"
             )
             continue
-        ordered = (sorted(holders, key=lambda holder: not holder[1].digest) for holders in by_file)
+        ordered = (sorted(holders, key=_preference) for holders in by_file)
         candidates.append(Candidate(step=step, save_id=save_id, holders=tuple(map(tuple, ordered))))
     return candidates, notes
+
+
+def _preference(holder: tuple[int, Held]) -> tuple[bool, bool]:
+    held = holder[1]
+    return not held.digest, held.kind != OWN
 
 
 def _drain(candidate: Candidate, *, tiers: Tiers, comm: Collective) -> tuple[Path | None, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -32,6 +32,7 @@ from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 class _Report:
     """What one leader's background work came to."""
 
+    local_s: float
     partner_s: float
     drain_s: float
     warning: str
@@ -199,7 +200,7 @@ class TwoTier:
         copied = copy_file(path, target, expected=digest, pace=pace, on_bytes=self._go_on)
         flush_folder(partial)
         store.prune(OWN)
-        return _Report(partner_s=partner_s, drain_s=copied.seconds, warning=warning)
+        return _Report(local_s=self._local_s, partner_s=partner_s, drain_s=copied.seconds, warning=warning)
 
     def _go_on(self, num_bytes: int) -> None:
         if self._tiers.stopping.is_set():
@@ -226,7 +227,7 @@ class TwoTier:
             if self._comm.rank == 0:
                 discard_target(partial)
             raise
-        gathered = all_gather_json(self._comm, _to_json(report))
+        gathered = all_gather_json(self._comm, asdict(report) if report else None)
         reports = [_Report(**value) for value in gathered if value is not None]
         committed = Committed.from_json(found["committed"])
         assert committed.path is not None  # or else an error was raised
@@ -247,9 +248,10 @@ class TwoTier:
         return {"committed": committed.to_json(), "notes": notes}
 
     def _describe(self, reports: list[_Report]) -> str:
+        local_s = max(report.local_s for report in reports)
         partner_s = max(report.partner_s for report in reports)
         drain_s = max(report.drain_s for report in reports)
-        text = f"local after {self._local_s:.2f} s, drained in {drain_s:.2f} s"
+        text = f"local after {local_s:.2f} s, drained in {drain_s:.2f} s"
         if self._tiers.topology.num_nodes > 1:
             text += f", copied to partners in {partner_s:.2f} s"
         return "; ".join([text, *(f"WARNING: {report.warning}" for report in reports if report.warning)])
@@ -271,12 +273,6 @@ def saving_through(
 def _check_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         raise UsageError(f"step = {step!r}: a checkpoint's step is a whole number from 0 to {MAX_STEP}")
-
-
-def _to_json(report: _Report | None) -> dict[str, Any] | None:
-    if report is None:
-        return None
-    return {"partner_s": report.partner_s, "drain_s": report.drain_s, "warning": report.warning}
 
 
 def _submit(executor: Executor | None, work: Callable[[], _Report]) -> Future[_Report]:
