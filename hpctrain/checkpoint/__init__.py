@@ -3,6 +3,7 @@
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.listing import step_of
 from hpctrain.checkpoint.metadata import StoredTensor
+from hpctrain.checkpoint.partial import Mismatch, PartialLoad, load_partial, load_weights
 from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.restore import Rejected, Restored, load, load_newest_good
 from hpctrain.checkpoint.retention import Best, Retention
@@ -15,6 +16,8 @@ __all__ = [
     "Checkpoint",
     "Engine",
     "HostBuffers",
+    "Mismatch",
+    "PartialLoad",
     "Rejected",
     "Replicated",
     "Restored",
@@ -27,6 +30,8 @@ __all__ = [
     "StoredTensor",
     "load",
     "load_newest_good",
+    "load_partial",
+    "load_weights",
     "open_checkpoint",
     "save",
     "step_of",

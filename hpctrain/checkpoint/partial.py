@@ -1,0 +1,179 @@
+"""Load a part of a checkpoint: some tensors, under other names, and a report of what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint.dtypes import dtype_name
+from hpctrain.checkpoint.metadata import StoredTensor
+from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
+from hpctrain.checkpoint.restore import read_together
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Collective
+from hpctrain.comm.doing import doing
+from hpctrain.errors import CheckpointError
+
+MODEL_PREFIX = "model/"
+# From a name without its prefix to the name here; a callable may give None: not wanted.
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """A tensor that is there under the right name, but of another kind. there, here: `float32 [3, 4]`."""
+
+    name: str
+    there: str
+    here: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.there} there, {self.here} here"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartialLoad:
+    """tensors: what was loaded, by its name here, on the CPU, verified. missing: wanted names that the checkpoint
+    does not have. unexpected: the checkpoint's own names of what it has below the prefix and nobody wanted.
+    mismatched: names of another dtype or shape than wanted; they are not loaded."""
+
+    checkpoint: Checkpoint
+    tensors: dict[str, torch.Tensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def describe(self) -> str:
+        """One line for a person; says so when all fits."""
+        return f"{len(self.tensors)} tensors of {self.checkpoint.path}" + _differences(
+            self.missing, self.unexpected, self.mismatched
+        )
+
+
+def load_partial(
+    path: Path | str,
+    *,
+    comm: Collective,
+    prefix: str = "",
+    names: Iterable[str] | None = None,
+    rename: Rename | None = None,
+    expected: Mapping[str, torch.Tensor] | None = None,
+    strict: bool = True,
+) -> PartialLoad:
+    """Load some of a checkpoint's tensors; nothing else of it is read. Collective: the same arguments on all ranks.
+
+    path: a checkpoint, or a directory of checkpoints, of which the newest with sound structure is taken.
+    prefix: only tensors whose names begin so, which is then left out of their names.
+    rename: the name here for the name that is left; names not in a mapping stay.
+    names: the names here that are wanted; None: all, or those of `expected`.
+    expected: tensors (also on the meta device) whose dtype and shape must be found under their names.
+    strict: a difference is a CheckpointError that lists them, on every rank; else it is reported.
+    Raises CheckpointError on every rank when the checkpoint is damaged in what is read, and when two of its
+    tensors get the same name.
+    """
+    checkpoint = open_checkpoint(path, comm=comm)
+    with doing(comm, f"loading a part of checkpoint {checkpoint.path}"):
+        wanted = None if names is None else set(names)
+        if expected is not None:
+            wanted = set(expected) if wanted is None else wanted
+        selected = agreed(comm, lambda: _select(checkpoint, prefix=prefix, rename=rename))
+        missing = sorted((wanted or set()) - selected.keys())
+        unexpected = [t.name for name, t in selected.items() if wanted is not None and name not in wanted]
+        mismatched = [
+            Mismatch(name=name, there=_stored_kind(stored), here=_kind(expected[name]))
+            for name, stored in selected.items()
+            if expected is not None
+            and name in expected
+            and (wanted is None or name in wanted)
+            and _stored_kind(stored) != _kind(expected[name])
+        ]
+        if strict and (missing or unexpected or mismatched):
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit{_differences(missing, unexpected, mismatched)}. Give names "
+                "that fit, or load what fits without being strict",
+                agreed=True,
+            )
+        refused = {mismatch.name for mismatch in mismatched}
+        names_there = {
+            name: stored.name
+            for name, stored in selected.items()
+            if (wanted is None or name in wanted) and name not in refused
+        }
+        content = read_together(checkpoint, comm=comm, names=list(names_there.values()))
+    return PartialLoad(
+        checkpoint=checkpoint,
+        tensors={name: content[there] for name, there in names_there.items()},
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        mismatched=tuple(mismatched),
+    )
+
+
+def load_weights(
+    model: torch.nn.Module,
+    path: Path | str,
+    *,
+    comm: Collective,
+    prefix: str = MODEL_PREFIX,
+    rename: Rename | None = None,
+    strict: bool = True,
+) -> PartialLoad:
+    """Put a checkpoint's weights (and buffers) into `model`, and nothing else of it. Collective.
+
+    Arguments and errors as `load_partial`; the model is changed only when nothing is raised. Without `strict`,
+    what the checkpoint does not have stays as it is.
+    """
+    expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    loaded = load_partial(path, comm=comm, prefix=prefix, rename=rename, expected=expected, strict=strict)
+    model.load_state_dict(loaded.tensors, strict=False)
+    return loaded
+
+
+def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> dict[str, StoredTensor]:
+    """The tensors below the prefix, by their names here."""
+    selected: dict[str, StoredTensor] = {}
+    for name, stored in checkpoint.tensors.items():
+        if not name.startswith(prefix):
+            continue
+        here: str | None = name[len(prefix) :]
+        if callable(rename):
+            here = rename(name[len(prefix) :])
+        elif rename is not None:
+            here = rename.get(name[len(prefix) :], here)
+        if here is None:
+            continue
+        if here in selected:
+            raise CheckpointError(
+                f"{checkpoint.path}: both {selected[here].name!r} and {name!r} would be called {here!r}"
+            )
+        selected[here] = stored
+    return selected
+
+
+def _differences(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[Mismatch]) -> str:
+    lines = [
+        (list(missing), "missing there"),
+        (list(unexpected), "not wanted here"),
+        (list(map(str, mismatched)), "of another kind"),
+    ]
+    told = [f"; {len(found)} {what}: {_some(found)}" for found, what in lines if found]
+    return "".join(told)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _stored_kind(stored: StoredTensor) -> str:
+    return f"{stored.dtype} {list(stored.shape)}"
