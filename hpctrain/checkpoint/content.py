@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,15 +124,24 @@ def read_extent(
 
 
 def find_damage(
-    files: ContentFiles, *, tensors: Sequence[StoredTensor], rank: int = 0, num_ranks: int = 1
+    files: ContentFiles,
+    *,
+    tensors: Sequence[StoredTensor],
+    rank: int = 0,
+    num_ranks: int = 1,
+    progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[Damage]:
-    """Hash all extents of every num_ranks-th stretch and yield the ones that do not fit."""
+    """Hash all extents of every num_ranks-th stretch and yield the ones that do not fit. progress: called before each
+    stretch, with the bytes of those before it."""
     stretches = (
         (t, piece, stretch) for t in tensors for piece in t.pieces for stretch in stretches_of(piece)
     )
+    done_bytes = 0
     for place, (tensor, piece, stretch) in enumerate(stretches):
         if place % num_ranks != rank:
             continue
+        progress(done_bytes)
+        done_bytes += stretch.num_elems * tensor.elem_bytes
         if len(stretch.extents) == 1 or not _fits_memory(stretch, tensor.elem_bytes):
             yield from _damaged_one_by_one(files, tensor, piece, stretch.extents)
             continue

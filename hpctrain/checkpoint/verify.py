@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +27,19 @@ class Verified:
     damage: tuple[str, ...]
 
 
-def verify(path_or_directory: Path | str, *, comm: Collective) -> list[Verified]:
+def verify(
+    path_or_directory: Path | str,
+    *,
+    comm: Collective,
+    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+) -> list[Verified]:
     """Verify one checkpoint, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
 
+    progress: called with the bytes done and, about, to do of this rank's share of one checkpoint.
     Damage is returned, not raised. Raises CheckpointError on every rank when there is no checkpoint.
     """
     paths = on_rank_0(comm, lambda: _find(Path(path_or_directory)))
-    return [_verify_file(Path(path), comm=comm) for path in paths]
+    return [_verify_file(Path(path), comm=comm, progress=progress) for path in paths]
 
 
 def _find(path: Path) -> list[str]:
@@ -45,7 +52,7 @@ def _find(path: Path) -> list[str]:
     return [str(found) for found in paths]
 
 
-def _verify_file(path: Path, *, comm: Collective) -> Verified:
+def _verify_file(path: Path, *, comm: Collective, progress: Callable[[int, int], None]) -> Verified:
     try:
         checkpoint = from_rank_0(comm, lambda: read_structure(path))
     except CheckpointError as error:
@@ -55,7 +62,11 @@ def _verify_file(path: Path, *, comm: Collective) -> Verified:
     def own_part() -> list[str]:
         tensors = list(checkpoint.tensors.values())
         with checkpoint.named(), ContentFiles(checkpoint.files) as files:
-            found = find_damage(files, tensors=tensors, rank=comm.rank, num_ranks=comm.num_ranks)
+            share_bytes = sum(tensor.num_bytes for tensor in tensors) // comm.num_ranks
+            found = find_damage(
+                files, tensors=tensors, rank=comm.rank, num_ranks=comm.num_ranks,
+                progress=lambda done_bytes: progress(min(done_bytes, share_bytes), share_bytes),
+            )  # fmt: skip
             return [str(damage) for damage in found]
 
     with doing(comm, f"verifying checkpoint {path}"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import all_ranks
+from hpctrain.cli.checkpoint_ranks import all_ranks, progress
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def verify_command(
     from hpctrain.checkpoint.verify import verify
 
     with all_ranks() as world:
-        results = verify(path, comm=world)
+        with progress("verified", rank=world.rank) as report:
+            results = verify(path, comm=world, progress=report)
         if world.rank == 0:
             _print_verified(results, as_json=as_json)
     damaged = [result for result in results if result.damage]
