@@ -42,6 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parts: dict[int, Callable[[], list[Record]]] = {
             1: lambda: runs.saves(scratch, scale, say),
             2: lambda: runs.loads(scratch, scale, say),
+            3: lambda: runs.background(scratch, scale, say),
         }
         for number in figures:
             try:

@@ -11,6 +11,7 @@ from benchmarks.results_file import Record
 Seconds = Mapping[str, Sequence[float]]  # of a way: seconds of each round
 
 OURS, RAW_WRITE, RAW_READ, LOAD = "save, auto", "raw write", "raw read", "load, verified"
+ASYNC, DCP_ASYNC = "save async, auto", "dcp async"
 DCP, DCP_UNSAFE = "dcp", "dcp, no fsync"
 BESIDE = {"1-rank": "512 MiB, 1 rank", "4-ranks": "512 MiB, 4 ranks on 2 cores", "2gib": "2 GiB, 2 ranks"}
 
@@ -59,6 +60,61 @@ def load_records(warm: Seconds, cold: Seconds) -> list[Record]:
                seconds, (LOAD, RAW_READ), 0.8)
         for letter, label, seconds in (("a", "in the page cache", warm), ("b", "cold", cold))
     ]  # fmt: skip
+
+
+def stall_record(found: Mapping[str, Any]) -> Record:
+    """Figure 3. found: `stalls` and `seconds` of each way and round, `share` of each rank."""
+    copies = found["seconds"]["memcpy"]
+    return Record(
+        id="checkpoint.3a",
+        what="async, 512 MiB, 2 ranks: time in which training stands still / memcpy of a rank's share",
+        value=median(s / copy for s, copy in zip(found["stalls"][ASYNC], copies, strict=True)),
+        bar=1.3,
+        sense="at most",
+        unit="s/s",
+        samples=dict(found),
+    )
+
+
+def memory_record(found: Mapping[str, Sequence[Mapping[str, int]]]) -> Record:
+    """Figure 3. found: of ours and of DCP, of each rank: idle, peak and share, in bytes."""
+    return Record(
+        id="checkpoint.3b",
+        what="async: peak memory above the training process / a rank's share, on the rank with most",
+        value=max((rank["peak"] - rank["idle"]) / rank["share"] for rank in found["ours"]),
+        bar=1.05,
+        sense="at most",
+        unit="bytes/bytes",
+        samples={"bytes": {name: [dict(rank) for rank in ranks] for name, ranks in found.items()}},
+    )
+
+
+def steps_records(found: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_mb_per_s: float) -> list[Record]:
+    """Figure 3. found: of `free`, `limited` and `dcp async`, of each round: seconds of steps quiet and beside.
+
+    One of the two of ours is enough: 10% slower at most, or a limit with which they are.
+    """
+    return [
+        Record(
+            id=f"checkpoint.3{letter}",
+            what=f"async: a training step beside the writing / a step alone, {label}",
+            value=median(_mean(one["beside"]) / _mean(one["quiet"]) for one in found[name]),
+            bar=1.1,
+            sense="at most",
+            unit="s/s",
+            samples={"seconds": {way: [dict(one) for one in rounds] for way, rounds in found.items()}}
+            if name == "free"
+            else {"limit_mb_per_s": limit_mb_per_s, "seconds": {name: [dict(one) for one in found[name]]}},
+        )
+        for letter, name, label in (
+            ("c", "free", "without a limit"),
+            ("d", "limited", f"at {limit_mb_per_s:g} MB/s a rank"),
+        )
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _ratio(

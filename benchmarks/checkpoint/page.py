@@ -30,7 +30,56 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if record["id"] in TABLES:
             name, num_bytes = TABLES[record["id"]]
             found[name] = times(record["samples"]["seconds"], num_bytes=num_bytes)
+        elif record["id"] == "checkpoint.3a":
+            found["stalls"] = stalls(record["samples"])
+        elif record["id"] == "checkpoint.3b":
+            found["memory"] = memory(record["samples"]["bytes"])
+        elif record["id"] == "checkpoint.3c":
+            found["steps"] = steps(record["samples"]["seconds"])
     return found
+
+
+def stalls(samples: Mapping[str, Any]) -> str:
+    rows = [
+        "| | stands still, ms, median | least | most | until it is saved, ms |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    copies = samples["seconds"]["memcpy"]
+    rows.append(f"| memcpy of a rank's share | {_three(copies)} | |")
+    for name, found in samples["stalls"].items():
+        rows.append(f"| {name} | {_three(found)} | {1e3 * median(samples['seconds'][name]):,.0f} |")
+    return "\n".join(rows)
+
+
+def memory(ranks_by_way: Mapping[str, Sequence[Mapping[str, int]]]) -> str:
+    rows = ["| | a rank's share, MB | above the process before, MB, by rank |", "| --- | --- | --- |"]
+    for name, ranks in ranks_by_way.items():
+        above = ", ".join(f"{(rank['peak'] - rank['idle']) / 1e6:,.0f}" for rank in ranks)
+        rows.append(f"| {name} | {ranks[0]['share'] / 1e6:,.0f} | {above} |")
+    return "\n".join(rows)
+
+
+def steps(rounds_by_way: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    rows = [
+        "| | step alone, ms | step beside, ms | slower | until it is saved, ms | stolen, ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, rounds in rounds_by_way.items():
+        quiet = [sum(one["quiet"]) / len(one["quiet"]) for one in rounds]
+        beside = [sum(one["beside"]) / len(one["beside"]) for one in rounds]
+        slower = median(b / q - 1 for b, q in zip(beside, quiet, strict=True))
+        stolen = median(
+            sum(one["beside"]) - q * len(one["beside"]) for one, q in zip(rounds, quiet, strict=True)
+        )
+        rows.append(
+            f"| {name} | {1e3 * median(quiet):.1f} | {1e3 * median(beside):.1f} | {slower:.0%} "
+            f"| {1e3 * median(one['save'] for one in rounds):,.0f} | {1e3 * stolen:,.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def _three(seconds: Sequence[float]) -> str:
+    return " | ".join(f"{1e3 * value:,.1f}" for value in (median(seconds), min(seconds), max(seconds)))
 
 
 def times(seconds: Mapping[str, Sequence[float]], *, num_bytes: int) -> str:

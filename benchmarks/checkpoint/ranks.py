@@ -14,10 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.checkpoint import background
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
 from hpctrain.bench.checkpoint import take_turns
 from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
-from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, Saving, Way
+from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, SyncSaving, Way
 from hpctrain.checkpoint import load, save
 from hpctrain.run import Session, start
 
@@ -33,7 +34,7 @@ def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
     ways: list[Way] = [
         RawWriting(raw, comm=world, directory=directory),
         *(
-            Saving(state.state, engine=engine, comm=world, directory=directory)
+            SyncSaving(state.state, engine=engine, comm=world, directory=directory)
             for engine in settings["engines"]
         ),
         *(
@@ -53,7 +54,7 @@ def small_saves(session: Session, settings: Settings) -> dict[str, list[float]]:
             directory.mkdir()
         world.barrier()
         state = make_state(num_bytes=settings["num_bytes"], num_tensors=num_tensors)
-        both: list[Any] = [Saving(state.state, engine="auto", comm=world, directory=directory)]
+        both: list[Any] = [SyncSaving(state.state, engine="auto", comm=world, directory=directory)]
         both += [
             PeerSaving(peer, state, comm=world, directory=directory)
             for peer in peers(world, names=settings["peers"])
@@ -104,7 +105,7 @@ def _seconds(ways: Sequence[Way], settings: Settings) -> dict[str, list[float]]:
 
 
 CASES: dict[str, Callable[[Session, Settings], Any]] = {
-    "saves": saves, "small_saves": small_saves, "loads": loads,
+    "saves": saves, "small_saves": small_saves, "loads": loads, **background.CASES,
 }  # fmt: skip
 
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint.figures import beside_records, load_records, save_records, small_records
+from benchmarks.checkpoint.figures import (
+    beside_records,
+    load_records,
+    memory_record,
+    save_records,
+    small_records,
+    stall_record,
+    steps_records,
+)  # fmt: skip
 from benchmarks.checkpoint.launch import measured
 from benchmarks.results_file import Record
 
@@ -27,10 +35,21 @@ class Scale:
     small_tensors: int = SMALL_TENSORS
     rounds: int = 9
     few_rounds: int = 3
+    steps_rounds: int = 5
+    limit_mb_per_s: float = 100.0
 
 
 FULL = Scale()
-QUICK = replace(FULL, num_bytes=16 << 20, large_bytes=32 << 20, small_tensors=200, rounds=2, few_rounds=1)
+QUICK = replace(
+    FULL,
+    num_bytes=16 << 20,
+    large_bytes=32 << 20,
+    small_tensors=200,
+    rounds=2,
+    few_rounds=1,
+    steps_rounds=1,
+    limit_mb_per_s=20.0,
+)
 
 Say = Callable[[str], None]
 
@@ -76,3 +95,23 @@ def loads(scratch: Path, scale: Scale, say: Say) -> list[Record]:
     )  # fmt: skip
     say("loading, cold")
     return load_records(warm, cold)
+
+
+def background(scratch: Path, scale: Scale, say: Say) -> list[Record]:
+    """Figure 3."""
+    asked = {"num_bytes": scale.num_bytes, "num_tensors": NUM_TENSORS, "warmup": 1, "seed": SEED}
+    stall = measured("stalls", {**asked, "repeats": scale.rounds}, num_ranks=2, scratch=scratch)
+    say("standing still")
+    memory = {
+        what: measured("memory", {**asked, "what": what, "saves": 3}, num_ranks=2, scratch=scratch)["ranks"]
+        for what in ("ours", "dcp")
+    }
+    say("memory")
+    limits = {"free": None, "limited": scale.limit_mb_per_s, "dcp async": None}
+    steps = measured(
+        "steps", {**asked, "limits": limits, "repeats": scale.steps_rounds}, num_ranks=2, scratch=scratch
+    )  # fmt: skip
+    say("training steps beside the writing")
+    return [
+        stall_record(stall), memory_record(memory), *steps_records(steps, limit_mb_per_s=scale.limit_mb_per_s)
+    ]  # fmt: skip

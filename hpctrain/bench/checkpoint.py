@@ -15,14 +15,24 @@ from statistics import median
 import psutil
 
 from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
-from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, Saving, Turn, Way
+from hpctrain.bench.checkpoint_ways import (
+    COPY,
+    AsyncSaving,
+    Copying,
+    Loading,
+    RawReading,
+    RawWriting,
+    SyncSaving,
+    Turn,
+    Way,
+)  # fmt: skip
 from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.checkpoint.engine import engine_named
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 
-# The state, what is read into fresh memory, and what else a rank needs.
+# Of the state in a rank's memory: itself, what is read into fresh memory, and what else it needs.
 MEMORY_COPIES = 2.2
 # The largest number of files of the state's size at one time: two to read from, one being written.
 FILES_AT_ONCE = 3
@@ -35,6 +45,14 @@ class Cache(str, Enum):
     COLD = "cold"
 
 
+class Mode(str, Enum):
+    """sync: training waits until the checkpoint is there. async: while the state is copied; the rest is written
+    in the background."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointAsked:
     """num_bytes: of the state, which every rank holds whole. engines: names of `hpctrain.checkpoint.Engine`."""
@@ -42,6 +60,7 @@ class CheckpointAsked:
     num_bytes: int = 512 << 20
     num_tensors: int = 32
     engines: tuple[str, ...] = ("auto",)
+    modes: tuple[Mode, ...] = tuple(Mode)
     repeats: int = 7
     warmup: int = 1
     cache: Cache = Cache.WARM
@@ -50,7 +69,7 @@ class CheckpointAsked:
     def __post_init__(self) -> None:
         for name, value, least in (
             ("--tensors", self.num_tensors, 1), ("--repeats", self.repeats, 1), ("--warmup", self.warmup, 0),
-            ("the number of engines", len(self.engines), 1),
+            ("the number of engines", len(self.engines), 1), ("the number of modes", len(self.modes), 1),
         ):  # fmt: skip
             if value < least:
                 raise UsageError(f"{name} is {value}: at least {least} is needed")
@@ -68,7 +87,8 @@ class CheckpointRow:
     """A line of the table. raw: the row that it is held against; None for a raw one.
 
     seconds: of the slowest rank. share_of_raw: the raw time over this one's, round by round, median.
-    engine: the one that ran, and None where nothing was saved.
+    engine: the one that ran, and None where nothing was saved. stall: seconds in which training would stand still,
+    and stall_of_copy: over the time of a memcpy of the rank's share, round by round, median; of async saves.
     """
 
     what: str
@@ -78,6 +98,9 @@ class CheckpointRow:
     samples_s: tuple[float, ...]
     num_bytes: int
     share_of_raw: float | None
+    stall: Spread | None
+    stalls_s: tuple[float, ...]
+    stall_of_copy: float | None
 
     @property
     def bytes_per_s(self) -> float:
@@ -109,19 +132,32 @@ def measure_checkpoint(
     check_room(asked, comm=comm, directory=directory)
     state = make_state(num_bytes=asked.num_bytes, num_tensors=asked.num_tensors, seed=asked.seed)
     raw = RawShare(state, rank=comm.rank, num_ranks=comm.num_ranks)
-    writing: list[Way] = [
-        RawWriting(raw, comm=comm, directory=directory),
-        *(Saving(state.state, engine=name, comm=comm, directory=directory) for name in asked.engines),
-    ]
     cold = asked.cache is Cache.COLD
-    reading: list[Way] = [
+    ways: list[Way] = [RawWriting(raw, comm=comm, directory=directory)]
+    behind: list[AsyncSaving] = []
+    if Mode.SYNC in asked.modes:
+        ways += [
+            SyncSaving(state.state, engine=name, comm=comm, directory=directory) for name in asked.engines
+        ]
+    if Mode.ASYNC in asked.modes:
+        behind = [
+            AsyncSaving(state.state, engine=name, comm=comm, directory=directory) for name in asked.engines
+        ]
+        ways += [*behind, Copying(raw, comm=comm)]
+    ways += [
         RawReading(raw, comm=comm, directory=directory, cold=cold),
         Loading(state.state, comm=comm, directory=directory, cold=cold),
     ]
-    turns = take_turns(
-        [*writing, *reading], repeats=asked.repeats, warmup=asked.warmup, seed=asked.seed, progress=progress
-    )
-    rows = [row_of(way, turns, num_bytes=state.num_bytes) for way in (*writing, *reading)]
+    try:
+        turns = take_turns(
+            ways, repeats=asked.repeats, warmup=asked.warmup, seed=asked.seed, progress=progress
+        )
+    finally:
+        for way in behind:
+            way.close()
+    rows = [
+        row_of(way, turns, num_bytes=raw.num_bytes if way.name == COPY else state.num_bytes) for way in ways
+    ]
     return CheckpointMeasured(
         rows=rows, num_bytes=state.num_bytes, rank_bytes=all_gather_json(comm, raw.num_bytes),
         notes=_notes(rows, state=state, comm=comm),
@@ -137,6 +173,7 @@ def take_turns(
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, list[Turn]]:
     """Each way's turns, by its name, without those of the first `warmup` rounds. Collective."""
+    progress(0.0)
     order = Random(seed)
     found: dict[str, list[Turn]] = {way.name: [] for way in ways}
     for number in range(warmup + repeats):
@@ -150,12 +187,16 @@ def take_turns(
 
 def row_of(way: Way, turns: Mapping[str, Sequence[Turn]], *, num_bytes: int) -> CheckpointRow:
     mine = [turn.seconds for turn in turns[way.name]]
-    share = None
+    stalls = [turn.stall_s for turn in turns[way.name] if turn.stall_s is not None]
+    share = of_copy = None
     if way.raw is not None:
         share = median(raw.seconds / own for raw, own in zip(turns[way.raw], mine, strict=True))
+    if stalls and COPY in turns:
+        of_copy = median(stall / copy.seconds for stall, copy in zip(stalls, turns[COPY], strict=True))
     return CheckpointRow(
         what=way.name, engine=way.engine, raw=way.raw, seconds=spread_of(mine), samples_s=tuple(mine),
-        num_bytes=num_bytes, share_of_raw=share,
+        num_bytes=num_bytes, share_of_raw=share, stall=spread_of(stalls) if stalls else None,
+        stalls_s=tuple(stalls), stall_of_copy=of_copy,
     )  # fmt: skip
 
 
@@ -165,11 +206,13 @@ def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> 
     ranks_here = Counter(all_gather_json(comm, gethostname()))[gethostname()]
 
     def check() -> None:
-        needed = int(MEMORY_COPIES * asked.num_bytes * ranks_here)
+        copies = (len(asked.engines) + 1) / comm.num_ranks if Mode.ASYNC in asked.modes else 0.0
+        needed = int((MEMORY_COPIES + copies) * asked.num_bytes * ranks_here)
         if needed > free_bytes:
             raise UsageError(
                 f"{ranks_here} rank{'s' * (ranks_here > 1)} on {gethostname()} need {needed / 1e9:.3g} GB of memory "
-                f"for a state of {asked.num_bytes / 1e9:.3g} GB, {free_bytes / 1e9:.3g} GB are free: ask for a smaller --size"
+                f"for a state of {asked.num_bytes / 1e9:.3g} GB, {free_bytes / 1e9:.3g} GB are free: ask for a "
+                "smaller --size"
             )
         free = shutil.disk_usage(directory).free
         if FILES_AT_ONCE * asked.num_bytes > free:
@@ -187,7 +230,7 @@ def _notes(rows: Sequence[CheckpointRow], *, state: BenchState, comm: Collective
     most = max(Counter(all_gather_json(comm, gethostname())).values())
     if most > cores:
         notes.append(f"{most} ranks share {cores} cores of a node: they take turns there, also while saving")
-    fastest = max(rows, key=lambda row: row.bytes_per_s)
+    fastest = min((row for row in rows if row.what != COPY), key=lambda row: row.seconds.median)
     if fastest.seconds.median < 0.02:
         notes.append(
             f"{state.num_bytes / 1e6:.3g} MB are too few to measure a disk with: {fastest.what} takes "

@@ -25,7 +25,7 @@ def checkpoint_table(measured: CheckpointMeasured, asked: CheckpointAsked, *, wh
     table = Table(title=title, title_justify="left")
     table.add_column("what", no_wrap=True)
     table.add_column("engine", no_wrap=True)
-    for name in ("time, ms", "MB/s", "of raw"):
+    for name in ("time, ms", "MB/s", "of raw", "stall, ms", "of a memcpy"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in measured.rows:
         table.add_row(
@@ -34,6 +34,8 @@ def checkpoint_table(measured: CheckpointMeasured, asked: CheckpointAsked, *, wh
             describe_spread(row.seconds, lambda value: show_number(1e3 * value)),
             show_number(row.bytes_per_s / 1e6),
             "-" if row.share_of_raw is None else f"{row.share_of_raw:.2f}",
+            "-" if row.stall is None else describe_spread(row.stall, lambda value: show_number(1e3 * value)),
+            "-" if row.stall_of_copy is None else f"{row.stall_of_copy:.2f}",
         )
     return table
 
@@ -57,6 +59,7 @@ def checkpoint_document(
             "bytes": asked.num_bytes,
             "tensors": asked.num_tensors,
             "engines": list(asked.engines),
+            "modes": [mode.value for mode in asked.modes],
             "directory": directory,
             "cache": asked.cache.value,
             "repeats": asked.repeats,
@@ -79,4 +82,7 @@ def _row(row: CheckpointRow) -> dict[str, Any]:
         "bytes_per_s": row.bytes_per_s,
         "share_of_raw": row.share_of_raw,
         "samples_s": list(row.samples_s),
+        "stall_seconds": None if row.stall is None else row.stall.as_json(),
+        "stall_of_memcpy": row.stall_of_copy,
+        "stall_samples_s": list(row.stalls_s),
     }

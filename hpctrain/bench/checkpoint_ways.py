@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -13,19 +14,25 @@ from hpctrain.bench.checkpoint_raw import RawShare
 from hpctrain.bench.page_cache import evict
 from hpctrain.checkpoint import State, load, save
 from hpctrain.checkpoint.file_bytes import sync_directory
+from hpctrain.checkpoint.saving import SaveOptions, Saving
+from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.errors import CheckpointError, DataError
 
 T = TypeVar("T")
-RAW_WRITE, RAW_READ = "raw write", "raw read"
+RAW_WRITE, RAW_READ, COPY = "raw write", "raw read", "memcpy"
+# Of the steps that go on while a save is written in the background.
+STEP_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """seconds: on the slowest rank, from a barrier on."""
+    """seconds: on the slowest rank, from a barrier on. stall_s: that part of them in which training would stand
+    still; None where there is no such part."""
 
     seconds: float
+    stall_s: float | None = None
 
 
 class Way(Protocol):
@@ -62,7 +69,7 @@ class RawWriting:
 
 
 @final
-class Saving:
+class SyncSaving:
     """`hpctrain.checkpoint.save`: hashes, flush, rename and all."""
 
     raw = RAW_WRITE
@@ -82,6 +89,61 @@ class Saving:
         self.engine = done.engine.value
         remove(self._directory, comm=self._comm)
         return Turn(seconds=seconds)
+
+
+@final
+class Copying:
+    """A memcpy of every rank's share, all at once: the least that a save in the background needs of training."""
+
+    name, engine, raw = COPY, None, None
+
+    def __init__(self, share: RawShare, *, comm: Collective) -> None:
+        self._share, self._comm = share, comm
+        share.prepare_copy()
+
+    def turn(self) -> Turn:
+        return Turn(seconds=own_seconds(self._comm, self._share.copy))
+
+
+@final
+class AsyncSaving:
+    """`Saving` with buffers and a thread, as training has it, behind steps that do nothing.
+
+    Its stall is all that a training loop waits for: beginning, with the copy, and every phase's end; not the
+    question whether all ranks are ready, which training asks along with the gradients. Close it: it has a thread.
+    """
+
+    raw = RAW_WRITE
+
+    def __init__(self, state: State, *, engine: str, comm: Collective, directory: Path) -> None:
+        self._state, self._comm = state, comm
+        self._options = SaveOptions(keep=None, engine=engine)
+        self._directory = directory / f"async-{engine}"
+        self._buffers, self._executor = HostBuffers(), ThreadPoolExecutor(1)
+        self.name = f"save async, {engine}"
+        self.engine: str | None = None
+
+    def turn(self) -> Turn:
+        begin_s = begin(self._comm)
+        saving = Saving.begin(
+            self._state, directory=self._directory, step=1, comm=self._comm, options=self._options,
+            buffers=self._buffers, executor=self._executor,
+        )  # fmt: skip
+        stall_s, done = time.perf_counter() - begin_s, None
+        while done is None:
+            time.sleep(STEP_S)
+            if all(all_gather_json(self._comm, saving.ready())):
+                boundary_s = time.perf_counter()
+                done = saving.advance()
+                stall_s += time.perf_counter() - boundary_s
+        seconds = slowest_since(self._comm, begin_s)
+        self.engine = done.engine.value
+        remove(self._directory, comm=self._comm)
+        return Turn(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
+
+    def close(self) -> None:
+        self._executor.shutdown()
+        self._buffers.release()
 
 
 @final

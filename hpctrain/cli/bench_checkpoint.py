@@ -21,6 +21,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.launch import identify
 
 if TYPE_CHECKING:
+    from hpctrain.bench.checkpoint import Mode
     from hpctrain.run.session import Session
 
 INTERRUPTED = 130
@@ -30,6 +31,7 @@ def checkpoint_command(
     size: Annotated[str, typer.Option(help="Bytes of the state: 512MiB, 2GB.")] = "512MiB",
     tensors: Annotated[int, typer.Option(min=1, help="Tensors that the state is made of.")] = 32,
     engines: Annotated[str, typer.Option(help="auto, direct, mpio; several with commas between.")] = "auto",
+    modes: Annotated[str, typer.Option(help="sync, async, or both with a comma between.")] = "sync,async",
     directory: Annotated[
         Path,
         typer.Option(
@@ -60,8 +62,9 @@ def checkpoint_command(
     hpctrain launch -n 2 -- hpctrain bench checkpoint --size 40MiB --tensors 10000
 
     Every rank holds the whole state. raw write: each rank writes its part of the bytes into one plain file and
-    flushes it to disk. save: hashed, flushed, read back and renamed. raw read, load: every rank all of it, into
-    fresh memory; load verifies it. "of raw" is the raw time over this one's, round by round, median.
+    flushes it to disk. save: hashed, flushed, read back and renamed. async: the same in the background; stall: how
+    long training stands still for it, beside a memcpy of the rank's part. raw read, load: every rank all of it,
+    into fresh memory; load verifies it. "of raw" is the raw time over this one's, round by round, median.
     """
     from hpctrain.bench.checkpoint import Cache, CheckpointAsked, measure_checkpoint
     from hpctrain.bench.checkpoint_report import checkpoint_document, checkpoint_table
@@ -74,7 +77,7 @@ def checkpoint_command(
     # Before the ranks meet: what is wrong here is wrong on every rank.
     asked = CheckpointAsked(
         num_bytes=parse_size(size), num_tensors=tensors, repeats=repeats, warmup=warmup, seed=seed,
-        engines=tuple(dict.fromkeys(name.strip() for name in engines.split(","))),
+        engines=tuple(dict.fromkeys(name.strip() for name in engines.split(","))), modes=_modes(modes),
         cache=Cache.COLD if cold else Cache.WARM,
     )  # fmt: skip
     if not directory.is_dir():
@@ -96,6 +99,16 @@ def checkpoint_command(
             show(checkpoint_table(measured, asked, where=where), notes=measured.notes)
             if json_path is not None:
                 write_document(json_path, document)
+
+
+def _modes(text: str) -> tuple[Mode, ...]:
+    """Raises UsageError for a name that is no mode."""
+    from hpctrain.bench.checkpoint import Mode
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if unknown := [name for name in names if name not in [mode.value for mode in Mode]]:
+        raise UsageError(f"--modes {unknown[0]!r} is not one of sync, async")
+    return tuple(map(Mode, names))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hpctrain.bench.checkpoint import Cache, CheckpointAsked, measure_checkpoint, take_turns
 from hpctrain.bench.checkpoint_raw import RawShare, make_state
-from hpctrain.bench.checkpoint_ways import Loading, Saving, Turn
+from hpctrain.bench.checkpoint_ways import Loading, SyncSaving, Turn
 from hpctrain.bench.page_cache import cached_share
 from hpctrain.cli.bench import bench_app
 from hpctrain.comm.serial import SerialWorld
@@ -73,13 +73,20 @@ def test_every_way_is_measured_and_what_was_written_to_is_removed_but_for_what_i
         asked(engines=("auto", "direct")), comm=SerialWorld(), directory=tmp_path, progress=told.append
     )
     rows = {row.what: row for row in measured.rows}
-    assert list(rows) == ["raw write", "save, auto", "save, direct", "raw read", "load, verified"]
-    assert {name: row.engine for name, row in rows.items() if row.engine} == {
-        "save, auto": "direct", "save, direct": "direct",
-    }  # fmt: skip
+    assert list(rows) == [
+        "raw write", "save, auto", "save, direct", "save async, auto", "save async, direct", "memcpy", "raw read",
+        "load, verified",
+    ]  # fmt: skip
+    assert {name for name, row in rows.items() if row.engine == "direct"} == set(list(rows)[1:5])
     for row in measured.rows:
         assert len(row.samples_s) == 2
         assert row.bytes_per_s == pytest.approx(300_000 / row.seconds.median)
+        assert len(row.stalls_s) == (2 if "async" in row.what else 0)
+        if row.stall is not None:
+            assert row.stall.max <= row.seconds.max
+            copies = rows["memcpy"].samples_s
+            of_copy = [stall / copy for stall, copy in zip(row.stalls_s, copies, strict=True)]
+            assert row.stall_of_copy == pytest.approx(sum(of_copy) / 2)
         if row.raw is not None:
             raw = rows[row.raw].samples_s
             shares = sorted(r / own for r, own in zip(raw, row.samples_s, strict=True))
@@ -88,7 +95,7 @@ def test_every_way_is_measured_and_what_was_written_to_is_removed_but_for_what_i
     assert measured.rank_bytes == [300_000]
     assert [note for note in measured.notes if "too few to measure a disk with" in note]
     assert told == sorted(told)
-    assert told[-1] == 1
+    assert (told[0], told[-1]) == (0, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["load", "raw-read"]
 
 
@@ -106,7 +113,7 @@ def test_what_is_saved_and_loaded_is_the_state(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layer\.000001\.weight"):
         loading.turn()
     with pytest.raises(UsageError, match="engine"):
-        Saving(state.state, engine="fast", comm=world, directory=tmp_path).turn()
+        SyncSaving(state.state, engine="fast", comm=world, directory=tmp_path).turn()
 
 
 def test_rounds_take_every_way_once_in_changing_order_and_the_first_do_not_count() -> None:
@@ -187,6 +194,7 @@ def test_the_command_shows_a_table_writes_json_and_leaves_nothing(tmp_path: Path
         (["--directory", "nowhere"], "nowhere is not a folder"),
         (["--size", "many"], "'many' is no size"),
         (["--engines", "direct,swift"], "swift"),
+        (["--modes", "async,later"], "--modes 'later' is not one of sync, async"),
     ],
 )
 def test_options_that_cannot_be_are_refused(words: list[str], told: str) -> None:

@@ -1,0 +1,76 @@
+"""`hpctrain bench checkpoint`, and the cases of its benchmark, with real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoint.launch import measured
+from tests.ranks_launcher import run_command, start_command
+
+pytestmark = pytest.mark.launches
+
+BENCH = [sys.executable, "-m", "hpctrain.cli.main", "bench", "checkpoint", "--backend", "mpi"]
+
+
+def test_two_ranks_measure_every_way_and_leave_nothing(tmp_path: Path) -> None:
+    disk, path = tmp_path / "disk", tmp_path / "found.json"
+    disk.mkdir()
+    argv = [*BENCH, "--directory", str(disk), "--json", str(path), "--engines", "direct,auto"]
+    argv += ["--size", "1MiB", "--tensors", "7", "--repeats", "2"]
+    result = run_command(2, argv, expect=0)
+    document = json.loads(path.read_text())
+    assert document["topology"] == "1 node x 2 ranks"
+    assert sum(document["rank_bytes"]) == document["bytes"] == 1 << 20
+    ways = {way["what"]: way for way in document["ways"]}
+    assert set(ways) == {
+        "raw write", "raw read", "memcpy", "load, verified", "save, direct", "save, auto", "save async, direct",
+        "save async, auto",
+    }  # fmt: skip
+    for name, way in ways.items():
+        assert len(way["samples_s"]) == 2
+        assert name in result.stdout
+        assert (way["stall_of_memcpy"] is not None) == ("async" in name)
+        for stall, whole in zip(way["stall_samples_s"], way["samples_s"], strict=False):
+            assert 0 < stall <= whole
+    assert ways["save, direct"]["engine"] == "direct"
+    assert list(disk.iterdir()) == []
+
+
+def test_a_stop_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    argv = [*BENCH, "--directory", str(tmp_path), "--size", "1MiB", "--repeats", "100000"]
+    with start_command(2, argv) as launched:
+        deadline_s = time.monotonic() + 60
+        while not list(tmp_path.glob("*/*")):
+            assert time.monotonic() < deadline_s, launched.stderr
+            assert launched.process.poll() is None, launched.stderr
+            time.sleep(0.05)
+        for pid in launched.rank_processes().values():
+            os.kill(pid, signal.SIGUSR1)
+        result = launched.wait(timeout_s=60)
+    assert result.returncode == 130, result.stderr
+    assert "stopped; nothing was written" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path) -> None:
+    asked = {"num_bytes": 1 << 20, "num_tensors": 4, "warmup": 0, "repeats": 1, "seed": 0, "cold": False}
+    names = ["dcp", "dcp, no fsync", "torch.save", "safetensors", "h5py mpio"]
+    found = measured("loads", {**asked, "peers": names}, num_ranks=2, scratch=tmp_path, timeout_s=90)
+    assert set(found) == {"raw read", "load, verified", *names}
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found.values())
+    limits = {"free": None, "limited": 100.0, "dcp async": None}
+    beside = measured("steps", {**asked, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=90)
+    assert set(beside) == set(limits)
+    for rounds in beside.values():
+        (one,) = rounds
+        assert len(one["quiet"]) == 12
+        assert len(one["beside"]) >= 1
+        assert sum(one["beside"]) <= one["save"]
+    assert list(tmp_path.iterdir()) == []
