@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from hpctrain.checkpoint.retention import Best, Retention
+from hpctrain.checkpoint.saver import SaveMode, WhenBusy
+from hpctrain.checkpoint.saving import SaveOptions
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.launch import TERMINAL_VARIABLE
@@ -18,9 +21,10 @@ from hpctrain.reduce.calibration_file import FILE_NAME
 from hpctrain.run.data import RunData, order_of
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.precision import MODEL_DTYPE, autocast_for
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe import CheckpointSection, Recipe
 from hpctrain.run.reduction import ReductionPlan
 from hpctrain.run.session import Session
+from hpctrain.topology import Topology
 from hpctrain.train import (
     CheckpointPolicy,
     Decay,
@@ -154,18 +158,37 @@ def reduction_plan(recipe: Recipe) -> ReductionPlan:
     )
 
 
-def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSettings:
+def retention(section: CheckpointSection) -> Retention:
+    best = Best.parse(section.keep_best) if section.keep_best is not None else None
+    return Retention(last=section.keep, every_steps=section.keep_every, best=best)
+
+
+def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy:
     section = recipe.checkpoint
+    node_of_rank = [topology.node_of(rank) for rank in range(topology.num_ranks)]
+    return CheckpointPolicy(
+        directory=checkpoint_directory(recipe),
+        every_steps=section.every_steps,
+        every_minutes=section.every_minutes,
+        by_advice=section.every == "auto",
+        failures_per_day=section.failures_per_day,
+        mode=SaveMode(section.mode),
+        when_busy=WhenBusy(section.when_busy),
+        options=SaveOptions(
+            keep=retention(section),
+            engine=section.engine,
+            files=section.files,
+            node_of_rank=node_of_rank,
+            limit_mb_per_s=section.limit_mb_per_s,
+        ),
+    )
+
+
+def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSettings:
     return LoopSettings(
         total_steps=steps,
         micro_batches=recipe.data.micro_batches,
-        checkpoint=CheckpointPolicy(
-            directory=checkpoint_directory(recipe),
-            every_steps=section.every_steps,
-            every_minutes=section.every_minutes,
-            keep=section.keep,
-            engine=section.engine,
-        ),
+        checkpoint=checkpoint_policy(recipe, topology=session.topology),
         metrics_every_steps=recipe.telemetry.metrics_every_steps,
         evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
         evaluation_samples=recipe.data.evaluation_samples,

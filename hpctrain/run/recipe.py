@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion from other types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from hpctrain.run.recipe_checkpoint import CheckpointSection
+from hpctrain.run.recipe_section import Section
 
 
 class RunSection(Section):
@@ -256,19 +253,6 @@ class ReductionSection(Section):
     )
 
 
-class CheckpointSection(Section):
-    """When the state is saved. It is also saved at the end and when the run is asked to stop."""
-
-    every_steps: int | None = Field(None, ge=1, description="Save every so many steps.")
-    every_minutes: float | None = Field(None, gt=0, description="Save when so many minutes have passed.")
-    keep: int = Field(3, ge=1, description="Checkpoints kept; older ones go once a newer one is committed.")
-    engine: Literal["auto", "direct", "mpio"] = Field(
-        "auto",
-        description="`mpio`: parallel HDF5. `direct`: every rank writes at its place in the HDF5 file.",
-    )
-    directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
-
-
 class TelemetrySection(Section):
     """What the run tells."""
 
@@ -294,6 +278,12 @@ class Recipe(Section):
     def _fits_together(self) -> Recipe:
         if (self.run.epochs is None) == (self.run.steps is None):
             raise ValueError("run: set one of epochs and steps, not both and not neither")
+        if self.checkpoint.keep_best is not None and (
+            self.data.held_out is None or self.telemetry.evaluate_every_steps is None
+        ):
+            raise ValueError(
+                "checkpoint.keep_best needs data.held_out and telemetry.evaluate_every_steps, where its metric is from"
+            )
         if self.run.ranks is not None and self.data.global_batch < self.run.ranks:
             raise ValueError(
                 f"data.global_batch = {self.data.global_batch} cannot be split over run.ranks = {self.run.ranks}: "

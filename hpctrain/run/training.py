@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.checkpoint.requests import SaveRequests, SaveSignal
 from hpctrain.comm import all_gather_json, check_same, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
@@ -67,6 +68,7 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume, stop: StopReques
 
     Raises StoppedEarly when a rank was asked to stop: everything is saved then.
     """
+    save_signal = SaveSignal().install()  # not given back: late ones must not kill a rank
     search = [Path.cwd(), recipe_path.absolute().parent]
     # Before anything communicates: what is wrong with the recipe is wrong on every rank.
     task = import_task(recipe.task.target, options=recipe.task.options, search=search)
@@ -81,7 +83,9 @@ def train(recipe: Recipe, *, recipe_path: Path, resume: Resume, stop: StopReques
         timeout_s=recipe.run.timeout_s,
         algorithm=recipe.reduction.algorithm,
     ) as session:
-        return carry_out(recipe, task, session=session, resume=resume, stop=stop, commit=commit)
+        return carry_out(
+            recipe, task, session=session, resume=resume, stop=stop, commit=commit, save_signal=save_signal
+        )
 
 
 def carry_out(
@@ -92,10 +96,12 @@ def carry_out(
     resume: Resume,
     stop: StopRequest,
     commit: str | None = None,
+    save_signal: SaveSignal | None = None,
 ) -> dict[str, Any]:
     """Train `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary.
 
     commit: of the user's working directory, for the record; rank 0's is written.
+    save_signal: asks for a checkpoint, as the file `save-now` in the run directory does.
     """
     started = time.time()
     directory = Path(recipe.run.directory)
@@ -165,6 +171,9 @@ def carry_out(
             resumed=resumed,
             records=records,
             stop=stop,
+            requests=SaveRequests(
+                run_directory=directory if session.rank == 0 else None, save_signal=save_signal
+            ),
             on_step=lambda step: setattr(session.world, "step", step),
         )
 

@@ -28,6 +28,15 @@ class StepClock:
         finally:
             self.add(name, seconds=time.perf_counter() - started)
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """The duration of the `with` block belongs to no step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._lap_started += time.perf_counter() - started
+
     def add(self, name: str, *, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import save
+from hpctrain.checkpoint import State
+from hpctrain.checkpoint.requests import SaveRequests
 from hpctrain.comm import Collective, broadcast_tensors
 from hpctrain.data import Batch, Batches, Loader
 from hpctrain.errors import DataError, StoppedEarly
@@ -18,6 +19,7 @@ from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import StopRequest
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.agreed_batches import agreed_batches
+from hpctrain.train.checkpointing import Checkpointing, with_quality
 from hpctrain.train.damage_log import DamageLog
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.progress import ProgressLine
@@ -64,6 +66,7 @@ class Training:
         resumed: Resumed,
         records: RecordWriter,
         stop: StopRequest,
+        requests: SaveRequests,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._task = task
@@ -87,12 +90,15 @@ class Training:
         )  # fmt: skip
         self._position = resumed.position
         self._first_step = resumed.position.step
-        self._saved_step = resumed.position.step if resumed.path is not None else None
         self._resumed_from = str(resumed.path) if resumed.path is not None else None
-        self._last_save = time.monotonic()
-        self._quality: dict[str, float] = {}
+        self._checkpoints = Checkpointing(
+            settings.checkpoint, comm=comm, records=records, say=self._progress.say, clock=self._clock,
+            requests=requests, saved_step=resumed.position.step if resumed.path is not None else None,
+        )  # fmt: skip
+        self._quality: dict[str, float] = {}  # of the newest evaluation
+        self._quality_step: int | None = None
+        self._final_quality: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._checkpoints = 0
         self._skipped = 0
         self._skipped_samples = 0
         self._samples = 0
@@ -104,26 +110,35 @@ class Training:
 
     def run(self) -> None:
         """Train to the end. Raises StoppedEarly, with the state saved, when a rank was asked to stop."""
+        with self._checkpoints:
+            self._run()
+
+    def _run(self) -> None:
         self._clock.lap()
         while self._position.step < self._settings.total_steps:
             with self._loader.epoch(self._position.epoch, start=self._position.start) as batches:
                 self._train_on(batches)
         self._save()  # before the evaluation, which runs the user's code once more
+        self._checkpoints.finish()
+        self._evaluate()
+        self._final_quality = self._quality
+        if self._settings.checkpoint.keeps_best:
+            self._save(again=True)  # now with its quality, or it could not be the best
+            self._checkpoints.finish()
         self._add_seconds({"checkpoint": self._clock.lap().get("checkpoint", 0.0)})
-        self._quality = self._evaluate()
 
     def totals(self) -> Totals:
         """What was done so far, by this process. Not collective."""
         return Totals(
             position=self._position,
             last_loss=self._loss,
-            quality=self._quality,
+            quality=self._final_quality,
             seconds=self._seconds,
             steps=self._position.step - self._first_step,
             samples=self._samples,
             skipped_steps=self._skipped,
             skipped_samples=self._skipped_samples,
-            checkpoints=self._checkpoints,
+            checkpoints=self._checkpoints.num_committed,
             resumed_from=self._resumed_from,
         )
 
@@ -156,6 +171,7 @@ class Training:
             if not error.agreed:
                 raise
             self._save()
+            self._checkpoints.finish()
             raise DataError(
                 f"{error}\nThe state after step {self._position.step} is saved in "
                 f"{self._settings.checkpoint.directory}: with the data restored the same command goes on from there",
@@ -170,10 +186,8 @@ class Training:
         with self._clock.span("compute"):
             loss = self._forward_backward(batch)
         started = time.perf_counter()
-        policy = self._settings.checkpoint
-        save_by_time = self._comm.rank == 0 and policy.due_by_time(time.monotonic() - self._last_save)
         outcome = self._state.updater.step(
-            sums={"loss": loss, "save": float(save_by_time), "stop": float(self._stop.requested)}
+            sums={"loss": loss, "stop": float(self._stop.requested), **self._checkpoints.votes()}
         )
         self._clock.add("sync", seconds=outcome.sync_s)
         self._clock.add("exposed_sync", seconds=outcome.exposed_sync_s)
@@ -188,16 +202,18 @@ class Training:
             start=batch.start + batch.global_samples,
             samples=self._position.samples + batch.global_samples,
         )
+        step = self._position.step
         stopping = outcome.sums["stop"] > 0
-        if stopping or outcome.sums["save"] > 0 or policy.due_by_step(self._position.step):
+        save = self._checkpoints.after_step(step, outcome.sums)
+        every = self._settings.evaluate_every_steps
+        if every and step % every == 0 and step < self._settings.total_steps and not stopping:
+            with self._clock.outside():  # before the save, which holds what comes out
+                self._evaluate()
+        if save or stopping:
             self._save()
         self._record(batch, outcome, lr=lr)
-        if stopping and self._position.step < self._settings.total_steps:
+        if stopping and step < self._settings.total_steps:
             self._leave_early()
-        every = self._settings.evaluate_every_steps
-        if every and self._position.step % every == 0 and self._position.step < self._settings.total_steps:
-            self._evaluate()
-            self._clock.lap()
 
     def _forward_backward(self, batch: Batch) -> float:
         """Gradients of this rank's share; returns its weighted loss, which adds up to the batch's mean."""
@@ -244,48 +260,35 @@ class Training:
 
     # ------------------------------------------------------------------ at a boundary
 
-    def _save(self) -> None:
-        if self._saved_step == self._position.step:
-            return
-        with self._clock.span("checkpoint"):
-            self._align_buffers()
-            policy = self._settings.checkpoint
-            state = self._state.capture(self._position, comm=self._comm, identity=self._identity)
-            result = save(
-                state, directory=policy.directory, step=self._position.step, comm=self._comm,
-                keep=policy.keep, engine=policy.engine,
-            )  # fmt: skip
-        if self._checkpoints == 0:
-            note = f" ({result.note})" if result.note else ""
-            self._progress.say(f"checkpoints: {result.engine.value}{note}, in {policy.directory}")
-        self._saved_step = self._position.step
-        self._last_save = time.monotonic()
-        self._checkpoints += 1
-        self._records.write({
-            "kind": "checkpoint", "time": time.time(), "step": self._position.step, "path": str(result.path),
-            "bytes": result.bytes, "seconds": result.seconds, "engine": result.engine,
-        })  # fmt: skip
+    def _save(self, *, again: bool = False) -> None:
+        self._checkpoints.save(self._position.step, capture=self._capture, again=again)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _capture(self) -> State:
+        self._align_buffers()
+        state = self._state.capture(self._position, comm=self._comm, identity=self._identity)
+        return with_quality(state, quality=self._quality, step=self._quality_step)
+
+    def _evaluate(self) -> None:
         if self._held_out is None:
-            return {}
+            return
         self._align_buffers()
         quality = evaluate(
             self._task, self._state.model, self._held_out, comm=self._comm, device=self._device,
             autocast=self._autocast, max_samples=self._settings.evaluation_samples,
         )  # fmt: skip
         step = self._position.step
+        self._quality, self._quality_step = quality, step
         self._records.write({"kind": "evaluation", "time": time.time(), "step": step, "quality": quality})
         self._damage_log.write(step=step)
         told = "  ".join(f"{name} {value:.4f}" for name, value in quality.items())
         self._progress.say(f"held out, step {step}: {told}")
-        return quality
 
     def _align_buffers(self) -> None:
         """Rank 0's buffers (running statistics) become everybody's: they are evaluated with and saved once."""
         broadcast_tensors(self._comm, list(self._state.model.buffers()), root=0)
 
     def _leave_early(self) -> None:
+        self._checkpoints.finish()
         directory = self._settings.checkpoint.directory
         reason = self._stop.signal_name or "another rank was asked to"
         self._records.write(

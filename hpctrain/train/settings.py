@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from hpctrain.checkpoint.interval import FIRST_AFTER_S, Advice
+from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.saver import SaveMode, WhenBusy
+from hpctrain.checkpoint.saving import SaveOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPolicy:
-    """When and where state is saved. Beside this it is saved at the end and when the run is asked to stop."""
+    """When and where state is saved. Beside this it is saved at the end and when the run is asked to stop.
+
+    failures_per_day: of the whole job; what an interval costs is told when it is given.
+    by_advice: save at the interval that loses the least time, as measured; needs failures_per_day.
+    """
 
     directory: Path
     every_steps: int | None = None
     every_minutes: float | None = None
-    keep: int = 3
-    engine: str = "auto"
+    by_advice: bool = False
+    failures_per_day: float | None = None
+    mode: SaveMode = SaveMode.SYNC
+    when_busy: WhenBusy = WhenBusy.WAIT
+    options: SaveOptions = field(default_factory=SaveOptions)
 
     def due_by_step(self, step: int) -> bool:
         """True after every `every_steps`-th step."""
         return self.every_steps is not None and step % self.every_steps == 0
 
-    def due_by_time(self, seconds_since_last: float) -> bool:
-        return self.every_minutes is not None and seconds_since_last >= 60 * self.every_minutes
+    def due_by_time(self, seconds_since_last: float, *, advice: Advice | None = None) -> bool:
+        """advice: by what the checkpoints so far have cost; None before the first."""
+        due = self.every_minutes is not None and seconds_since_last >= 60 * self.every_minutes
+        if self.by_advice:
+            due |= seconds_since_last >= (advice.interval_s if advice is not None else FIRST_AFTER_S)
+        return due
+
+    @property
+    def keeps_best(self) -> bool:
+        return isinstance(self.options.keep, Retention) and self.options.keep.best is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

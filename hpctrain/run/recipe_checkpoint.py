@@ -1,0 +1,74 @@
+"""The recipe's section [checkpoint]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hpctrain.run.recipe_section import Section
+
+
+class CheckpointSection(Section):
+    """When the state is saved, and how. It is also saved at the end and when the run is asked to stop."""
+
+    every_steps: int | None = Field(None, ge=1, description="Save every so many steps.")
+    every_minutes: float | None = Field(None, gt=0, description="Save when so many minutes have passed.")
+    every: Literal["auto"] | None = Field(
+        None,
+        description="`auto`: save at the interval that loses the least time (Young/Daly), by `failures_per_day` and "
+        "what the run's checkpoints have cost so far; the first after a minute.",
+    )
+    failures_per_day: float | None = Field(
+        None, gt=0,
+        description="How often the whole job fails. With it, the interval that loses the least time is told.",
+    )  # fmt: skip
+    mode: Literal["sync", "async"] = Field(
+        "sync",
+        description="`async`: training stands still only while its state is copied, and the copy is written in the "
+        "background. Takes the rank's share of the state once more in memory.",
+    )
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait",
+        description="`async`: what a checkpoint does that is due while the one before is still being written.",
+    )
+    limit_mb_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="Each rank writes at most so fast, for disks that the training reads from too.",
+    )
+    files: int | Literal["node"] = Field(
+        1,
+        description="Files of a checkpoint. 1: one file. More, or `node` (one a node): a folder of them, for "
+        "filesystems that dislike one file written by many nodes.",
+    )
+    keep: int = Field(3, ge=1, description="Checkpoints kept; older ones go once a newer one is committed.")
+    keep_every: int | None = Field(
+        None, ge=1, description="Besides, those whose step this divides are kept for ever."
+    )
+    keep_best: str | None = Field(
+        None,
+        description="Besides, the best one is kept: METRIC:min or METRIC:max, such as `accuracy:max`, of what the "
+        "task's `metrics` returned in the newest evaluation.",
+    )
+    engine: Literal["auto", "direct", "mpio"] = Field(
+        "auto",
+        description="`mpio`: collective MPI-IO. `direct`: every rank writes at its places in the file.",
+    )
+    directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CheckpointSection:
+        if isinstance(self.files, int) and self.files < 1:
+            raise ValueError(f'files is {self.files}: give a number from 1 on, or "node"')
+        if self.every is not None and self.failures_per_day is None:
+            raise ValueError("every = 'auto' needs failures_per_day: how often the whole job fails")
+        if self.every is not None and self.every_minutes is not None:
+            raise ValueError("every = 'auto' and every_minutes: leave one of the two out")
+        if self.when_busy == "skip" and self.mode == "sync":
+            raise ValueError("when_busy = 'skip' belongs to mode = 'async'")
+        if self.keep_best is not None and not self.keep_best.strip(":").endswith((":min", ":max")):
+            raise ValueError(
+                f"keep_best is {self.keep_best!r}: write METRIC:min or METRIC:max, such as accuracy:max"
+            )
+        return self

@@ -1,0 +1,160 @@
+"""When the loop's state is saved, what it costs, and what is told of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import final
+
+from hpctrain.checkpoint import State
+from hpctrain.checkpoint.interval import Advice, Costs
+from hpctrain.checkpoint.requests import SaveRequests
+from hpctrain.checkpoint.saver import Begin, Saved, Saver, saving_into
+from hpctrain.comm import Collective
+from hpctrain.telemetry import RecordWriter, StepClock
+from hpctrain.train.settings import CheckpointPolicy
+
+
+def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
+    """`state` with the newest evaluation in its document, by which the best checkpoint is found.
+
+    JSON has no NaN and no infinity: such numbers are left out, and are not the best.
+    """
+    finite = {name: value for name, value in quality.items() if math.isfinite(value)}
+    if not finite:
+        return state
+    return replace(state, document={**state.document, "quality": finite, "quality_step": step})
+
+
+@final
+class Checkpointing:
+    """A run's checkpoints. The ranks agree through the sums of a step: `votes` go in, `after_step` reads them.
+
+    A context manager: what is in flight is committed before it is left, also by an error that all ranks share.
+    say: tells the user a line, on rank 0. clock: the time that training stands still goes there.
+    saved_step: the step whose state is on disk already. begin: another way to save than into the directory.
+    """
+
+    def __init__(
+        self,
+        policy: CheckpointPolicy,
+        *,
+        comm: Collective,
+        records: RecordWriter,
+        say: Callable[[str], None],
+        clock: StepClock,
+        requests: SaveRequests,
+        saved_step: int | None = None,
+        begin: Begin | None = None,
+    ) -> None:
+        self._policy = policy
+        self._comm = comm
+        self._records = records
+        self._say = say
+        self._clock = clock
+        self._requests = requests
+        self._saved_step = saved_step
+        self._last_save_s = time.monotonic()
+        self._costs = Costs()
+        self._note = ""
+        self.num_committed = 0
+        self._saver = Saver(
+            begin or saving_into(policy.directory, comm=comm, options=policy.options),
+            comm=comm,
+            mode=policy.mode,
+            when_busy=policy.when_busy,
+            on_saved=self._tell,
+        )
+
+    # ------------------------------------------------------------------ in the loop
+
+    def votes(self) -> dict[str, float]:
+        """What this rank brings into the sums of a step. Not collective; the same names on every rank."""
+        by_time = (
+            self._comm.rank == 0
+            and not self._saver.would_skip
+            and self._policy.due_by_time(time.monotonic() - self._last_save_s, advice=self._advice())
+        )
+        votes = {"save": float(by_time), "save_asked": float(self._requests.asked())}
+        if self._saver.in_flight_step is not None:
+            votes["saved"] = float(self._saver.ready())
+        return votes
+
+    def after_step(self, step: int, sums: Mapping[str, float]) -> bool:
+        """Go on with what is in flight; whether a checkpoint is due after `step`. Collective.
+
+        sums: of the votes. Raises on every rank what went wrong in the background.
+        """
+        if sums.get("saved", 0.0) == self._comm.num_ranks:
+            with self._clock.span("checkpoint"):
+                self._saver.advance()
+        if sums["save_asked"] > 0:
+            self._requests.taken()
+            return True
+        if not self._policy.due_by_step(step):
+            return sums["save"] > 0
+        if self._saver.would_skip:
+            self._records.write({
+                "kind": "checkpoint_skipped", "time": time.time(), "step": step,
+                "in_flight": self._saver.in_flight_step,
+            })  # fmt: skip
+            return False
+        return True
+
+    def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
+        """Save what `capture` returns, or begin to; waits where one is in flight. Collective.
+
+        Nothing happens when the state of this step is saved or in flight already, unless `again`.
+        """
+        if self._saved_step == step and not again:
+            return
+        with self._clock.span("checkpoint"):
+            if self._saver.would_skip:
+                self._saver.finish()  # this one was asked for, or is the last: it is not skipped
+            self._saver.save(capture(), step=step)
+        self._saved_step = step
+        self._last_save_s = time.monotonic()
+
+    def finish(self) -> None:
+        """Until nothing is in flight. Collective."""
+        with self._clock.span("checkpoint"):
+            self._saver.finish()
+
+    def __enter__(self) -> Checkpointing:
+        self._last_save_s = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._saver.__exit__(kind, error, where)
+
+    # ------------------------------------------------------------------ when one is committed
+
+    def _advice(self) -> Advice | None:
+        if self._policy.failures_per_day is None:
+            return None
+        return self._costs.advice(failures_per_day=self._policy.failures_per_day)
+
+    def _tell(self, saved: Saved) -> None:
+        result = saved.result
+        self.num_committed += 1
+        self._costs.add(stall_s=saved.stall_s, write_s=saved.write_s)
+        advice = self._advice()
+        if self.num_committed == 1:
+            note = f" ({result.note})" if result.note else ""
+            self._say(f"checkpoints: {result.engine.value}{note}, in {self._policy.directory}")
+            if advice is not None:
+                self._say(f"checkpoints: {advice.describe()}")
+        elif result.note != self._note:
+            self._say(f"checkpoint of step {saved.step}: {result.note}")
+        self._note = result.note
+        self._records.write({
+            "kind": "checkpoint", "time": time.time(), "step": saved.step, "path": str(result.path),
+            "bytes": result.bytes, "mode": self._policy.mode.value, "stall_seconds": saved.stall_s,
+            "write_seconds": saved.write_s, "mb_per_s": saved.mb_per_s, "engine": result.engine,
+            **({"advised_interval_s": advice.interval_s} if advice is not None else {}),
+        })  # fmt: skip
