@@ -26,18 +26,19 @@ from hpctrain.checkpoint.structure import check_sealed
 def make_room(directory: Path, partial: Path, *, folder: bool) -> None:
     """Make the directory, remove what killed saves left in it, and begin the partial checkpoint, if it is a folder."""
     with explained(action="write checkpoints to", path=directory):
-        if not directory.is_dir():
-            directory.mkdir(parents=True, exist_ok=True)
-            sync_directory(directory.parent)
+        missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
+        directory.mkdir(parents=True, exist_ok=True)
+        for place in missing:  # the names of all of them, not only of the last
+            sync_directory(place.parent)
         remove_partial_files(directory)
         if folder:
             partial.mkdir()
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
-    """Create a file of its full length, without content."""
+    """Create a file of its full length, without content; it may be there already, made to be striped."""
     with explained(action="create", path=path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(fd, file_bytes)
         finally:
