@@ -57,7 +57,8 @@ def copy_checkpoint(
 
     files: None copies the files as they are; the copy is then read back and every byte of it verified. 1 makes one
     file of any form and K a folder of K files: the source is verified first, then saved again from mapped memory.
-    replace: a checkpoint of that step may be there. progress: bytes of this rank's share copied, and to copy.
+    replace: a checkpoint of that step may be there. progress: bytes of this rank's share that are written and verified,
+    and twice the share; a second save does not tell how far it is.
     options: of `save`, where `files` is given.
     The copy appears under its name when it is on disk and verified; other checkpoints in `directory` stay.
     Memory of a rank: one buffer of 8 MiB, and one extent of 4 MiB while verifying.
@@ -81,7 +82,7 @@ def copy_checkpoint(
     on_rank_0(comm, check, os_error=CheckpointError)
     if files is None:
         return _copy_files(checkpoint, directory, comm=comm, progress=progress)
-    (found,) = verify(checkpoint.path, comm=comm)
+    (found,) = verify(checkpoint.path, comm=comm, progress=lambda done, total: progress(done, 2 * total))
     if found.damage:
         raise CheckpointError(f"{checkpoint.path} is damaged: {found.damage[0]}", agreed=True)
     state = State(items=(), document=checkpoint.document, parent=checkpoint.metadata.parent)
@@ -114,7 +115,7 @@ def _copy_files(
             lambda: _copy_stretches(sources, targets, sizes=sizes, comm=comm, progress=progress),
             os_error=CheckpointError,
         )
-        (found,) = verify(partial, comm=comm)
+        (found,) = verify(partial, comm=comm, progress=lambda done, total: progress(total + done, 2 * total))
         if found.damage:
             raise CheckpointError(
                 f"{checkpoint.path} was not copied, for the copy is damaged: {found.damage[0]}: verify the original",
@@ -175,7 +176,7 @@ def _copy_stretches(
                             read_fully(read_fd, piece, offset=offset)
                         write_fully(write_fd, piece, offset=offset)
                         done += piece.nbytes
-                        progress(done, total)
+                        progress(done, 2 * total)
                 os.fsync(write_fd)
             finally:
                 os.close(write_fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +38,18 @@ def prune(
     retention: Retention,
     unfinished: bool = False,
     dry_run: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pruned:
     """Delete the checkpoints of `directory` that `retention` does not keep. Collective: the ranks prove together.
 
     The newest checkpoint is proven by hashing every byte of it; when it is damaged the one before is, and so on.
     Nothing is deleted before one is proven, and it always stays, like all newer ones. unfinished: remove also what
     killed saves have left; not while a run may be saving there. dry_run: say what would be deleted, and delete
-    nothing.
+    nothing. progress: as of `verify`.
     Raises CheckpointError on every rank when there is no checkpoint that is whole.
     """
     directory = Path(directory)
-    proven, passed_over = _newest_whole(directory, comm=comm)
+    proven, passed_over = _newest_whole(directory, comm=comm, progress=progress)
     outcome = on_rank_0(
         comm,
         lambda: _prune(directory, proven, retention=retention, unfinished=unfinished, dry_run=dry_run),
@@ -72,7 +74,9 @@ def size_of(path: Path) -> int:
     return 0
 
 
-def _newest_whole(directory: Path, *, comm: Collective) -> tuple[Path, tuple[str, ...]]:
+def _newest_whole(
+    directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
+) -> tuple[Path, tuple[str, ...]]:
     """The newest checkpoint that verifies, and what is wrong with the newer ones. Collective."""
 
     def candidates() -> list[str]:
@@ -82,7 +86,7 @@ def _newest_whole(directory: Path, *, comm: Collective) -> tuple[Path, tuple[str
 
     damaged: list[str] = []
     for path in map(Path, on_rank_0(comm, candidates)):
-        (found,) = verify(path, comm=comm)
+        (found,) = verify(path, comm=comm, progress=progress)
         if not found.damage:
             return path, tuple(damaged)
         damaged.append(f"{path.name}: {found.damage[0]}")

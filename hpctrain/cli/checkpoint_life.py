@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import all_ranks, this_rank
+from hpctrain.cli.checkpoint_ranks import all_ranks, progress, this_rank
 
 
 def prune_command(
@@ -42,8 +42,15 @@ def prune_command(
 
     best = None if keep_best is None else Best.parse(keep_best)
     retention = Retention(last=keep, every_steps=keep_every, best=best)
-    with all_ranks() as world:
-        done = prune(directory, comm=world, retention=retention, unfinished=unfinished, dry_run=dry_run)
+    with all_ranks() as world, progress("verified", rank=world.rank) as report:
+        done = prune(
+            directory,
+            comm=world,
+            retention=retention,
+            unfinished=unfinished,
+            dry_run=dry_run,
+            progress=report,
+        )
         rank = world.rank
     if rank != 0:
         return
