@@ -32,18 +32,17 @@ from hpctrain.comm.threads import run_threads
 from hpctrain.errors import CheckpointError, StoppedEarly, UsageError
 from tests.ranks_launcher import REPOSITORY
 
-SLOW = SaveOptions(
-    limit_mb_per_s=10.0
-)  # a rank's share of MEGABYTES takes long enough to do something meanwhile
-MEGABYTES = 2
+# 2 MB take long enough to do something meanwhile; in parts, since a limit counts between them.
+SLOW = SaveOptions(limit_mb_per_s=10.0)
 
 
 def weights(value: float) -> torch.Tensor:
-    return torch.full((MEGABYTES, 250_000), value)
+    return torch.full((8, 62_500), value)
 
 
 def state_with(tensor: torch.Tensor, **document: object) -> State:
-    return State(items=[Replicated(name="weight", tensor=tensor)], document=document)
+    items = [Replicated(name=f"weight.{row}", tensor=part) for row, part in enumerate(tensor)]
+    return State(items=items, document=document)
 
 
 def saver_into(
