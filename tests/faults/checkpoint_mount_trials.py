@@ -1,0 +1,346 @@
+"""Saves on a filesystem that several nodes have mounted and that fails: killed ranks, dead mounts, errors.
+
+Run as `python -m tests.faults.checkpoint_mount_trials DIRECTORY '{"NAME": COUNT, ...}'`; prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hpctrain.comm.agreement import all_gather_json
+from hpctrain.errors import CheckpointError, ExitCode
+from tests.faults.checkpoint_mounts import Nodes, own_mounts
+from tests.faults.checkpoint_power_loss import states_after, write_out
+from tests.faults.checkpoint_process_ranks import Ended, in_a_fork
+from tests.faults.checkpoint_saves import (
+    NUM_RANKS,
+    WAYS,
+    Reports,
+    Way,
+    left_over,
+    newest_step,
+    save_step,
+    saver,
+    spread,
+)
+
+# "An error within seconds": none of the faults here is one that a rank has to wait for.
+LIMIT_S = 15.0
+
+
+class Trial:
+    """Nodes, where they save, and what they have reported."""
+
+    def __init__(self, nodes: Nodes, directory: Path) -> None:
+        self.nodes = nodes
+        self.reports = Reports(directory / "reported")
+        self.place = nodes.shared / "checkpoints"  # as the ranks see it
+        self.stored = nodes.storage / "checkpoints"  # as it is, whatever has happened to the mounts
+
+    def newest(self) -> int:
+        return int(in_a_fork(lambda: newest_step(self.stored)))
+
+    def check(self, *, before: int) -> int:
+        """After anything: the newest checkpoint is whole, and none that was reported is lost. What it is."""
+        reported, found = max(before, self.reports.newest()), self.newest()
+        assert reported <= found <= reported + 1, (reported, found)
+        return found
+
+    def save(self, step: int, *, way: Way) -> None:
+        ranks = self.nodes.start_ranks(
+            saver(directory=self.place, steps=range(step, step + 1), way=way, reports=self.reports),
+            num_ranks=NUM_RANKS,
+        )
+        ended = ranks.wait()
+        assert [each.code for each in ended] == [0] * NUM_RANKS, ended
+
+    def cleaned(self) -> dict[str, Any]:
+        """One more save, after which nothing but finished checkpoints is there."""
+        self.nodes.mend()
+        step = self.newest() + 1
+        self.save(step, way=WAYS[0])
+        assert self.newest() == step
+        return {"left": left_over(self.stored), "kept": len(list(self.stored.iterdir()))}
+
+
+def killed_at_random(trial: Trial, count: int) -> dict[str, Any]:
+    """SIGKILL of one rank, of all, of one node's mount, of all mounts, at random moments of a loop of saves."""
+    choose = random.Random(8)
+    kinds = ("rank 0", "rank 1", "all ranks", "mount 0", "mount 1", "all mounts")
+    found, half_way, slowest_s = 0, 0, 0.0
+    for number in range(count):
+        trial.nodes.mend()
+        kind, way = kinds[number % len(kinds)], WAYS[number // len(kinds) % len(WAYS)]
+        save = saver(
+            directory=trial.place, steps=range(found + 1, found + 10_000), way=way, reports=trial.reports
+        )
+        begun_read, begun_write = os.pipe()
+
+        def rank_main(world: Any, save: Callable[[Any], None] = save, begun: int = begun_write) -> None:
+            os.write(begun, b"b")
+            save(world)
+
+        ranks = trial.nodes.start_ranks(rank_main, num_ranks=NUM_RANKS)
+        for _ in range(NUM_RANKS):
+            os.read(begun_read, 1)
+        os.close(begun_read)
+        os.close(begun_write)
+        time.sleep(choose.uniform(0, 0.3))
+        begin_s = time.monotonic()
+        chosen = range(NUM_RANKS) if "all" in kind else [int(kind[-1])]
+        for place in chosen:
+            if "rank" in kind:
+                ranks.kill([place])
+            else:
+                trial.nodes.mounts[place].kill()
+        ended = ranks.wait(timeout_s=60)
+        slowest_s = max(slowest_s, time.monotonic() - begin_s)
+        assert_ended(ended, killed=list(chosen) if "rank" in kind else [])
+        half_way += bool(left_over(trial.stored))
+        found = trial.check(before=found)
+    assert slowest_s < LIMIT_S, slowest_s
+    return {"trials": count, "half_way": half_way, "newest": found, **trial.cleaned()}
+
+
+def assert_ended(ended: list[Ended], *, killed: list[int]) -> None:
+    """Killed ranks were killed; without any, all say that the checkpoint failed; else the others that a rank
+    is gone."""
+    for rank, each in enumerate(ended):
+        if rank in killed:
+            assert each.code == -9, ended
+        elif killed:
+            assert each.code not in (0, 1, -9), ended
+        else:
+            assert each.code == ExitCode.CHECKPOINT, ended
+
+
+def killed_at_each_operation(trial: Trial, count: int) -> dict[str, Any]:
+    """All ranks killed, or the mount of a node, before or after its n-th operation of a save; `count` of all."""
+    trial.save(1, way=WAYS[0])
+    found, outcomes = 1, Counter[str]()
+    cases: list[tuple[Way, int, int, str]] = []
+    for way, node in itertools.product(WAYS, range(NUM_RANKS)):
+        operations = operations_of_a_save(trial, step=found + 1, node=node, way=way)
+        found += 1
+        # The last operations are the commit: they come first here, and so are among the few of a short run.
+        for place, kind in itertools.product(
+            range(len(operations), 0, -1), ("kill-before", "die-after", "die-before", "kill-after")
+        ):
+            cases.append((way, node, place, kind))
+    for number in spread(len(cases), count=count):
+        way, node, place, kind = cases[number - 1]
+        trial.nodes.mend()
+        found_before = found
+        go_read, go_write = os.pipe()
+
+        def save_when_told(world: Any, step: int = found + 1, way: Way = way, go: int = go_read) -> None:
+            os.read(go, 1)
+            save_step(step, directory=trial.place, comm=world, way=way)
+            if world.rank == 0:
+                trial.reports.add(step)
+
+        ranks = trial.nodes.start_ranks(save_when_told, num_ranks=NUM_RANKS)
+        trial.nodes.mounts[node].fault(kind, at=place, victims=ranks.pids)
+        os.write(go_write, b"g" * NUM_RANKS)
+        begin_s = time.monotonic()
+        ended = ranks.wait(timeout_s=60)
+        assert time.monotonic() - begin_s < LIMIT_S
+        os.close(go_read)
+        os.close(go_write)
+        found = trial.check(before=found)
+        outcomes[f"{kind} {found - found_before}"] += 1
+        if kind.startswith("kill"):
+            assert -9 in [each.code for each in ended], (way, node, place, kind, ended)
+    return {"tried": sum(outcomes.values()), "outcomes": dict(outcomes), **trial.cleaned()}
+
+
+def operations_of_a_save(trial: Trial, *, step: int, node: int, way: Way) -> list[str]:
+    trial.nodes.mounts[node].fault()
+    trial.save(step, way=way)
+    return trial.nodes.mounts[node].operations()
+
+
+def failing_operations(trial: Trial, count: int) -> dict[str, Any]:
+    """The n-th operation of a node fails, once or from then on: an error on all ranks, and the older
+    checkpoint is as it was. All in one launch of ranks: they have to be fit for the next save."""
+    trial.save(1, way=WAYS[0])
+    faults: list[tuple[Way, int, dict[str, Any]]] = []
+    newest = 1
+    for way, node in itertools.product(WAYS, range(NUM_RANKS)):
+        newest += 1
+        operations = operations_of_a_save(trial, step=newest, node=node, way=way)
+        for place in spread(len(operations), count=count):
+            for number, sticky in ((errno.EIO, False), (errno.ENOSPC, True), (errno.ESTALE, True)):
+                fault = {"kind": "error", "errno": number, "sticky": sticky, "at": place}
+                faults.append((way, node, fault))
+    ranks = trial.nodes.start_ranks(
+        lambda world: meet_faults(world, trial, faults, newest=newest), num_ranks=NUM_RANKS
+    )
+    ended = ranks.wait(timeout_s=400)
+    assert [each.code for each in ended] == [0] * NUM_RANKS, ended
+    assert ended[0].value == ended[1].value
+    return {**ended[0].value, **trial.cleaned()}
+
+
+def meet_faults(
+    world: Any, trial: Trial, faults: list[tuple[Way, int, dict[str, Any]]], *, newest: int
+) -> dict[str, Any]:
+    """What every rank does of `failing_operations`: the same faults in the same order. Collective."""
+    errors, slowest_s = 0, 0.0
+    for way, node, fault in faults:
+        step = newest + 1
+        on_rank_0(world, lambda node=node, fault=fault: trial.nodes.mounts[node].fault(**fault))
+        begin_s = time.monotonic()
+        text = ""
+        try:
+            save_step(step, directory=trial.place, comm=world, way=way)
+        except CheckpointError as error:
+            text = f"{error} (agreed: {error.agreed})"
+        slowest_s = max(slowest_s, time.monotonic() - begin_s)
+        on_rank_0(world, lambda node=node: trial.nodes.mounts[node].fault())
+        assert set(all_gather_json(world, text)) == {text}
+        assert not text or text.endswith("(agreed: True)")
+        found = max(all_gather_json(world, newest_step(trial.stored) if world.rank == 0 else 0))
+        # When only the flush of the directory failed, the rename has been done and the new one is there.
+        assert found in ((newest, step) if text else (step,)), (way, node, fault, text, found)
+        errors += bool(text)
+        newest = found
+    assert slowest_s < LIMIT_S
+    return {"faults": len(faults), "errors": errors}
+
+
+def on_rank_0(world: Any, action: Callable[[], None]) -> None:
+    if world.rank == 0:
+        action()
+    world.barrier()
+
+
+def vanishing_directory(trial: Trial, count: int) -> dict[str, Any]:
+    """The checkpoint directory is moved away at the n-th operation, as by a person or a failed mount; when it
+    is back, the older checkpoint is as it was."""
+    trial.save(1, way=WAYS[0])
+    found, errors = 1, 0
+    away = trial.stored.with_name("checkpoints.away")
+    for way in WAYS:
+        operations = operations_of_a_save(trial, step=found + 1, node=0, way=way)
+        found += 1
+        for place in spread(len(operations), count=count):
+            trial.nodes.mounts[0].fault("vanish", at=place, directory="checkpoints")
+            ranks = trial.nodes.start_ranks(
+                saver(
+                    directory=trial.place, steps=range(found + 1, found + 2), way=way, reports=trial.reports
+                ),
+                num_ranks=NUM_RANKS,
+            )
+            codes = {each.code for each in ranks.wait(timeout_s=LIMIT_S)}
+            assert len(codes) == 1, codes
+            assert codes <= {0, ExitCode.CHECKPOINT}, codes
+            errors += codes != {0}
+            trial.nodes.mounts[0].fault()
+            if away.exists():
+                assert not trial.stored.exists(), "a new directory was made in the place of the lost one"
+                away.rename(trial.stored)
+            found = trial.check(before=found)
+    return {"errors": errors, **trial.cleaned()}
+
+
+def short_writes(trial: Trial, count: int) -> dict[str, Any]:
+    """The filesystem takes a part of every write: nobody notices."""
+    for step, way in enumerate(WAYS, start=1):
+        for mount in trial.nodes.mounts:
+            mount.fault("short", at=0)
+        trial.save(step, way=way)
+        assert trial.newest() == step
+        assert min(len(mount.operations()) for mount in trial.nodes.mounts) > 10
+    for mount in trial.nodes.mounts:
+        mount.fault()
+    return {"steps": len(WAYS), **trial.cleaned()}
+
+
+def power_loss(trial: Trial, count: int) -> dict[str, Any]:
+    """After any operation the power fails, and what was not flushed is lost, all of it or some: the newest
+    reported checkpoint is there, or a newer one, and nothing that looks finished is torn."""
+    num_elems = 20_000  # all that the disk holds is written and read again for each case
+    # A file, a folder, a file in the folder's place, a folder in its place; and at the third step one is deleted.
+    steps = [(1, WAYS[0]), (2, WAYS[3]), (2, WAYS[1]), (2, WAYS[2]), (3, WAYS[0])]
+    place = trial.nodes.shared / "run" / "checkpoints"
+    mount = trial.nodes.mounts[0]
+    mount.fault(trace=True)
+
+    def rank_main(world: Any) -> None:
+        for number, (step, way) in enumerate(steps):
+            save_step(step, directory=place, comm=world, way=way, num_elems=num_elems)
+            if world.rank == 0:
+                (trial.nodes.shared / f"reported-{step}-{number}").touch()
+
+    ended = trial.nodes.start_ranks(rank_main, num_ranks=NUM_RANKS, one_node=True).wait()
+    assert [each.code for each in ended] == [0] * NUM_RANKS, ended
+    events = mount.ask(trace=True)["trace"]
+    mount.fault()
+    return in_a_fork(lambda: check_power_loss(events, num_elems=num_elems, samples=count))
+
+
+def check_power_loss(events: list[dict[str, Any]], *, num_elems: int, samples: int) -> dict[str, Any]:
+    outcomes = Counter[str]()
+    with TemporaryDirectory() as folder:
+        for number, (events_before, found) in enumerate(states_after(events, samples=samples)):
+            told = [e["path"] for e in events[:events_before] if e["operation"] == "create"]
+            reported = max(
+                [int(path.split("-")[1]) for path in told if path.startswith("/reported-")], default=0
+            )
+            place = Path(folder) / str(number)
+            place.mkdir()
+            write_out(found, place)
+            newest = newest_step(place / "run" / "checkpoints", num_elems=num_elems)
+            operation = events[events_before - 1]
+            assert reported <= newest <= reported + 1, (
+                reported,
+                newest,
+                operation["operation"],
+                events_before,
+            )
+            outcomes[f"{newest - reported}"] += 1
+            shutil.rmtree(place)
+    return {"events": len(events), "outcomes": dict(outcomes)}
+
+
+TRIALS = {
+    "power-loss": power_loss,
+    "killed-at-random": killed_at_random,
+    "killed-at-each-operation": killed_at_each_operation,
+    "failing-operations": failing_operations,
+    "vanishing-directory": vanishing_directory,
+    "short-writes": short_writes,
+}
+
+
+def main(directory: Path, counts: dict[str, int]) -> dict[str, Any]:
+    """Result of each trial by its name; a traceback where it failed."""
+    own_mounts()
+    results: dict[str, Any] = {}
+    for name, count in counts.items():
+        place = directory / name
+        place.mkdir()
+        try:
+            with Nodes(place, num_nodes=NUM_RANKS) as nodes:
+                results[name] = TRIALS[name](Trial(nodes, place), count)
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))
