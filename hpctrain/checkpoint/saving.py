@@ -24,14 +24,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.commit import create_file, flush_folder, make_room, rename_finished, seal_file
-from hpctrain.checkpoint.engine import Engine, EngineChoice, choose_engine, engine_named
+from hpctrain.checkpoint.engine import Engine
+from hpctrain.checkpoint.engine_choice import EngineChoice, choose_engine
 from hpctrain.checkpoint.layout import Layout, devices_of, layout_for
 from hpctrain.checkpoint.listing import file_name, folder_name, part_name, part_path, partial_name, remove
 from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
@@ -39,34 +40,17 @@ from hpctrain.checkpoint.metadata_text import metadata_text
 from hpctrain.checkpoint.own_bytes import content_in, content_of, copy_to
 from hpctrain.checkpoint.retain import retain
 from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank, retention_of
 from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
-from hpctrain.checkpoint.skeleton import ALIGNMENT_BYTES, structure_hash
+from hpctrain.checkpoint.skeleton import structure_hash
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import State
+from hpctrain.checkpoint.striping import alignment_of, set_stripes, stripes_for
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.doing import doing
-from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.version import __version__
-
-MAX_STEP = 10**18 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """keep: what is deleted once the new one is proven; a number means the last so many, None all.
-    files: 1 is one file; a number K a folder of K files, neighbouring ranks sharing one; "node" one file a node.
-    node_of_rank: each rank's node, numbered from 0 in the order of their first ranks; for "node".
-    local: every node has a `directory` of its own, in which its file is kept; needs "node".
-    limit_mb_per_s: a rank writes no faster, in 10^6 bytes a second.
-    """
-
-    keep: Retention | int | None = 3
-    engine: Engine | str = Engine.AUTO
-    files: int | Literal["node"] = 1
-    node_of_rank: Sequence[int] | None = None
-    local: bool = False
-    limit_mb_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +79,7 @@ class Saving:
 
     def __init__(
         self, *, final: Path, partial: Path, comm: Collective, layout: Layout, choice: EngineChoice,
-        options: SaveOptions, header: Metadata, executor: Executor | None, begin_s: float,
+        options: SaveOptions, header: Metadata, executor: Executor | None, begin_s: float, note: str,
     ) -> None:  # fmt: skip
         self.step = header.step
         self.path = final
@@ -108,6 +92,7 @@ class Saving:
         self._header = header
         self._executor = executor
         self._begin_s = begin_s
+        self._notes = [choice.note, note]
         self._phase = _Phase.CONTENT
         self._work: Future[Any] = Future()
 
@@ -134,9 +119,11 @@ class Saving:
         with doing(comm, f"saving checkpoint step {step}: beginning"):
             begin_s = time.perf_counter()
             directory = Path(directory)
-            requested = agreed(comm, lambda: _check_arguments(step=step, options=options, comm=comm))
+            requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
             files = file_of_rank(options, num_ranks=comm.num_ranks)
-            choice = choose_engine(requested, comm=comm)
+            choice = choose_engine(
+                requested, directory=directory, comm=comm, in_background=executor is not None
+            )
             sources = state.sources()
             header = Metadata(
                 step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
@@ -146,16 +133,18 @@ class Saving:
                 },
             )  # fmt: skip
             layout = layout_for(
-                state, sources=sources, step=step, comm=comm, file_of_rank=files, alignment=ALIGNMENT_BYTES,
-                header=header,
+                state, sources=sources, step=step, comm=comm, file_of_rank=files,
+                alignment=alignment_of(choice.filesystem), header=header,
             )  # fmt: skip
             folder = options.files != 1
             name = folder_name(step) if folder else file_name(step)
-            place = _Place(directory=directory, name=name, folder=folder, unique="")
-            partial, unique = _make_room(place, layout=layout, comm=comm, local=options.local)
+            partial, unique, note = _make_room(
+                directory, name, layout=layout, choice=choice, comm=comm, options=options
+            )
             saving = cls(
                 final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
                 header=replace(header, id=unique), executor=executor, begin_s=begin_s,
+                note=note,
             )  # fmt: skip
             if buffers is None:
                 content = content_of(sources, layout.own)
@@ -209,7 +198,7 @@ class Saving:
         self._phase = _Phase.DONE
         return SaveResult(
             path=self.path, bytes=told["bytes"], seconds=time.perf_counter() - self._begin_s,
-            engine=self._choice.engine, note="; ".join(filter(None, [self._choice.note, *told["notes"]])),
+            engine=self._choice.engine, note="; ".join(filter(None, [*self._notes, *told["notes"]])),
             id=self._id, step=self.step,
         )  # fmt: skip
 
@@ -321,76 +310,40 @@ class Saving:
         return self._comm.rank == 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where one save goes. folder: it is one. unique: its id."""
-
-    directory: Path
-    name: str
-    folder: bool
-    unique: str
-
-
-def _check_arguments(*, step: int, options: SaveOptions, comm: Collective) -> Engine:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"step = {step!r}: a checkpoint's step is a whole number from 0 to {MAX_STEP}")
-    retention_of(options.keep)
-    if options.files != "node" and (
-        isinstance(options.files, bool) or not isinstance(options.files, int) or options.files < 1
-    ):
-        raise UsageError(f'files = {options.files!r}: a whole number from 1 on, or "node"')
-    if options.files == "node" and len(options.node_of_rank or ()) != comm.num_ranks:
-        raise UsageError(
-            f'files = "node" needs the node of each of the {comm.num_ranks} ranks, node_of_rank names '
-            f"{len(options.node_of_rank or ())}"
-        )
-    if options.local and options.files != "node":
-        raise UsageError('a checkpoint on the nodes\' own storage is one file a node: files = "node"')
-    if options.limit_mb_per_s is not None and not options.limit_mb_per_s > 0:
-        raise UsageError(f"limit_mb_per_s = {options.limit_mb_per_s}: a rate above 0")
-    return engine_named(options.engine)
-
-
-def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:
-    """The file that each rank writes to: neighbouring ranks share one. No more files than ranks."""
-    if options.files == "node":
-        assert options.node_of_rank is not None
-        number: dict[int, int] = {}
-        return tuple(number.setdefault(node, len(number)) for node in options.node_of_rank)
-    files = min(options.files, num_ranks)
-    return tuple(rank * files // num_ranks for rank in range(num_ranks))
-
-
-def _make_room(place: _Place, *, layout: Layout, comm: Collective, local: bool) -> tuple[Path, str]:
-    """Make the partial checkpoint with its files, without content. Collective. Its path, and its id."""
-    plan = layout.plan
-    file = plan.file_of_rank[comm.rank]
-    leads = layout.skeleton is not None
-    chosen = replace(place, unique=on_rank_0(comm, lambda: secrets.token_hex(8)))
-    partial = chosen.directory / partial_name(chosen.name, unique=chosen.unique)
+def _make_room(
+    directory: Path,
+    name: str,
+    *,
+    layout: Layout,
+    choice: EngineChoice,
+    comm: Collective,
+    options: SaveOptions,
+) -> tuple[Path, str, str]:
+    """Make the partial checkpoint with its files, without content. Collective. Its path, its id, and a note."""
+    leads = layout.skeleton is not None if options.local else comm.rank == 0
+    unique = on_rank_0(comm, lambda: secrets.token_hex(8))
+    partial = directory / partial_name(name, unique=unique)
 
     def make() -> None:
-        if leads if local else comm.rank == 0:
-            make_room(chosen.directory, partial, folder=chosen.folder)
+        if leads:
+            make_room(directory, partial, folder=options.files != 1)
 
-    def create() -> None:
-        if layout.skeleton is not None:
-            create_file(part_path(partial, file), file_bytes=layout.skeleton.file_bytes)
+    def create() -> str:
+        if layout.skeleton is None:
+            return ""
+        path, file_bytes = part_path(partial, layout.plan.file_of_rank[comm.rank]), layout.skeleton.file_bytes
+        note = set_stripes(path, stripes=stripes_for(file_bytes), filesystem=choice.filesystem)
+        create_file(path, file_bytes=file_bytes)
+        return note or ""
 
     try:
         agreed(comm, make, os_error=CheckpointError)
-        agreed(comm, create, os_error=CheckpointError)
+        return partial, unique, agreed(comm, create, os_error=CheckpointError)
     except HpctrainError:
-        if leads if local else comm.rank == 0:
+        if leads:
             with suppress(OSError):
                 remove(partial)
         raise
-    return partial, chosen.unique
-
-
-def retention_of(keep: Retention | int | None) -> Retention:
-    """Raises UsageError unless `keep` is None (all), at least 1, or a retention."""
-    return keep if isinstance(keep, Retention) else Retention(last=keep)
 
 
 def save(

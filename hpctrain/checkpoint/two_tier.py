@@ -18,14 +18,15 @@ from hpctrain.checkpoint.local_store import OWN, own_file
 from hpctrain.checkpoint.partner import Offer, send_file
 from hpctrain.checkpoint.partner_wire import PartnerError
 from hpctrain.checkpoint.retain import retain
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saving import MAX_STEP, SaveOptions, SaveResult, Saving
+from hpctrain.checkpoint.save_options import SaveOptions, check_options, retention_of
+from hpctrain.checkpoint.saving import SaveResult, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import State
 from hpctrain.checkpoint.tiers import Tiers
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
-from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+from hpctrain.comm.doing import doing
+from hpctrain.errors import CheckpointError, HpctrainError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +96,6 @@ class TwoTier:
         """
         begin_s = time.perf_counter()
         options = options or SaveOptions()
-        agreed(comm, lambda: _check_step(step))
-        created_unix_s = on_rank_0(comm, time.time)
-        tiers.forget(from_step=step, comm=comm)
         topology = tiers.topology
         local = replace(
             options,
@@ -106,6 +104,9 @@ class TwoTier:
             node_of_rank=tuple(topology.node_of(rank) for rank in range(topology.num_ranks)),
             local=True,
         )
+        agreed(comm, lambda: check_options(local, step=step, num_ranks=comm.num_ranks))
+        created_unix_s = on_rank_0(comm, time.time)
+        tiers.forget(from_step=step, comm=comm)
         saving = Saving.begin(
             state,
             directory=tiers.store.own,
@@ -139,12 +140,14 @@ class TwoTier:
         that could not be made on a partner node is no error: the result's note says so.
         """
         if self._saving is None:
-            return self._commit()
+            with doing(self._comm, f"saving checkpoint step {self._step}: draining to the shared folder"):
+                return self._commit()
         local = self._saving.advance()
         if local is not None:
             self._saving = None
             self._local_s = time.perf_counter() - self._begin_s
-            self._begin_copying(local)
+            with doing(self._comm, f"saving checkpoint step {self._step}: beginning to drain"):
+                self._begin_copying(local)
         return None
 
     def finish(self) -> SaveResult:
@@ -243,7 +246,7 @@ class TwoTier:
         committed = commit_target(partial, step=self._step, save_id=save_id)
         if committed.path is None:
             raise CheckpointError(f"what was drained of step {self._step} is damaged: {committed.reason}")
-        retention = Retention.of(self._options.keep)
+        retention = retention_of(self._options.keep)
         notes = retain(self._tiers.shared, saved=committed.path, retention=retention)
         return {"committed": committed.to_json(), "notes": notes}
 
@@ -268,11 +271,6 @@ def saving_through(
         )
 
     return begin
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"step = {step!r}: a checkpoint's step is a whole number from 0 to {MAX_STEP}")
 
 
 def _submit(executor: Executor | None, work: Callable[[], _Report]) -> Future[_Report]:
