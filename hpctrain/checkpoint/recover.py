@@ -21,6 +21,7 @@ from hpctrain.checkpoint.local_store import OWN, Held, held_under
 from hpctrain.checkpoint.tiers import Tiers
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
+from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError
 
 
@@ -51,7 +52,11 @@ def recover(tiers: Tiers, *, comm: Collective) -> Recovered:
     Raises CheckpointError on every rank when the shared folder cannot be read or written. Damaged copies are
     passed over, and told in the notes.
     """
+    with doing(comm, "recovering checkpoints that the nodes hold"):
+        return _recover(tiers, comm=comm)
 
+
+def _recover(tiers: Tiers, *, comm: Collective) -> Recovered:
     def held_here() -> list[dict[str, Any]]:
         return [held.to_json() for held in held_under(tiers.store.base)] if tiers.is_leader else []
 

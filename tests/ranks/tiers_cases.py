@@ -1,0 +1,65 @@
+"""What each rank of the tests of two tiers runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint import load_newest_good
+from hpctrain.checkpoint.recover import recover
+from hpctrain.checkpoint.snapshot import HostBuffers
+from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.checkpoint.two_tier import TwoTier
+from hpctrain.topology import Topology
+from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+
+
+def open_tiers(world: Any, directory: str, *, ranks_per_node: int) -> Tiers:
+    """Nodes are emulated; each has a folder of its own in `directory/local`."""
+    names = [f"host/{rank // ranks_per_node}" for rank in range(world.num_ranks)]
+    return Tiers.open(
+        local=Path(directory) / "local",
+        shared=Path(directory) / "shared",
+        topology=Topology.from_node_names(names, emulated=True),
+        comm=world,
+    )
+
+
+def save_twice_and_die(world: Any, directory: str) -> None:
+    """Step 10 is saved beside collective work of the training, and committed. Step 20 has reached all nodes'
+    storage and their partners when every rank is killed."""
+    tiers = open_tiers(world, directory, ranks_per_node=2)
+    buffers, executor = HostBuffers(), ThreadPoolExecutor(1)
+    for step in (10, 20):
+        state = state_of(world.rank, world.num_ranks)
+        saving = TwoTier.begin(state, tiers=tiers, step=step, comm=world, buffers=buffers, executor=executor)
+        result = None
+        while result is None:
+            # A step of training: communication in this thread only, and a vote whether all are ready.
+            ready = torch.tensor([int(saving.ready())], dtype=torch.int32)
+            world.all_reduce(ready)
+            if int(ready) < world.num_ranks:
+                continue
+            if step == 20 and saving._partial is not None:
+                break
+            result = saving.advance()
+    (Path(directory) / f"died-{world.rank}").touch()
+    world.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recover_and_load(world: Any, directory: str) -> dict[str, Any]:
+    """step: of the checkpoint that the ordinary load finds. recovered: what was brought back before."""
+    tiers = open_tiers(world, directory, ranks_per_node=1)
+    found = recover(tiers, comm=world)
+    restored = load_newest_good(tiers.shared, comm=world)
+    assert restored is not None
+    for name, tensor in whole_tensors().items():
+        assert same_bits(restored.tensors[name], tensor), name
+    tiers.close()
+    return {"step": restored.checkpoint.step, "recovered": found.step, "notes": list(found.notes)}
