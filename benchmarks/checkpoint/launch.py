@@ -7,10 +7,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tests.ranks_launcher import start_command
+
+
+class Waiting(Enum):
+    """How ranks wait for each other. plain: polling, as for a user. patient: sleeping a little in between, with the
+    preloaded sched_yield of the tests: without it some starve where ranks outnumber the cores."""
+
+    PLAIN = "plain"
+    PATIENT = "patient"
 
 
 class RanksFailed(RuntimeError):
@@ -18,18 +27,27 @@ class RanksFailed(RuntimeError):
 
 
 def measured(
-    case: str, settings: Mapping[str, Any], *, num_ranks: int, scratch: Path, timeout_s: float = 300.0
+    case: str,
+    settings: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    scratch: Path,
+    timeout_s: float = 300.0,
+    waiting: Waiting | None = None,
 ) -> Any:
-    """What rank 0's case returned. scratch: where files are written. RanksFailed, with the ranks' last lines."""
+    """What rank 0's case returned; of several, with commas between, a dict of that. RanksFailed, with last lines.
+
+    scratch: where files are written. waiting: patient where there are more ranks than cores, unless given.
+    """
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=scratch) as writes:
         asked, result = Path(name) / "settings.json", Path(name) / "result.json"
         asked.write_text(
             json.dumps({**settings, "directory": writes, "meeting": name, "timeout_s": timeout_s})
         )
         module = [sys.executable, "-m", "benchmarks.checkpoint.ranks"]
-        # Ranks that outnumber the cores need the preloaded sched_yield of the tests, or some of them starve; others
-        # wait as they do for a user.
-        quiet = {} if num_ranks > (os.cpu_count() or 1) else {"LD_PRELOAD": ""}
+        if waiting is None:
+            waiting = Waiting.PATIENT if num_ranks > (os.cpu_count() or 1) else Waiting.PLAIN
+        quiet = {"LD_PRELOAD": ""} if waiting is Waiting.PLAIN else {}
         with start_command(
             num_ranks, [*module, case, str(asked), str(result)], env={**quiet, "GLOO_SOCKET_IFNAME": "lo"}
         ) as launched:

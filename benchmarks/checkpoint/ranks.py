@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m benchmarks.checkpoint.ranks CASE SETTINGS.json RESULT.json`."""
+"""What each rank runs: `python -m benchmarks.checkpoint.ranks CASE[,CASE] SETTINGS.json RESULT.json`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def main(words: Sequence[str]) -> int:
     session = start(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
     try:
         start_gloo(session.world, directory=Path(settings["meeting"]))
-        found = CASES[case](session, settings)
+        results = {name: CASES[name](session, settings) for name in case.split(",")}
+        found = results if "," in case else results[case]
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from hpctrain.run.session import Session
 
 INTERRUPTED = 130
+# How long the other ranks of a measurement that is stopped wait for rank 0 to remove its files.
+REMOVED_WITHIN_S = 20.0
 
 
 def checkpoint_command(
@@ -124,13 +127,20 @@ def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
 
     folder = Path(on_rank_0(session.world, make))
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if session.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)  # the launcher ends the other ranks, which got the signal too
-
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: hpctrain launch sends it for Ctrl-C
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # All ranks get the signal, and the first that leaves has the launcher kill the others.
+        for one in stops:
+            signal.signal(one, signal.SIG_IGN)
+        if session.rank == 0:
+            print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        deadline_s = time.monotonic() + REMOVED_WITHIN_S
+        while folder.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        os._exit(INTERRUPTED)
+
     before = {number: signal.signal(number, stop) for number in stops}
     try:
         yield folder
