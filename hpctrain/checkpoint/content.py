@@ -167,9 +167,23 @@ def _damaged_one_by_one(
 def _read_stretch(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
 ) -> Iterator[tuple[StoredExtent, np.ndarray]]:
-    """Read all of the stretch into `buffer`; then its extents, each with its bytes, shape (num_bytes,), which
-    hold until the next one is asked for."""
+    """Read all of the stretch into `buffer`; then as `_extents_in`."""
     _read(files, buffer, at=stretch.start, tensor=tensor, piece=piece, extent=stretch.extents[0])
+    yield from _extents_in(files, tensor, piece, stretch, buffer)
+
+
+def check_stretch(
+    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+) -> None:
+    """Compare the hashes of a stretch that came into memory on another way. Raises DamagedContentError."""
+    for extent, content in _extents_in(files, tensor, piece, stretch, buffer):
+        _check(files, content, tensor=tensor, piece=piece, extent=extent)
+
+
+def _extents_in(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+) -> Iterator[tuple[StoredExtent, np.ndarray]]:
+    """The stretch's extents, each with its bytes, shape (num_bytes,), which hold until the next is asked for."""
     if len(stretch.extents) == 1:
         yield stretch.extents[0], buffer
         return

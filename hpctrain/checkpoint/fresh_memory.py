@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.dtypes import byte_view, dtype_named, empty_tensor
+from hpctrain.errors import CheckpointError
 
 _LARGE_PAGE_BYTES = 2 << 20
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 
 def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
-    """A CPU tensor of this shape and dtype, its content not set."""
+    """A CPU tensor of this shape and dtype, its content not set. Raises CheckpointError where memory lacks."""
     kind = dtype_named(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
     if kind is torch.complex32 or _ADVICE is None:
@@ -32,7 +33,9 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
     try:
         memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no {num_bytes} bytes for a tensor: {error.strerror}") from error
+        raise CheckpointError(
+            f"there is no memory for a tensor of {num_bytes} bytes: {error.strerror}"
+        ) from error
     with suppress(
         OSError
     ):  # refused: small pages do as well. The end is left in small ones: it is not all used.

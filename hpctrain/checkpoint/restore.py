@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.listing import finished_newest_first
+from hpctrain.checkpoint.node_sharing import Sharing, nodes_that_share, read_sharing
 from hpctrain.checkpoint.read import Checkpoint, from_rank_0, say_rejected
 from hpctrain.checkpoint.seal import UnknownFormatError
 from hpctrain.checkpoint.structure import read_structure
@@ -40,12 +41,19 @@ class Restored:
 
 
 def load_newest_good(
-    directory: Path | str, *, comm: Collective, regions: Regions | None = None
+    directory: Path | str,
+    *,
+    comm: Collective,
+    regions: Regions | None = None,
+    sharing: Sharing | str = Sharing.AUTO,
+    node_of_rank: Sequence[int] | None = None,
 ) -> Restored | None:
     """Load the newest checkpoint whose every byte that any rank reads is as it was written. Collective.
 
     A damaged one is named on stderr, and the one before it is tried: all ranks end with the same one.
     regions: tensors of which this rank reads only the box (offset, shape); names not listed are read whole.
+    sharing: whether the ranks of a node read a part each and exchange it; node_of_rank: each rank's node, else
+    found by the hosts' names. Both the same on every rank.
     Returns None when the directory holds no checkpoint at all. Raises CheckpointError on every rank when it
     holds some but none is good (starting from nothing is then the user's decision, not ours), or when the
     newest is of a format that we do not know.
@@ -56,7 +64,9 @@ def load_newest_good(
         for path in candidates:
             try:
                 checkpoint = from_rank_0(comm, partial(read_structure, Path(path)))
-                tensors = read_together(checkpoint, comm=comm, regions=regions)
+                tensors = read_together(
+                    checkpoint, comm=comm, regions=regions, sharing=sharing, node_of_rank=node_of_rank
+                )
             except UnknownFormatError:
                 raise
             except CheckpointError as error:
@@ -72,15 +82,24 @@ def load_newest_good(
 
 
 def load(
-    path: Path | str, *, comm: Collective, regions: Regions | None = None
+    path: Path | str,
+    *,
+    comm: Collective,
+    regions: Regions | None = None,
+    sharing: Sharing | str = Sharing.AUTO,
+    node_of_rank: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
     """Load one checkpoint, a file or a folder; no falling back. Collective.
 
-    Raises CheckpointError on every rank when any rank finds damage in what it reads.
+    Arguments as of `load_newest_good`. Raises CheckpointError on every rank when any rank finds damage in what it
+    reads.
     """
     with doing(comm, f"loading checkpoint {path}"):
         checkpoint = from_rank_0(comm, lambda: read_structure(Path(path)))
-        return checkpoint, read_together(checkpoint, comm=comm, regions=regions)
+        tensors = read_together(
+            checkpoint, comm=comm, regions=regions, sharing=sharing, node_of_rank=node_of_rank
+        )
+        return checkpoint, tensors
 
 
 def read_together(
@@ -89,10 +108,16 @@ def read_together(
     comm: Collective,
     regions: Regions | None = None,
     names: Sequence[str] | None = None,
+    sharing: Sharing | str = Sharing.AUTO,
+    node_of_rank: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Every rank reads what it needs: `names`, the same on every rank, or all. Collective.
 
     Raises CheckpointError on all ranks when any fails.
     """
     with doing(comm, f"loading checkpoint {checkpoint.path}: reading"):
-        return agreed(comm, lambda: checkpoint.read_all(regions=regions, names=names))
+        nodes = nodes_that_share(checkpoint, comm=comm, sharing=sharing, node_of_rank=node_of_rank)
+        if nodes is None:
+            return agreed(comm, lambda: checkpoint.read_all(regions=regions, names=names))
+        wanted = list(checkpoint.tensors) if names is None else names
+        return read_sharing(checkpoint, comm=comm, nodes=nodes, names=wanted, regions=regions or {})

@@ -1,0 +1,213 @@
+"""Read once a node what all of its ranks need: each reads and verifies a part, and they give it to each other.
+
+It pays where a filesystem keeps nothing for the next reader on the same node, or gives one reader less than
+several: network and parallel ones. On a node's own disk the kernel's page cache does the same with one copy less.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.boxes import whole
+from hpctrain.checkpoint.content import check_stretch, fill_from
+from hpctrain.checkpoint.content_files import ContentFiles
+from hpctrain.checkpoint.filesystem import filesystem_of
+from hpctrain.checkpoint.fresh_memory import fresh_tensor, memory_of
+from hpctrain.checkpoint.metadata import StoredPiece, StoredTensor
+from hpctrain.checkpoint.read import Checkpoint
+from hpctrain.checkpoint.stretches import Stretch, flat_start, stretches_of
+from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import UsageError
+
+# What a rank has in flight at once, over all ranks of its node, and as much again on its way in.
+_ROUND_BYTES = 64 << 20
+_LEAST_BYTES = 16 << 20  # for less it is not worth the messages
+
+
+class Sharing(Enum):
+    """AUTO: NODE where the checkpoint lies on a filesystem that other nodes see too. NONE: every rank reads
+    all it needs."""
+
+    AUTO = "auto"
+    NODE = "node"
+    NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """What one rank reads and gives to the others: bytes begin, ..., begin + num_bytes - 1 of a tensor."""
+
+    name: str
+    begin: int
+    num_bytes: int
+    piece: StoredPiece
+    stretch: Stretch
+
+
+def units_of(tensor: StoredTensor) -> list[Unit] | None:
+    """The tensor cut into units; None when parts of the file are not parts of the tensor in one run each."""
+    units = []
+    for piece in tensor.pieces:
+        if not piece.box.num_elems:
+            continue
+        place = flat_start(piece.box, shape=tensor.view)
+        if place is None:
+            return None
+        for stretch in stretches_of(piece):
+            num_bytes = stretch.num_elems * tensor.elem_bytes
+            if num_bytes > _ROUND_BYTES:
+                return None
+            begin = (place + stretch.start) * tensor.elem_bytes
+            units.append(
+                Unit(name=tensor.name, begin=begin, num_bytes=num_bytes, piece=piece, stretch=stretch)
+            )
+    return units
+
+
+def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
+    """For each rank of a node of so many, its units in rounds. Pure, the same on every rank.
+
+    The units are laid end to end and the line is cut evenly, so that every rank reads one stretch of the files.
+    """
+    total_bytes = sum(unit.num_bytes for unit in units)
+    most_bytes = _ROUND_BYTES // num_ranks
+    shares: list[list[list[Unit]]] = [[] for _ in range(num_ranks)]
+    room = [0] * num_ranks
+    position = 0
+    for unit in units:
+        rank = min(num_ranks - 1, position * num_ranks // max(1, total_bytes))
+        if not shares[rank] or unit.num_bytes > room[rank]:
+            shares[rank].append([])
+            room[rank] = most_bytes
+        shares[rank][-1].append(unit)
+        room[rank] -= unit.num_bytes
+        position += unit.num_bytes
+    return shares
+
+
+def nodes_that_share(
+    checkpoint: Checkpoint, *, comm: Collective, sharing: Sharing | str, node_of_rank: Sequence[int] | None
+) -> list[list[int]] | None:
+    """The ranks (places in `comm`) of each node, or None: every rank reads for itself. Collective."""
+    try:
+        asked = Sharing(sharing)
+    except ValueError:
+        raise UsageError(
+            f"sharing = {sharing!r}: it is one of {', '.join(repr(s.value) for s in Sharing)}", agreed=True
+        ) from None
+    if comm.num_ranks == 1 or asked is Sharing.NONE:
+        return None
+    if node_of_rank is not None and len(node_of_rank) != comm.num_ranks:
+        raise UsageError(
+            f"node_of_rank names {len(node_of_rank)} ranks, there are {comm.num_ranks}", agreed=True
+        )
+    if asked is Sharing.AUTO:
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        pays = on_rank_0(comm, lambda: num_bytes >= _LEAST_BYTES and filesystem_of(checkpoint.path).is_shared)
+        if not pays:
+            return None
+    names = all_gather_json(comm, socket.gethostname()) if node_of_rank is None else list(node_of_rank)
+    nodes: dict[object, list[int]] = {}
+    for rank, name in enumerate(names):
+        nodes.setdefault(name, []).append(rank)
+    return None if len(nodes) == comm.num_ranks else list(nodes.values())
+
+
+def read_sharing(
+    checkpoint: Checkpoint,
+    *,
+    comm: Collective,
+    nodes: Sequence[Sequence[int]],
+    names: Sequence[str],
+    regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, torch.Tensor]:
+    """As `Checkpoint.read_all`, what all ranks need whole read once a node. Collective: the same `names` on all.
+
+    nodes: from `nodes_that_share`. Raises CheckpointError on every rank when any finds damage.
+    """
+    not_whole = set().union(*all_gather_json(comm, sorted(regions)))
+    units: list[Unit] = []
+    own: list[str] = []
+    for name in names:
+        found = None if name in not_whole else units_of(checkpoint.tensors[name])
+        if found is None:
+            own.append(name)
+        else:
+            units += found
+    node = next(ranks for ranks in nodes if comm.rank in ranks)
+    shares_by_size = {len(ranks): divide(units, num_ranks=len(ranks)) for ranks in nodes}
+    shares = dict(zip(node, shares_by_size[len(node)], strict=True))
+    num_rounds = max(len(rounds) for divided in shares_by_size.values() for rounds in divided)
+    loaded: dict[str, torch.Tensor] = {}
+    memory: dict[str, np.ndarray] = {}
+
+    def read_own() -> None:
+        mine = checkpoint.read_all(names=own, regions=regions)
+        for name in names:
+            stored = checkpoint.tensors[name]
+            loaded[name] = mine[name] if name in mine else fresh_tensor(stored.shape, dtype=stored.dtype)
+            if name not in mine and stored.num_bytes:
+                memory[name] = memory_of(loaded[name])
+        with checkpoint.named(), ContentFiles(checkpoint.files, read_ahead=True) as files:
+            for unit in (unit for units in shares[comm.rank] for unit in units):
+                stored = checkpoint.tensors[unit.name]
+                fill_from(
+                    files,
+                    tensor=stored,
+                    piece=unit.piece,
+                    stretch=unit.stretch,
+                    region=whole(stored.shape),
+                    target=memory[unit.name],
+                )
+
+    agreed(comm, read_own)
+    for place in range(num_rounds):
+        round_of = {rank: rounds[place] if place < len(rounds) else [] for rank, rounds in shares.items()}
+        _exchange(comm, round_of=round_of, memory=memory)
+
+    def check_received() -> None:
+        with checkpoint.named(), ContentFiles(checkpoint.files) as files:
+            for rank, rounds in shares.items():
+                for unit in (unit for units in rounds for unit in units if rank != comm.rank):
+                    check_stretch(
+                        files,
+                        tensor=checkpoint.tensors[unit.name],
+                        piece=unit.piece,
+                        stretch=unit.stretch,
+                        buffer=memory[unit.name][unit.begin : unit.begin + unit.num_bytes],
+                    )
+
+    agreed(comm, check_received)  # the way from rank to rank is not to be trusted more than a disk
+    return loaded
+
+
+def _exchange(
+    comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, np.ndarray]
+) -> None:
+    """Give this rank's units of one round to the others of the node, and put theirs into place. Collective."""
+    counts = [sum(unit.num_bytes for unit in round_of.get(rank, ())) for rank in range(comm.num_ranks)]
+    others = [rank for rank in round_of if rank != comm.rank]
+    own = np.empty((len(others), counts[comm.rank]), dtype=np.uint8)
+    start = 0
+    for unit in round_of[comm.rank]:
+        own[:, start : start + unit.num_bytes] = memory[unit.name][unit.begin : unit.begin + unit.num_bytes]
+        start += unit.num_bytes
+    received = comm.all_to_all(
+        torch.from_numpy(own).reshape(-1),
+        send_counts=[counts[comm.rank] if rank in others else 0 for rank in range(comm.num_ranks)],
+        receive_counts=[counts[rank] if rank in others else 0 for rank in range(comm.num_ranks)],
+    ).numpy()
+    start = 0
+    for rank in sorted(others):
+        for unit in round_of[rank]:
+            memory[unit.name][unit.begin : unit.begin + unit.num_bytes] = received[
+                start : start + unit.num_bytes
+            ]
+            start += unit.num_bytes
