@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.run.session import Session
 
 INTERRUPTED = 130
-# How long the other ranks of a measurement that is stopped wait for rank 0 to remove its files.
+# How long a rank of a measurement that is stopped waits for the one that removes its files.
 REMOVED_WITHIN_S = 20.0
 
 
@@ -130,14 +130,17 @@ def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: hpctrain launch sends it for Ctrl-C
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # All ranks get the signal, and the first that leaves has the launcher kill the others.
+        """All ranks get the signal, but one that waits in MPI for another never comes here: any may have to do it.
+        The first that leaves has the launcher kill the others."""
         for one in stops:
             signal.signal(one, signal.SIG_IGN)
-        if session.rank == 0:
+        gone = folder.with_name(f"{folder.name}.stopped")
+        with suppress(OSError):  # one rank's, and from now on nobody finds a place to write to
+            folder.rename(gone)
             print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(gone, ignore_errors=True)
         deadline_s = time.monotonic() + REMOVED_WITHIN_S
-        while folder.exists() and time.monotonic() < deadline_s:
+        while gone.exists() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         os._exit(INTERRUPTED)
 
