@@ -1,27 +1,24 @@
-"""MPI-IO engine: what the ranks of a file have is written through MPI's own files, together where it interleaves.
+"""MPI-IO engine: what the ranks of a file have is written through MPI's files, in large pieces.
 
-Ranks write in turns (see `turns`), each with a bounded batch. Between turns all meet, so that no module's
-read-modify-write of one turn meets another's of the next. Where anything was written together, all is read back
-and compared by its hash when it is on disk: Open MPI's collective modules report success for writes that fail
-(seen with 4.1.4: it prints the error, and the call returns MPI_SUCCESS), and have written wrong bytes (ompi#12718).
+Ranks write in turns (see `turns`), each with a bounded batch. Small pieces that interleave are first brought to the
+rank that writes that part of the file, all that lies there in one. The exchange is ours and not MPI's collective
+writing, which cannot be told to fail on all ranks (see `hpctrain.comm.collective_writing`).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, final
+from typing import final
 from weakref import WeakKeyDictionary
 
-import xxhash
-
-from hpctrain.checkpoint.batch import Batch, Stretch, bytes_of, joined, runs_of_neighbours
-from hpctrain.checkpoint.file_bytes import explained, read_fully, write_fully
-from hpctrain.checkpoint.turns import Reach, plan_turn
+from hpctrain.checkpoint.batch import Batch, Stretch, joined
+from hpctrain.checkpoint.file_bytes import explained, write_fully
+from hpctrain.checkpoint.striping import PAGE_BYTES
+from hpctrain.checkpoint.turns import Reach, dealt, domains, plan_turn
+from hpctrain.checkpoint.write_direct import write_direct
 from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.collective_writing import CollectiveWriter
 from hpctrain.comm.communicator import Collective
@@ -30,26 +27,15 @@ from hpctrain.errors import CheckpointError, CommunicationError
 BATCH_BYTES = 32 << 20
 # Data sieving turns small writes into read-modify-write of what other ranks write (ROMIO).
 HINTS: Mapping[str, str] = {"romio_ds_write": "disable"}
-# Open MPI's modules with wrong bytes or hangs behind them: ompi#12718, ompi#7414, ompi#10297.
-_BAD_MODULES = ("vulcan", "dynamic")
-_FCOLL = "OMPI_MCA_fcoll"
 _FAILED, _GOING_ON = 1, 0
 
 _opened: WeakKeyDictionary[Collective, dict[tuple[int, ...], CollectiveFiles | None]] = WeakKeyDictionary()
 
 
-def obstacle_to_mpio(comm: Collective, *, environ: Mapping[str, str] = os.environ) -> str | None:
+def obstacle_to_mpio(comm: Collective) -> str | None:
     """Why this rank cannot use the engine; None when nothing is known against it. Does not communicate."""
     if comm.backend not in ("mpi", "horovod"):
         return f"the {comm.backend} backend has no MPI ranks"
-    asked = environ.get(_FCOLL, "")
-    named = [name.strip() for name in asked.split(",")]
-    bad = [name for name in _BAD_MODULES if name in named]
-    if bad and not asked.startswith("^"):
-        return (
-            f"{_FCOLL}={asked} allows the module {bad[0]}, which has written wrong bytes: unset it, or set "
-            "two_phase,individual"
-        )
     return None
 
 
@@ -71,15 +57,17 @@ def write_together(
     members: Sequence[int] | None = None,
     hints: Mapping[str, str] = HINTS,
     batch_bytes: int = BATCH_BYTES,
+    block_bytes: int = PAGE_BYTES,
 ) -> None:
     """Write this rank's `stretches` of the file at `path`, which is there. On disk (fsync) when it returns.
 
     members: the world ranks that share the file, this one among them; None: all of `comm`. Collective over
     `comm` (each rank with its own file) the first time, then over `members`; a rank may have no stretches.
     stretches: do not overlap, on one rank or between ranks; ascending is fastest. Views must keep their bytes
-    until the call returns. hints: for MPI, the same on all members.
-    CheckpointError on every rank that met an error, its own or a group's; what another rank alone met this one
-    does not raise: the caller votes. Nothing hangs: a rank that fails says so to the others.
+    until the call returns. hints: for MPI, the same on all members; cb_nodes also says how many ranks small pieces
+    are brought to, else all. block_bytes: a filesystem's unit of locking, where their parts of the file meet.
+    CheckpointError on the ranks that met an error, on all where the file cannot be opened: the caller votes. Nothing
+    hangs: a rank that fails says so to the others, and all stop.
     """
     files = files_of(comm, members=members)
     try:
@@ -89,9 +77,15 @@ def write_together(
         with explained(action="write", path=path):
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         raise CheckpointError(str(error)) from error
+    if writer is None and len(comm.members if members is None else members) == 1:
+        write_direct(path, stretches)  # nobody to write together with
+        return
     if writer is None:
         raise CheckpointError("the engine mpio needs MPI ranks: use the engine direct")
-    _Writing(path, writer, batch=Batch(stretches, max_bytes=batch_bytes)).run()
+    _Writing(
+        path, writer, batch=Batch(stretches, max_bytes=batch_bytes), block_bytes=block_bytes,
+        num_writers=int(hints.get("cb_nodes", len(comm.members if members is None else members))),
+    ).run()  # fmt: skip
 
 
 @contextmanager
@@ -102,49 +96,27 @@ def _as_checkpoint_error() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Share:
-    """What this rank wrote at one time: where, and the hash of all of it."""
-
-    offsets: list[int]
-    lengths: list[int]
-    digest: int
-
-
-def _share_of(stretches: Sequence[Stretch]) -> _Share:
-    hashing = xxhash.xxh3_64()
-    offsets, lengths = [], []
-    for offset, views in runs_of_neighbours(stretches):
-        offsets.append(offset)
-        lengths.append(sum(view.nbytes for view in views))
-        for view in views:
-            hashing.update(view)
-    return _Share(offsets=offsets, lengths=lengths, digest=hashing.intdigest())
-
-
 @final
 class _Writing:
     """One rank's part in the writing of one file."""
 
-    def __init__(self, path: Path, writer: CollectiveWriter, *, batch: Batch) -> None:
+    def __init__(
+        self, path: Path, writer: CollectiveWriter, *, batch: Batch, num_writers: int, block_bytes: int
+    ) -> None:
         self._path = path
         self._writer = writer
         self._batch = batch
-        self._shares: list[_Share] = []
-        self._any_together = False
+        self._num_writers = num_writers
+        self._block_bytes = block_bytes
         self._error: Exception | None = None
 
     def run(self) -> None:
         """Raises what this rank met."""
         while self._take_turn():
             pass
-        self._writer.sync()
+        self._try(self._writer.sync)
         self._try(self._sync)
-        # From here on every rank's bytes are on the servers, and another node's can be read.
-        self._writer.gather([_FAILED if self._error else _GOING_ON])
-        self._writer.close()
-        if self._error is None and self._any_together:
-            self._try(self._compare)
+        self._try(self._writer.close)
         if self._error is not None:
             raise self._error
 
@@ -166,25 +138,24 @@ class _Writing:
             return False
         turn = plan_turn(
             [
-                Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes)
-                if begin >= 0
-                else None
+                Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes) if begin >= 0 else None
                 for _, begin, end, num_pieces, num_bytes in table
             ]
         )
         rank = self._writer.rank
         if rank in turn.alone:
-            self._try(lambda: self._write_alone(self._batch.take()))
+            self._try(lambda: self._write(self._batch.take()))
         if turn.together:
-            self._any_together = True
-            if turn.alone:
-                self._writer.gather([_GOING_ON])  # what is written together may read, and write back, between
-            taken = self._batch.take(until=turn.until) if rank in turn.together else []
-            self._try(lambda: self._write_shared(taken))
+            places = domains(
+                begin=turn.begin, until=turn.until, num_ranks=len(table), num_writers=self._num_writers,
+                block_bytes=self._block_bytes,
+            )  # fmt: skip
+            given = self._batch.take(until=turn.until) if rank in turn.together else []
+            outgoing = dealt(given, places=places)
+            self._try(lambda: self._write(sorted(self._writer.exchange(outgoing), key=_offset_of)))
         return True
 
-    def _write_alone(self, stretches: list[Stretch]) -> None:
-        self._shares.append(_share_of(stretches))
+    def _write(self, stretches: list[Stretch]) -> None:
         for offset, data in joined(stretches):
             count = self._writer.write(data, offset=offset)
             if count != len(data):
@@ -193,47 +164,19 @@ class _Writing:
                 with self._opened() as fd:
                     write_fully(fd, data.data[count:], offset=offset + count)
 
-    def _write_shared(self, stretches: list[Stretch]) -> None:
-        share = _share_of(stretches)
-        if stretches:
-            self._shares.append(share)
-        data = bytes_of([view for _, view in stretches])
-        self._writer.write_together(data, offsets=share.offsets, lengths=share.lengths)
-
     def _sync(self) -> None:
         with self._opened() as fd:
             os.fsync(fd)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The file anew, past MPI: network filesystems then look at what others have written."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        """The file past MPI."""
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             yield fd
         finally:
             os.close(fd)
 
-    def _compare(self) -> None:
-        """Read back what this rank has written."""
-        with self._opened() as fd:
-            for share in self._shares:
-                data = bytearray(sum(share.lengths))
-                ends = itertools.accumulate(share.lengths)
-                parts = [
-                    (offset, memoryview(data)[end - length : end])
-                    for offset, length, end in zip(share.offsets, share.lengths, ends, strict=True)
-                ]
-                for offset, part in parts:
-                    read_fully(fd, part, offset=offset)
-                if xxhash.xxh3_64_intdigest(data) != share.digest:
-                    self._explain_damage(fd, parts)
 
-    def _explain_damage(self, fd: int, parts: list[tuple[int, memoryview]]) -> NoReturn:
-        for offset, part in parts:
-            write_fully(fd, part, offset=offset)  # a full disk says so to whom it asks directly
-        os.fsync(fd)
-        (first, _), (last, view) = parts[0], parts[-1]
-        raise CheckpointError(
-            f"MPI reported success for bytes {first} to {last + view.nbytes - 1} of {self._path}, and others are "
-            "there: is the disk full? Else use the engine direct, or another file module of MPI"
-        )
+def _offset_of(stretch: Stretch) -> int:
+    return stretch[0]
