@@ -114,7 +114,7 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
     )
     data = recipe.data.model_copy(update={"global_batch": cell.global_batch, "held_out": None})
     checkpoint = recipe.checkpoint.model_copy(
-        update={"every_steps": None, "every_minutes": None, "directory": None}
+        update={"every_steps": None, "every_minutes": None, "every": None, "directory": None, "local": None}
     )
     telemetry = recipe.telemetry.model_copy(update={"metrics_every_steps": 1, "evaluate_every_steps": None})
     return recipe.model_copy(

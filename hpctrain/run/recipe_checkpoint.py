@@ -57,10 +57,34 @@ class CheckpointSection(Section):
     )
     directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
 
+    local: str | None = Field(
+        None, min_length=1,
+        description="A directory on each node's own storage: a checkpoint is written there first, then copied to "
+        "another node and into `directory` in the background, where it is committed. See guides/checkpoints.md.",
+    )  # fmt: skip
+    local_keep: int = Field(1, ge=1, description="`local`: so many checkpoints stay on the nodes.")
+    weights_from: str | None = Field(
+        None, min_length=1,
+        description="A checkpoint, or a directory of some, whose weights a run starts from. A run that resumes has its "
+        "own.",
+    )  # fmt: skip
+    weights_map: dict[str, str] = Field(
+        default_factory=dict,
+        description="`weights_from`: beginnings of names there, and what stands for them here, such as "
+        '`{ "encoder." = "backbone." }`.',
+    )
+    weights_strict: bool = Field(
+        True, description="`weights_from`: what does not fit is an error; `false`: it is told and left out."
+    )
+
     @model_validator(mode="after")
     def _fits_together(self) -> CheckpointSection:
         if isinstance(self.files, int) and self.files < 1:
             raise ValueError(f'files is {self.files}: give a number from 1 on, or "node"')
+        if self.local is not None and self.files not in (1, "node"):
+            raise ValueError("local keeps one file a node: leave files out")
+        if self.weights_from is None and (self.weights_map or not self.weights_strict):
+            raise ValueError("weights_map and weights_strict belong to weights_from")
         if self.every is not None and self.failures_per_day is None:
             raise ValueError("every = 'auto' needs failures_per_day: how often the whole job fails")
         if self.every is not None and self.every_minutes is not None:

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.requests import SaveRequests, SaveSignal
+from hpctrain.checkpoint.saver import Begin
+from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.checkpoint.two_tier import saving_through
 from hpctrain.comm import all_gather_json, check_same, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
 from hpctrain.resilience import StopRequest
 from hpctrain.run.data import open_data, place_identity
-from hpctrain.run.directory import prepare_run_directory, set_aside, set_aside_newer
+from hpctrain.run.directory import prepare_run_directory, set_aside
 from hpctrain.run.parts import (
     build_parts,
     build_schedule,
     build_settings,
-    checkpoint_directory,
     reduction_plan,
     total_steps,
 )
@@ -33,11 +35,11 @@ from hpctrain.run.recipe_file import to_toml
 from hpctrain.run.record import environment_record, working_commit
 from hpctrain.run.reduction import Reduction, gradient_bytes
 from hpctrain.run.session import Session, start
+from hpctrain.run.starting_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.summary import SUMMARY, finished_summary, summarize
 from hpctrain.telemetry import RecordWriter, tell, write_json
 from hpctrain.train import (
-    Position,
-    Resumed,
+    LoopSettings,
     Task,
     Training,
     TrainingState,
@@ -45,7 +47,6 @@ from hpctrain.train import (
     import_task,
     seed_generators,
 )
-from hpctrain.train import resume as resume_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,26 +150,34 @@ def carry_out(
     records = session.agreed(
         lambda: RecordWriter(directory / "metrics" / f"rank-{session.rank:05}.jsonl"), os_error=LaunchError
     )
+    tiers: Tiers | None = None
     try:
-        resumed = _resume(recipe, resume, state, session=session, identity=identity)
+        tiers = open_tiers(recipe, session=session)
+        resumed = resume_run(
+            recipe, state, path=resume.path, anew=resume.anew, session=session, identity=identity, tiers=tiers
+        )
+        if resumed.path is None:
+            start_from_weights(recipe, parts.model, session=session)
         steps = total_steps(recipe, parts.loader, position=resumed.position)
         if resumed.path is not None and resumed.position.step >= steps:
             before = on_rank_0(session.world, lambda: finished_summary(directory, step=resumed.position.step))
             if before is not None:
                 return _nothing_left(before, recipe=recipe, session=session)
         on_rank_0(session.world, lambda: _write_records(recipe, environment, step=resumed.position.step))
+        settings = build_settings(recipe, session=session, steps=steps)
         training = Training(
             task,
             state=state,
             loader=parts.loader,
             held_out=parts.held_out,
             schedule=build_schedule(recipe, steps=steps),
-            settings=build_settings(recipe, session=session, steps=steps),
+            settings=settings,
             comm=session.world,
             device=session.device,
             autocast=parts.autocast,
             identity=identity,
             resumed=resumed,
+            begin_save=_through(tiers, settings, session=session),
             records=records,
             stop=stop,
             requests=SaveRequests(
@@ -199,6 +208,8 @@ def carry_out(
     finally:
         records.close()
         updater.close()
+        if tiers is not None:
+            tiers.close()
 
 
 def _check_same_recipe(recipe: Recipe, session: Session) -> None:
@@ -209,27 +220,11 @@ def _check_same_recipe(recipe: Recipe, session: Session) -> None:
             check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
 
 
-def _resume(
-    recipe: Recipe, resume: Resume, state: TrainingState, *, session: Session, identity: dict[str, Any]
-) -> Resumed:
-    if resume.anew:
-        return Resumed(position=Position(), path=None)
-    directory = checkpoint_directory(recipe)
-    resumed = resume_state(
-        state,
-        source=resume.path or directory,
-        named=resume.path is not None,
-        comm=session.world,
-        identity=identity,
-    )
-    if resume.path is not None:
-        # The run branches off here: what the other branch saved later must not be taken for this one's.
-        moved = set_aside_newer(directory, step=resumed.position.step, comm=session.world)
-        if moved is not None and session.rank == 0:
-            tell(f"later checkpoints of the run that this one branches off from are in {moved}")
-    if resumed.path is not None and session.rank == 0:
-        tell(f"resumed from {resumed.path} (step {resumed.position.step})")
-    return resumed
+def _through(tiers: Tiers | None, settings: LoopSettings, *, session: Session) -> Begin | None:
+    """How saves begin where they go through the nodes' own storage."""
+    if tiers is None:
+        return None
+    return saving_through(tiers, comm=session.world, options=settings.checkpoint.options)
 
 
 def _write_records(recipe: Recipe, environment: dict[str, Any], *, step: int) -> None:

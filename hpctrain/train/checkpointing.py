@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -59,7 +60,7 @@ class Checkpointing:
         self._saved_step = saved_step
         self._last_save_s = time.monotonic()
         self._costs = Costs()
-        self._note = ""
+        self._told: set[str] = set()  # notes, each of which is told once
         self.num_committed = 0
         self._saver = Saver(
             begin or saving_into(policy.directory, comm=comm, options=policy.options),
@@ -149,12 +150,18 @@ class Checkpointing:
             self._say(f"checkpoints: {result.engine.value}{note}, in {self._policy.directory}")
             if advice is not None:
                 self._say(f"checkpoints: {advice.describe()}")
-        elif result.note != self._note:
-            self._say(f"checkpoint of step {saved.step}: {result.note}")
-        self._note = result.note
+        news = [note for note in result.note.split("; ") if _but_for_numbers(note) not in self._told]
+        self._told |= {_but_for_numbers(note) for note in news}
+        if news and self.num_committed > 1:
+            self._say(f"checkpoint of step {saved.step}: {'; '.join(news)}")
         self._records.write({
             "kind": "checkpoint", "time": time.time(), "step": saved.step, "path": str(result.path),
             "bytes": result.bytes, "mode": self._policy.mode.value, "stall_seconds": saved.stall_s,
             "write_seconds": saved.write_s, "mb_per_s": saved.mb_per_s, "engine": result.engine,
+            "note": result.note,
             **({"advised_interval_s": advice.interval_s} if advice is not None else {}),
         })  # fmt: skip
+
+
+def _but_for_numbers(note: str) -> str:
+    return re.sub(r"\d+", "", note)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from hpctrain.checkpoint import State
 from hpctrain.checkpoint.requests import SaveRequests
+from hpctrain.checkpoint.saver import Begin
 from hpctrain.comm import Collective, broadcast_tensors
 from hpctrain.data import Batch, Batches, Loader
 from hpctrain.errors import DataError, StoppedEarly
@@ -29,22 +30,7 @@ from hpctrain.train.settings import LoopSettings
 from hpctrain.train.state import Position, TrainingState
 from hpctrain.train.sync_batch_norm import communicates_in_forward
 from hpctrain.train.task import Task, takes_valid
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """What a finished stretch of training amounts to, as this rank saw it."""
-
-    position: Position
-    last_loss: float
-    quality: dict[str, float]
-    seconds: dict[str, float]
-    steps: int  # done in this stretch; `position.step` counts from the beginning of the run
-    samples: int  # over all ranks, in this stretch
-    skipped_steps: int
-    skipped_samples: int  # damaged ones, over all ranks, in this stretch
-    checkpoints: int
-    resumed_from: str | None
+from hpctrain.train.totals import Totals
 
 
 class Training:
@@ -67,6 +53,7 @@ class Training:
         records: RecordWriter,
         stop: StopRequest,
         requests: SaveRequests,
+        begin_save: Begin | None = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._task = task
@@ -93,7 +80,8 @@ class Training:
         self._resumed_from = str(resumed.path) if resumed.path is not None else None
         self._checkpoints = Checkpointing(
             settings.checkpoint, comm=comm, records=records, say=self._progress.say, clock=self._clock,
-            requests=requests, saved_step=resumed.position.step if resumed.path is not None else None,
+            requests=requests, begin=begin_save,
+            saved_step=resumed.position.step if resumed.path is not None else None,
         )  # fmt: skip
         self._quality: dict[str, float] = {}  # of the newest evaluation
         self._quality_step: int | None = None

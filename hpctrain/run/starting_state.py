@@ -1,0 +1,108 @@
+"""What a run starts from: its own checkpoints, what its nodes still hold, or another run's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.partial import load_weights
+from hpctrain.checkpoint.recover import recover
+from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.run.directory import set_aside_newer
+from hpctrain.run.parts import checkpoint_directory
+from hpctrain.run.recipe import Recipe
+from hpctrain.run.session import Session
+from hpctrain.telemetry import tell
+from hpctrain.train import Position, Resumed, TrainingState, resume
+
+
+def open_tiers(recipe: Recipe, *, session: Session) -> Tiers | None:
+    """The nodes' own storage as the first place of checkpoints, where the recipe asks for it. Collective."""
+    section = recipe.checkpoint
+    if section.local is None:
+        return None
+    tiers = Tiers.open(
+        local=section.local,
+        shared=checkpoint_directory(recipe),
+        topology=session.topology,
+        comm=session.world,
+        keep_local=section.local_keep,
+    )
+    session.on_close(tiers.close)
+    return tiers
+
+
+def resume_run(
+    recipe: Recipe,
+    state: TrainingState,
+    *,
+    path: Path | None,
+    anew: bool,
+    session: Session,
+    identity: dict[str, Any],
+    tiers: Tiers | None,
+) -> Resumed:
+    """Restore `state` from the run's newest good checkpoint, or the one at `path`; nothing when it begins anew.
+    Collective. Raises CheckpointError on every rank."""
+    if anew:
+        if tiers is not None:
+            tiers.forget(comm=session.world)
+        return Resumed(position=Position(), path=None)
+    directory = checkpoint_directory(recipe)
+    if tiers is not None and path is None:
+        recover_from_nodes(tiers, session=session)
+    resumed = resume(
+        state, source=path or directory, named=path is not None, comm=session.world, identity=identity
+    )
+    if path is not None:
+        # The run branches off here: what the other branch saved later must not be taken for this one's.
+        moved = set_aside_newer(directory, step=resumed.position.step, comm=session.world)
+        if tiers is not None:
+            tiers.forget(from_step=resumed.position.step + 1, comm=session.world)
+        if moved is not None and session.rank == 0:
+            tell(f"later checkpoints of the run that this one branches off from are in {moved}")
+    if resumed.path is not None and session.rank == 0:
+        tell(f"resumed from {resumed.path} (step {resumed.position.step})")
+    return resumed
+
+
+def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
+    """Bring what the nodes hold, and the shared folder does not, into the shared folder. Collective."""
+    found = recover(tiers, comm=session.world)
+    if session.rank == 0:
+        for note in found.notes:
+            tell(f"note: {note}")
+        if found.path is not None:
+            tell(f"recovered from the nodes' own storage: {found.path}")
+
+
+def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Session) -> None:
+    """Put the weights that the recipe names into `model`, and tell what did not fit. Collective.
+
+    Raises CheckpointError on every rank.
+    """
+    section = recipe.checkpoint
+    if section.weights_from is None:
+        return
+    mapping = section.weights_map
+    loaded = load_weights(
+        model,
+        section.weights_from,
+        comm=session.world,
+        rename=lambda name: renamed(name, mapping=mapping),
+        strict=section.weights_strict,
+    )
+    if session.rank == 0:
+        tell(f"starts from the weights of {loaded.describe()}")
+
+
+def renamed(name: str, *, mapping: Mapping[str, str]) -> str:
+    """`name` with its beginning replaced as `mapping` says; of several that fit the longest counts."""
+    fitting = [begin for begin in mapping if name.startswith(begin)]
+    if not fitting:
+        return name
+    begin = max(fitting, key=len)
+    return mapping[begin] + name[len(begin) :]
