@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
 from hpctrain.checkpoint.commit import flush_folder
 from hpctrain.checkpoint.drain import Pace, copy_file
-from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, prepare_target
+from hpctrain.checkpoint.drained import commit_target, discard_target, prepare_target
 from hpctrain.checkpoint.file_bytes import explained
 from hpctrain.checkpoint.listing import part_path
 from hpctrain.checkpoint.local_store import OWN, own_file
@@ -29,23 +31,13 @@ from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError, HpctrainError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Report:
-    """What one leader's background work came to."""
-
-    local_s: float
-    partner_s: float
-    drain_s: float
-    warning: str
-
-
 @final
 class TwoTier:
     """A save that goes to node-local storage first, and is drained from there. Made by `begin`.
 
-    `advance` leads through three stages: the local save (a `Saving` of its own); copying to partner and shared
-    folder, by the nodes' leaders in the background; the commit in the shared folder. What the run calls saved is
-    what was committed there. An error leaves the local copies, from which the next start recovers.
+    `advance` leads through three stages, each in the background: the local save (a `Saving` of its own); copying to
+    partner and shared folder, by the nodes' leaders; the commit in the shared folder, by rank 0. What the run calls
+    saved is what was committed there. An error leaves the local copies, from which the next start recovers.
     """
 
     def __init__(
@@ -69,9 +61,10 @@ class TwoTier:
         self._created_unix_s = created_unix_s
         self._begin_s = begin_s
         self._local: SaveResult | None = None
-        self._local_s = 0.0
         self._partial: Path | None = None
-        self._copying: Future[_Report] | None = None
+        self._copying = False
+        self._work: Future[Any] | None = None
+        self._warnings: list[str] = []
 
     @classmethod
     def begin(
@@ -131,7 +124,7 @@ class TwoTier:
         """Whether `advance` would not wait for this rank's own work. Not collective."""
         if self._saving is not None:
             return self._saving.ready()
-        return self._copying is None or self._copying.done()
+        return self._work is None or self._work.done()
 
     def advance(self) -> SaveResult | None:
         """Wait for this rank's work of the present stage and begin the next; the result when all is done. Collective.
@@ -139,16 +132,19 @@ class TwoTier:
         Raises CheckpointError on every rank when a node cannot write to its local or to the shared folder. A copy
         that could not be made on a partner node is no error: the result's note says so.
         """
-        if self._saving is None:
-            with doing(self._comm, f"saving checkpoint step {self._step}: draining to the shared folder"):
-                return self._commit()
-        local = self._saving.advance()
-        if local is not None:
-            self._saving = None
-            self._local_s = time.perf_counter() - self._begin_s
-            with doing(self._comm, f"saving checkpoint step {self._step}: beginning to drain"):
-                self._begin_copying(local)
-        return None
+        if self._saving is not None:
+            self._local = self._saving.advance()
+            if self._local is not None:
+                self._saving = None
+                with self._doing("beginning to drain"):
+                    self._begin_copying(self._local)
+            return None
+        if self._copying:
+            with self._doing("draining to the shared folder"):
+                self._end_copying()
+            return None
+        with self._doing("committing in the shared folder"):
+            return self._end_commit()
 
     def finish(self) -> SaveResult:
         """`advance` until all is done. Collective."""
@@ -161,19 +157,18 @@ class TwoTier:
 
     def _begin_copying(self, local: SaveResult) -> None:
         """Collective."""
-        self._local = local
 
         def prepare() -> str:
             return str(prepare_target(self._tiers.shared, step=self._step))
 
         partial = self._partial = Path(on_rank_0(self._comm, prepare))
+        self._copying = True
         if self._tiers.is_leader:
-            self._copying = _submit(
-                self._executor, lambda: self._copy(local.path, save_id=local.id, partial=partial)
-            )
+            work = functools.partial(self._copy, local.path, save_id=local.id, partial=partial)
+            self._work = _submit(self._executor, work)
 
-    def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> _Report:
-        """A leader's work in the background. No communication but the partner's connection."""
+    def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> str:
+        """A leader's work in the background: what to warn of, or "". No communication but with the partner."""
         tiers, store = self._tiers, self._tiers.store
         path = own_file(step_path)
         with explained(action="read", path=path):
@@ -188,22 +183,22 @@ class TwoTier:
         )
         store.note_own(path, offer=offer)
         pace = Pace(limit_mb_per_s=self._options.limit_mb_per_s)
-        digest, partner_s, warning = "", 0.0, ""
+        digest, warning = "", ""
         if tiers.partner is not None:
             try:
                 sent = send_file(
                     path, offer=offer, partner=tiers.partner, token=tiers.token, pace=pace,
                     timeout_s=tiers.timeout_s, on_bytes=self._go_on,
                 )  # fmt: skip
-                digest, partner_s = sent.digest, sent.seconds
+                digest = sent.digest
                 store.note_own(path, offer=offer, digest=digest)
             except PartnerError as error:
-                warning = str(error)
+                warning = f"WARNING: {error}"
         target = part_path(partial, tiers.node)
-        copied = copy_file(path, target, expected=digest, pace=pace, on_bytes=self._go_on)
+        copy_file(path, target, expected=digest, pace=pace, on_bytes=self._go_on)
         flush_folder(partial)
         store.prune(OWN)
-        return _Report(local_s=self._local_s, partner_s=partner_s, drain_s=copied.seconds, warning=warning)
+        return warning
 
     def _go_on(self, num_bytes: int) -> None:
         if self._tiers.stopping.is_set():
@@ -214,50 +209,57 @@ class TwoTier:
 
     # ------------------------------------------------------------------ stage 3: the commit
 
-    def _commit(self) -> SaveResult:
+    def _end_copying(self) -> None:
         """Collective."""
-        partial, local = self._partial, self._local
-        if partial is None or local is None:
-            raise RuntimeError("the save has ended already")
-        copying, self._copying = self._copying, None
-        self._partial = None
-        try:
-            report = agreed(
-                self._comm, lambda: copying.result() if copying else None, os_error=CheckpointError
-            )
-            found = on_rank_0(self._comm, lambda: self._commit_shared(partial, save_id=local.id))
-        except HpctrainError:
-            if self._comm.rank == 0:
-                discard_target(partial)
-            raise
-        gathered = all_gather_json(self._comm, asdict(report) if report else None)
-        reports = [_Report(**value) for value in gathered if value is not None]
-        committed = Committed.from_json(found["committed"])
-        assert committed.path is not None  # or else an error was raised
-        return replace(
-            local,
-            path=committed.path,
-            bytes=committed.num_bytes,
-            seconds=time.perf_counter() - self._begin_s,
-            note="; ".join([local.note, self._describe(reports), *found["notes"]]),
-        )
+        warning = self._agreed_work() or ""
+        self._warnings = [text for text in all_gather_json(self._comm, warning) if text]
+        self._copying = False
+        if self._comm.rank == 0:
+            self._work = _submit(self._executor, self._commit)
 
-    def _commit_shared(self, partial: Path, *, save_id: str) -> dict[str, Any]:
-        committed = commit_target(partial, step=self._step, save_id=save_id)
+    def _commit(self) -> dict[str, Any]:
+        """Rank 0's work: where it is now, how many bytes, and notes."""
+        partial, local = self._partial, self._local
+        assert partial is not None
+        assert local is not None
+        committed = commit_target(partial, step=self._step, save_id=local.id)
         if committed.path is None:
             raise CheckpointError(f"what was drained of step {self._step} is damaged: {committed.reason}")
         retention = retention_of(self._options.keep)
         notes = retain(self._tiers.shared, saved=committed.path, retention=retention)
-        return {"committed": committed.to_json(), "notes": notes}
+        return {"path": str(committed.path), "bytes": committed.num_bytes, "notes": notes}
 
-    def _describe(self, reports: list[_Report]) -> str:
-        local_s = max(report.local_s for report in reports)
-        partner_s = max(report.partner_s for report in reports)
-        drain_s = max(report.drain_s for report in reports)
-        text = f"local after {local_s:.2f} s, drained in {drain_s:.2f} s"
-        if self._tiers.topology.num_nodes > 1:
-            text += f", copied to partners in {partner_s:.2f} s"
-        return "; ".join([text, *(f"WARNING: {report.warning}" for report in reports if report.warning)])
+    def _end_commit(self) -> SaveResult:
+        """Collective."""
+        local, done = self._local, self._agreed_work()
+        told = on_rank_0(self._comm, lambda: done)
+        assert local is not None
+        self._partial = None
+        return replace(
+            local,
+            path=Path(told["path"]),
+            bytes=told["bytes"],
+            seconds=time.perf_counter() - self._begin_s,
+            note="; ".join(filter(None, [local.note, *self._warnings, *told["notes"]])),
+        )
+
+    def _agreed_work(self) -> Any:
+        """What this rank's work came to, once all have theirs; None where it had none. Collective."""
+        if self._partial is None:
+            raise RuntimeError(f"the save of step {self._step} has ended already")
+        work, self._work = self._work, None
+        try:
+            return agreed(
+                self._comm, lambda: work.result() if work is not None else None, os_error=CheckpointError
+            )
+        except HpctrainError:
+            partial, self._partial = self._partial, None
+            if self._comm.rank == 0:
+                discard_target(partial)
+            raise
+
+    def _doing(self, what: str) -> AbstractContextManager[None]:
+        return doing(self._comm, f"saving checkpoint step {self._step}: {what}")
 
 
 def saving_through(
@@ -273,11 +275,11 @@ def saving_through(
     return begin
 
 
-def _submit(executor: Executor | None, work: Callable[[], _Report]) -> Future[_Report]:
+def _submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
     """Run `work` in the executor, or now; what it raises is raised by `Future.result`."""
     if executor is not None:
         return executor.submit(work)
-    done: Future[_Report] = Future()
+    done: Future[Any] = Future()
     try:
         done.set_result(work())
     except (OSError, HpctrainError) as error:

@@ -45,7 +45,7 @@ def save_twice_and_die(world: Any, directory: str) -> None:
             world.all_reduce(ready)
             if int(ready) < world.num_ranks:
                 continue
-            if step == 20 and saving._partial is not None:
+            if step == 20 and saving._copying:
                 break
             result = saving.advance()
     (Path(directory) / f"died-{world.rank}").touch()
