@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes: to see that it runs")
     parser.add_argument(
         "--directory", type=Path, default=REPOSITORY / "build", metavar="DIR",
-        help="where is written, 6 GB at most, on the filesystem to be measured; all is removed at the end",
+        help="where is written, 4 GB at most, on the filesystem to be measured; all is removed at the end",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, metavar="PATH",

@@ -1,0 +1,99 @@
+"""What the checkpoint benchmark makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import results_file
+from benchmarks.checkpoint import figures, page
+from benchmarks.results_file import figure_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SAVES = {
+    "raw write": [0.4, 0.3, 0.2], "save, auto": [0.5, 0.4, 0.1], "save, direct": [0.5, 0.4, 0.1],
+    "dcp": [0.8, 0.6, 0.9], "dcp, no fsync": [0.5, 0.8, 0.2], "torch.save": [0.7, 0.7, 0.7],
+}  # fmt: skip
+SMALL = {f"{way}, {label}": [0.1 if label == "few" else 0.16] for way in ("save, auto", "dcp")
+         for label in ("many", "few")}  # fmt: skip
+LOADS = {"raw read": [0.2, 0.4], "load, verified": [0.25, 0.4], "dcp": [0.5, 0.5]}
+COLD = {"raw read": [0.3], "load, verified": [0.5]}
+STALLS = {
+    "seconds": {"memcpy": [0.1, 0.1], "save async, auto": [0.6, 0.7], "dcp async": [0.9, 0.9]},
+    "stalls": {"save async, auto": [0.12, 0.13], "dcp async": [0.3, 0.2]},
+    "share": [100, 100],
+}
+MEMORY = {
+    "ours": [{"idle": 100, "peak": 200, "share": 100}, {"idle": 100, "peak": 204, "share": 100}],
+    "dcp": [{"idle": 100, "peak": 300, "share": 100}],
+}
+STEPS = {
+    "free": [{"quiet": [0.01, 0.01], "beside": [0.01, 0.02], "save": 0.5}],
+    "limited": [{"quiet": [0.01, 0.01], "beside": [0.0105, 0.0105], "save": 2.0}],
+    "dcp async": [{"quiet": [0.01], "beside": [0.04], "save": 0.9}],
+}
+
+
+def all_records() -> list[results_file.Record]:
+    return [
+        *figures.save_records(SAVES),
+        *figures.small_records(SMALL, what="10,000 tensors"),
+        *figures.beside_records(dict.fromkeys(figures.BESIDE, SAVES)),
+        *figures.load_records(LOADS, COLD),
+        figures.stall_record(STALLS),
+        figures.memory_record(MEMORY),
+        *figures.steps_records(STEPS, limit_mb_per_s=100.0),
+    ]
+
+
+def test_each_number_is_held_against_its_bar() -> None:
+    made = {record.id: record for record in all_records()}
+    assert {name: (pytest.approx(record.value), record.holds) for name, record in made.items()} == {
+        "checkpoint.1a": (0.8, False),  # the rounds' ratios are 0.8, 0.75 and 2
+        "checkpoint.1b": (1.6, True),
+        "checkpoint.1c": (2.0, True),
+        "checkpoint.1d": (1.6, False),
+        **{f"checkpoint.1.{case}": (2.0, True) for case in figures.BESIDE},
+        "checkpoint.2a": (0.9, True),
+        "checkpoint.2b": (0.6, False),
+        "checkpoint.3a": (1.25, True),
+        "checkpoint.3b": (1.04, True),  # the rank with most
+        "checkpoint.3c": (1.5, False),
+        "checkpoint.3d": (1.05, True),
+    }
+    assert {figure_of(name) for name in made} == {f"checkpoint.{figure}" for figure in (1, 2, 3)}
+
+
+def test_a_peer_is_never_the_raw_way_nor_one_of_ours() -> None:
+    (record,) = figures.beside_records({"2gib": SAVES})
+    assert "the fastest peer (dcp, no fsync)" in record.what
+
+
+def test_the_file_and_the_page_have_a_place_for_every_record(tmp_path: Path) -> None:
+    path, page_path = tmp_path / "checkpoint.json", tmp_path / "page.md"
+    content = results_file.write(
+        path, all_records(), repository=REPOSITORY, benchmark="checkpoint", versions={"safetensors": "1"}
+    )
+    assert json.loads(path.read_text())["versions"]["safetensors"] == "1"
+    original = (REPOSITORY / "docs" / "benchmarks" / "checkpoint.md").read_text()
+    page_path.write_text(original)
+    names: dict[str, Any] = page.tables(content["records"])
+    assert set(names) == {name for name, _ in page.TABLES.values()} | {"stalls", "memory", "steps"}
+    for _ in range(2):
+        page.refresh(page_path, content)
+        text = page_path.read_text()
+        for name in (*names, "about", "checkpoint.1", "checkpoint.2", "checkpoint.3"):
+            begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+            assert text.count(begin) == text.count(end) == 1
+            assert text[text.index(begin) + len(begin) : text.index(end)].strip()
+        for record in content["records"]:
+            assert f"| `{record['id']}` |" in text
+    assert text.count("<!--") == original.count("<!--")
+    # 512 MiB in a median of 0.3 s; of stalls the median, the least and the most; what a save took of the steps.
+    assert "| raw write | 300 | 200 | 400 | 1,790 |" in text
+    assert "| save async, auto | 125.0 | 120.0 | 130.0 | 650 |" in text
+    assert "| free | 10.0 | 15.0 | 50% | 500 | 10 |" in text
+    assert "| ours | 0 | 0, 0 |" in text
