@@ -33,6 +33,8 @@ BESIDE_GRADIENTS = 1 << 16
 WORTH_ROUNDING = 0.2
 # Of candidates whose bytes decide alike, the one that was faster: so much of the measured time counts beside the floor.
 MEASURED_BESIDE_FLOOR = 0.01
+# The link decides where its bytes are at least this share of what was measured.
+DECIDED_BY_LINK = 0.5
 EXACTNESS = ("fp32", "fp16", "bf16")
 # No bucket is larger: what would be better there is of no interest.
 LARGEST_SIZE = 1 << 40
@@ -214,10 +216,16 @@ def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidat
 
 
 def _floored(cost: Cost, least: float) -> Cost:
-    """No size takes less than its bytes do at `least` seconds each; of equals the faster one stays the better."""
+    """No size takes less than its bytes do at `least` seconds each; of equals the faster one stays the better.
+
+    Where the link explains most of the largest size's time, it is what larger ones take longer by: the difference of
+    two trials says less of it, as one that met a busy moment makes it anything.
+    """
     points = [(n, max(s, n * least) + MEASURED_BESIDE_FLOOR * s) for n, s in cost.points]
     floored = Cost.fit(points)
-    return replace(floored, slope=max(floored.slope, least))
+    last_bytes, last_s = cost.points[-1]
+    decided = last_bytes * least >= DECIDED_BY_LINK * last_s
+    return replace(floored, slope=least if decided else max(floored.slope, least))
 
 
 def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[tuple[int, float]]]:

@@ -72,6 +72,20 @@ def test_where_the_bytes_decide_alike_the_one_that_was_faster_is_taken() -> None
         assert choice.for_wire("fp16").choose(2**26) == faster
 
 
+def test_one_trial_in_a_busy_moment_does_not_make_large_sizes_dear() -> None:
+    # At 1 MiB the link explains 15.7 of 16 ms and 7.9 of 10: beyond it, bytes over rate.
+    fp32, fp16 = Candidate("hierarchical", "fp32"), Candidate("hierarchical", "fp16")
+    points = {fp32: {2**18: 0.006, 2**20: 0.016}, fp16: {2**18: 0.0001, 2**20: 0.0099}}
+    found = [
+        Measurement(algorithm=c.algorithm, wire=c.wire, num_bytes=n, seconds=s)
+        for c, by_size in points.items()
+        for n, s in by_size.items()
+    ]
+    choice = Choice.of_measurements(found, floor=floor())
+    assert choice.for_wire("fp16").seconds(2**24) == pytest.approx(2**24 * 0.75 / RATE, rel=0.1)
+    assert choice.fastest_wire([2**22] * 4) == "fp16"
+
+
 def test_where_all_are_slower_than_their_bytes_only_the_time_counts() -> None:
     flat, two_level = Candidate("flat", "fp16"), Candidate("hierarchical", "fp16")
     choice = Choice.of_measurements(measured({two_level: 0.05, flat: 0.049}), floor=floor())
