@@ -23,6 +23,7 @@ FAULTY_FILES = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static int count;
@@ -76,6 +77,48 @@ static int failing(int place) {
   }
 WRITE(pwrite)
 WRITE(pwrite64)
+
+/* A short one takes the first of the parts. */
+#define WRITE_PARTS(name, more, given) \
+  ssize_t name(int fd, const struct iovec *parts, int count, off_t offset more) { \
+    static ssize_t (*real)(int, const struct iovec *, int, off_t more); \
+    static int interrupted; \
+    if (!real) real = (ssize_t (*)(int, const struct iovec *, int, off_t more))dlsym(RTLD_NEXT, #name); \
+    if (!fd_is_ours(fd)) return real(fd, parts, count, offset given); \
+    int place = next_place(); \
+    if (failing(place)) return -1; \
+    if (due("eintr", place) && (interrupted ^= 1)) { errno = EINTR; return -1; } \
+    struct iovec first = parts[0]; \
+    if (due("short", place)) { \
+      if (first.iov_len > 3) first.iov_len = first.iov_len > 70000 ? 65537 : first.iov_len / 2 + 1; \
+      parts = &first; \
+      count = 1; \
+    } \
+    ssize_t done = real(fd, parts, count, offset given); \
+    if (due("kill-after", place)) raise(SIGKILL); \
+    return done; \
+  }
+#define NOTHING
+#define FLAGS , int flags
+#define GIVEN , flags
+WRITE_PARTS(pwritev, NOTHING, NOTHING)
+WRITE_PARTS(pwritev64, NOTHING, NOTHING)
+WRITE_PARTS(pwritev2, FLAGS, GIVEN)
+WRITE_PARTS(pwritev64v2, FLAGS, GIVEN)
+
+#define TRUNCATE(name) \
+  int name(int fd, off_t length) { \
+    static int (*real)(int, off_t); \
+    if (!real) real = (int (*)(int, off_t))dlsym(RTLD_NEXT, #name); \
+    if (!fd_is_ours(fd)) return real(fd, length); \
+    int place = next_place(); \
+    if (failing(place)) return -1; \
+    int done = real(fd, length); \
+    if (due("kill-after", place)) raise(SIGKILL); \
+    return done; \
+  }
+TRUNCATE(ftruncate)
+TRUNCATE(ftruncate64)
 
 int fsync(int fd) {
   static int (*real)(int);
