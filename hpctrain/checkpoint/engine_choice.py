@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 from hpctrain.checkpoint.batch import Stretch
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of
-from hpctrain.checkpoint.mpio_engine import files_of, obstacle_to_mpio, write_together
+from hpctrain.checkpoint.mpio_engine import HINTS, files_of, obstacle_to_mpio, write_together
 from hpctrain.checkpoint.probe import probe
+from hpctrain.checkpoint.striping import alignment_of, stripes_for
 from hpctrain.checkpoint.write_direct import write_direct
 from hpctrain.comm.agreement import all_gather_json, describe_ranks, on_rank_0
 from hpctrain.comm.communicator import Collective
@@ -42,9 +43,23 @@ class EngineChoice:
         limit_bytes_per_s: only DIRECT keeps to it. CheckpointError on the ranks that met an error: the caller votes.
         """
         if self.engine is Engine.MPIO:
-            write_together(path, stretches, comm=comm, members=members)
+            hints = dict(HINTS)
+            if self.filesystem.is_lustre:
+                hints.update(stripes_for(_size_of(path)).hints(num_ranks=len(members)))
+            write_together(
+                path, stretches, comm=comm, members=members, hints=hints,
+                block_bytes=alignment_of(self.filesystem),
+            )  # fmt: skip
         else:
             write_direct(path, stretches, limit_bytes_per_s=limit_bytes_per_s)
+
+
+def _size_of(path: Path) -> int:
+    """0 where it cannot be told: opening the file then says why."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 # A rank's own, by its own communicator: all ranks of a group find, or do not find, the same.

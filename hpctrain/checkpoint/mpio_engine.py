@@ -112,6 +112,8 @@ class _Writing:
 
     def run(self) -> None:
         """Raises what this rank met."""
+        # Also where a network filesystem has told some ranks another size, and so other hints.
+        self._num_writers = int(self._writer.gather([self._num_writers]).max())
         while self._take_turn():
             pass
         self._try(self._writer.sync)
@@ -138,7 +140,9 @@ class _Writing:
             return False
         turn = plan_turn(
             [
-                Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes) if begin >= 0 else None
+                Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes)
+                if begin >= 0
+                else None
                 for _, begin, end, num_pieces, num_bytes in table
             ]
         )

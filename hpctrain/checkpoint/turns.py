@@ -1,14 +1,14 @@
-"""Who writes in one turn of writing a file with several ranks: pure.
+"""Who writes what in one turn of writing a file with several ranks: pure.
 
 Each rank holds a batch of stretches, and says from where to where it reaches and whether it is of many small
 pieces. Large pieces are written by their ranks alone: nobody gains by moving them. Batches of small pieces that
-reach into each other are written together, up to where the first of them ends: so what is written together lies
-close, and modules that fill gaps by reading do not read half the file.
+reach into each other are brought together: up to where the first of them ends, the file is divided into domains,
+one for each rank that writes, and each gets all that lies in its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # Below this mean, and from so many pieces on, moving bytes between ranks is cheaper than one write for each.
@@ -32,11 +32,12 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """alone: ranks that write their whole batch by themselves, first. together: ranks that then write, with all
-    others taking part, what of their batches lies before byte `until`. The rest waits for a later turn."""
+    """alone: ranks that write their whole batch by themselves. together: ranks that give away what of their batches
+    lies in begin <= byte < until. The rest waits for a later turn."""
 
     alone: frozenset[int]
     together: frozenset[int]
+    begin: int
     until: int
 
 
@@ -58,5 +59,44 @@ def plan_turn(reaches: Sequence[Reach | None]) -> Turn:
     knotted = {rank for knot in knots if len(knot) > 1 for rank in knot}
     alone = {rank for rank, reach in enumerate(reaches) if reach is not None and rank not in knotted}
     first = next((knot for knot in knots if len(knot) > 1), [])
-    until = min((end for _, end, rank in scattered if rank in first), default=0)
-    return Turn(alone=frozenset(alone), together=frozenset(first), until=until)
+    return Turn(
+        alone=frozenset(alone),
+        together=frozenset(first),
+        begin=min((begin for begin, _, rank in scattered if rank in first), default=0),
+        until=min((end for _, end, rank in scattered if rank in first), default=0),
+    )
+
+
+def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_bytes: int) -> list[int]:
+    """Where each rank's domain of the bytes begin <= byte < until starts, and at last `until`: num_ranks + 1 places.
+
+    num_writers: of the ranks have a domain, spread evenly over them; the others' are empty. Domains meet at
+    multiples of block_bytes, which no two ranks then write to.
+    """
+    writers = sorted({number * num_ranks // num_writers for number in range(min(num_writers, num_ranks))})
+    places, number = [begin], 0
+    for rank in range(num_ranks):
+        if number < len(writers) and rank == writers[number]:
+            number += 1
+            cut = begin + (until - begin) * number // len(writers)
+            end = until if number == len(writers) else cut - cut % block_bytes
+            places.append(max(places[-1], end))
+        else:
+            places.append(places[-1])
+    return places
+
+
+def dealt(
+    stretches: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
+) -> list[list[tuple[int, memoryview]]]:
+    """Ascending stretches, cut where domains meet: for each rank what lies in its own. places: of `domains`."""
+    parts: list[list[tuple[int, memoryview]]] = [[] for _ in places[1:]]
+    rank = 0
+    for offset, view in stretches:
+        while view.nbytes:
+            while offset >= places[rank + 1]:
+                rank += 1
+            count = min(view.nbytes, places[rank + 1] - offset)
+            parts[rank].append((offset, view[:count]))
+            offset, view = offset + count, view[count:]
+    return parts

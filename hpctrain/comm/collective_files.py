@@ -23,9 +23,9 @@ _MAX_OPEN = 32
 # Open MPI 4.1.4's module of first choice (vulcan) gives wrong bytes, without an error, where the ranks' requests
 # differ in number: seen on 3 ranks of one node. These two read rightly. Looked at when the first file is opened.
 _SOUND_MODULES = ("OMPI_MCA_fcoll", "two_phase,individual")
-# Filling small gaps by reading what lies there and writing it back would undo what another rank writes into them
-# (darshan#1064).
-_NO_SIEVING = ("OMPI_MCA_fbtl_posix_write_datasieving", "0")
+# Nobody uses shared file pointers, yet setting a view opens what keeps them. This module keeps them in a file beside
+# that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits for ever.
+_NO_LOCKED_FILE = ("OMPI_MCA_sharedfp", "^lockedfile")
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ class MpiCollectiveFiles:
         self._comm = comm
         self._open: OrderedDict[Path, Any] = OrderedDict()
         os.environ.setdefault(*_SOUND_MODULES)
-        os.environ.setdefault(*_NO_SIEVING)
+        os.environ.setdefault(*_NO_LOCKED_FILE)
 
     @contextlib.contextmanager
     def _reported(self, operation: str) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """A file that all ranks of a group write together through MPI-IO.
 
 The MPI backend gives the module and the communicator; nothing here imports mpi4py.
-Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO", Frontiers 1999.
+Source of writing in two phases, an exchange and then large pieces: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and
+Collective I/O in ROMIO", Frontiers 1999.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from hpctrain.errors import CommunicationError
 
 @runtime_checkable
 class CollectiveWriter(Protocol):
-    """One open file. Used by one thread; where it says collective, in the same order by all ranks of the group."""
+    """One open file. Used by one thread; where it says collective, in the same order by all ranks of the group.
+
+    MPI's own collective writing is left out: where a write fails, Open MPI's modules return success, or leave
+    the other ranks waiting for ever (two_phase, 4.1.4); some have written wrong bytes (ompi#12718).
+    """
 
     @property
     def rank(self) -> int:
@@ -35,13 +40,10 @@ class CollectiveWriter(Protocol):
         Fewer than n mean an error that MPI has kept to itself, or a full disk.
         """
 
-    def write_together(
-        self, data: NDArray[np.uint8], *, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """Write `data`, shape (sum(lengths),), to the stretches that begin at `offsets`. Collective.
+    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
+        """Give each rank some stretches of the file, (offset, bytes); those that the ranks gave this one. Collective.
 
-        Stretches ascend and do not overlap, on one rank or between ranks; a rank may have none. No error
-        does not mean that the bytes are there: Open MPI's modules do not tell all that go wrong.
+        outgoing: for each rank of the group what it is to write, less than 2 GiB in all; maybe nothing.
         """
 
     def sync(self) -> None:
@@ -53,7 +55,7 @@ class CollectiveWriter(Protocol):
 
 def _can_write(path: Path) -> bool:
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
     except OSError:
         return False
     return True
@@ -64,7 +66,7 @@ class MpiCollectiveWriter:
     """`CollectiveWriter` over MPI-IO."""
 
     def __init__(self, mpi: Any, comm: Any, *, path: Path, hints: Mapping[str, str]) -> None:
-        """Open the file, which is there, for reading and writing: collective over `comm`.
+        """Open the file, which is there: collective over `comm`.
 
         mpi: the module mpi4py.MPI. hints: for MPI_File_open, the same on every rank; unknown ones are ignored.
         CommunicationError on every rank when one of them does not see the file or may not write to it, and
@@ -85,8 +87,7 @@ class MpiCollectiveWriter:
             for name, value in hints.items():
                 info.Set(name, value)
             with self._reported("opening"):
-                # Modules that fill gaps between the ranks' stretches read before they write.
-                self._file = mpi.File.Open(comm, str(path), mpi.MODE_RDWR, info)
+                self._file = mpi.File.Open(comm, str(path), mpi.MODE_WRONLY, info)
         finally:
             info.Free()
 
@@ -116,20 +117,26 @@ class MpiCollectiveWriter:
             self._file.Write_at(offset, [data, self._mpi.BYTE], status)
         return int(status.Get_count(self._mpi.BYTE))
 
-    def write_together(
-        self, data: NDArray[np.uint8], *, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        byte = self._mpi.BYTE
+    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
+        places = np.array(
+            [(offset, view.nbytes) for part in outgoing for offset, view in part], dtype=np.int64
+        ).reshape(-1, 2)
+        data = np.frombuffer(b"".join(view for part in outgoing for _, view in part), dtype=np.uint8)
+        sent = np.array(
+            [(2 * len(part), sum(view.nbytes for _, view in part)) for part in outgoing], np.int32
+        )
+        taken = np.empty_like(sent)  # (num_ranks, 2): numbers of `places`, and bytes
         with self._reported("writing"):
-            stretches = None
-            if len(offsets):
-                # The file as this rank sees it: its stretches one after the other.
-                stretches = byte.Create_hindexed(list(lengths), list(offsets)).Commit()
-            self._file.Set_view(0, byte, stretches or byte)
-            self._file.Write_at_all(0, [data, byte])
-            self._file.Set_view(0, byte, byte)
-            if stretches is not None:
-                stretches.Free()
+            self._comm.Alltoall(sent, taken)
+            found = np.empty((int(taken[:, 0].sum()) // 2, 2), dtype=np.int64)
+            content = np.empty(int(taken[:, 1].sum()), dtype=np.uint8)
+            self._comm.Alltoallv([places, sent[:, 0].tolist()], [found, taken[:, 0].tolist()])
+            self._comm.Alltoallv([data, sent[:, 1].tolist()], [content, taken[:, 1].tolist()])
+        ends = np.cumsum(found[:, 1]).tolist()
+        return [
+            (offset, content[end - length : end].data)
+            for (offset, length), end in zip(found.tolist(), ends, strict=True)
+        ]
 
     def sync(self) -> None:
         with self._reported("writing"):

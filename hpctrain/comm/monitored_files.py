@@ -59,11 +59,9 @@ class MonitoredWriter:
     def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
         return self._inner.write(data, offset=offset)
 
-    def write_together(
-        self, data: NDArray[np.uint8], *, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> None:
+    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
         with self._track.during("write", self._name, signature=f"write {self._name}"):
-            self._inner.write_together(data, offsets=offsets, lengths=lengths)
+            return self._inner.exchange(outgoing)
 
     def sync(self) -> None:
         with self._track.during("sync", self._name, signature=f"sync {self._name}"):

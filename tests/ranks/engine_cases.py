@@ -1,0 +1,179 @@
+"""What each rank of the engine tests runs."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.checkpoint import engine_choice
+from hpctrain.checkpoint.batch import Stretch
+from hpctrain.checkpoint.engine import Engine
+from hpctrain.checkpoint.engine_choice import choose_engine
+from hpctrain.checkpoint.filesystem import Filesystem
+from hpctrain.checkpoint.mpio_engine import write_together
+from hpctrain.checkpoint.write_direct import write_direct
+from hpctrain.comm.agreement import agreed
+from hpctrain.errors import CheckpointError, HpctrainError
+
+# kind -> (pieces, their greatest length, least length, whether ranks own them in turn or each a part of the file)
+PATTERNS = {
+    "shares": (300, 50_000, 1, False),
+    "rows": (900, 700, 1, True),
+    "tiny rows": (4000, 40, 1, True),
+    "long rows": (40, 300_000, 100_000, True),
+    "one piece": (1, 5000, 5000, True),
+    "nothing": (0, 1, 1, True),
+}
+
+
+def pieces_of(kind: str, *, num_ranks: int) -> tuple[list[tuple[int, int, int]], int]:
+    """(offset, length, rank that writes, or -1) of each piece, ascending; and bytes of the file. The same on every
+    rank; some pieces are nobody's, and of four ranks one writes nothing."""
+    count, longest, shortest, in_turn = PATTERNS[kind]
+    rng = random.Random(kind)
+    writers = [rank for rank in range(num_ranks) if rank != 2 or num_ranks < 4]
+    pieces, offset = [], 4096
+    for number in range(count):
+        length = rng.randint(shortest, longest)
+        rank = rng.choice(writers) if in_turn else writers[number * len(writers) // count]
+        pieces.append((offset, length, rank if number % 7 else -1))
+        offset += length
+    return pieces, offset + 1000
+
+
+def stretches_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, rank: int) -> Iterator[Stretch]:
+    for offset, length, writer in pieces:
+        if writer == rank:
+            yield offset, data[offset : offset + length].data
+
+
+def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
+    """Every pattern on the first 1, 2, ... ranks, what goes wrong, and what is chosen.
+
+    wrong: on rank 0, which files differ from what was meant. errors, choices: what each rank was told.
+    """
+    wrong = []
+    for num_ranks in range(1, world.num_ranks + 1):
+        group = world.split([range(num_ranks)])
+        if group is not None and num_ranks < world.num_ranks:
+            wrong += write_every_pattern(group, Path(directory))
+        world.barrier()
+    wrong += write_every_pattern(world, Path(directory))
+    return {
+        "wrong": wrong,
+        "errors": _errors(world, Path(directory)),
+        "choices": _choices(world, Path(directory)),
+    }
+
+
+def write_every_pattern(comm: Any, directory: Path) -> list[str]:
+    """Each pattern by both engines, with small batches and large, and by two groups, each to a file of its own; on
+    rank 0, the files that are not what was meant."""
+    wrong = []
+    half = (comm.num_ranks + 1) // 2
+    everyone, groups = range(comm.num_ranks), [range(half), range(half, comm.num_ranks)]
+    for kind in PATTERNS:
+        pieces, num_bytes = pieces_of(kind, num_ranks=comm.num_ranks)
+        data = np.random.default_rng(len(kind)).integers(0, 256, num_bytes, dtype=np.uint8)
+        for engine, batch_bytes, files in (
+            ("direct", 0, [everyone]), ("mpio", 1 << 20, [everyone]), ("mpio", 20_000, [everyone]),
+            ("mpio", 1 << 20, groups),
+        ):  # fmt: skip
+            if engine == "mpio" and comm.num_ranks == 1 and comm.backend == "horovod":
+                continue
+            paths = [
+                directory / f"{comm.num_ranks}-{kind}-{engine}-{batch_bytes}-{len(files)}-{number}"
+                for number in range(len(files))
+            ]
+            if comm.rank == 0:
+                for path in paths:
+                    path.write_bytes(b"\xaa" * num_bytes)
+            comm.barrier()
+            number = next(number for number, members in enumerate(files) if comm.rank in members)
+            stretches = stretches_of(data, pieces, rank=comm.rank)
+            if engine == "direct":
+                write_direct(paths[number], stretches)
+            else:
+                write_together(
+                    paths[number], stretches, comm=comm, members=[comm.members[r] for r in files[number]],
+                    batch_bytes=batch_bytes,
+                )  # fmt: skip
+            comm.barrier()
+            if comm.rank == 0:
+                wrong += [
+                    path.name
+                    for path, members in zip(paths, files, strict=True)
+                    if path.read_bytes() != expected_of(data, pieces, members=members)
+                ]
+    return wrong
+
+
+def expected_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, members: range) -> bytes:
+    expected = np.full(len(data), 0xAA, dtype=np.uint8)
+    for offset, length, writer in pieces:
+        if writer in members:
+            expected[offset : offset + length] = data[offset : offset + length]
+    return expected.tobytes()
+
+
+def _errors(world: Any, directory: Path) -> dict[str, str]:
+    """What each rank raises when all have voted: the last rank's source fails, the file is not there, it may not
+    become as long as it should."""
+    last = world.rank == world.num_ranks - 1
+    pieces, num_bytes = pieces_of("tiny rows", num_ranks=world.num_ranks)
+    data = np.ones(num_bytes, dtype=np.uint8)
+    path = directory / "refused"
+
+    def told(path: Path, *, failing: bool = False) -> str:
+        world.barrier()
+        stretches = stretches_of(data, pieces, rank=world.rank)
+        if failing:
+            stretches = _failing(stretches)
+        try:
+            agreed(world, lambda: write_together(path, stretches, comm=world, batch_bytes=20_000))
+        except HpctrainError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    if world.rank == 0:
+        path.write_bytes(bytes(num_bytes))
+    found = {"source": told(path, failing=last), "missing": told(directory / "is not there")}
+    # A write beyond the limit fails with EFBIG, as one to a full disk does with ENOSPC, on whichever rank MPI lets
+    # do the writing. Open MPI's collective write does not tell.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes // 2, before[1]))
+    found["too large"] = told(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found["after all"] = told(path)
+    return found
+
+
+def _failing(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
+    for number, stretch in enumerate(stretches):
+        if number == 50:
+            raise CheckpointError("the device is gone")
+        yield stretch
+
+
+def _choices(world: Any, directory: Path) -> dict[str, Any]:
+    """What is chosen on this local disk, and what where its filesystem is taken for a shared one."""
+    names = ("direct", "mpio", "auto")
+    chosen = {name: choose_engine(Engine(name), directory=directory, comm=world) for name in names}
+    again = choose_engine(Engine.AUTO, directory=directory, comm=world)
+    engine_choice.filesystem_of = lambda path, **_: Filesystem(kind="nfs4")
+    shared = directory / "shared" / "checkpoints"
+    chosen["shared"] = choose_engine(Engine.AUTO, directory=shared, comm=world)
+    chosen["background"] = choose_engine(Engine.AUTO, directory=shared, comm=world, in_background=True)
+    world.barrier()
+    return {
+        **{name: [choice.engine.value, choice.note] for name, choice in chosen.items()},
+        "remembered": again is chosen["auto"],
+        "left behind": [path.name for path in shared.iterdir()],
+    }
