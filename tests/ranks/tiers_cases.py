@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def save_twice_and_die(world: Any, directory: str) -> None:
             ready = torch.tensor([int(saving.ready())], dtype=torch.int32)
             world.all_reduce(ready)
             if int(ready) < world.num_ranks:
+                time.sleep(0.01)
                 continue
             if step == 20 and saving._copying:
                 break
