@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.commit import flush_folder, rename_finished
+from hpctrain.checkpoint.commit import create_file, flush_folder, rename_finished
 from hpctrain.checkpoint.file_bytes import explained, read_fully, write_fully
 from hpctrain.checkpoint.importing import refuse_existing
 from hpctrain.checkpoint.listing import (
@@ -124,7 +124,7 @@ def _copy_files(
         final = Path(
             on_rank_0(comm, lambda: _commit(checkpoint, directory, partial), os_error=CheckpointError)
         )
-    except HpctrainError:
+    except BaseException:  # also Ctrl-C: what is half written may be large
         if comm.rank == 0:
             with suppress(OSError):
                 remove(partial)
@@ -140,11 +140,15 @@ def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]
     with explained(action="copy the checkpoint to", path=directory):
         directory.mkdir(parents=True, exist_ok=True)
         sizes = [path.stat().st_size for path in sources]
-        if is_folder:
-            partial.mkdir()
-        for number, num_bytes in enumerate(sizes):
-            with open(part_path(partial, number), "xb") as file:
-                file.truncate(num_bytes)
+        try:
+            if is_folder:
+                partial.mkdir()
+            for number, num_bytes in enumerate(sizes):
+                create_file(part_path(partial, number), file_bytes=num_bytes)
+        except (HpctrainError, OSError):
+            with suppress(OSError):
+                remove(partial)
+            raise
     return {"partial": str(partial), "sizes": sizes}
 
 

@@ -138,21 +138,21 @@ def compare(
     to_read = [name for name in both if not _same_hashes(one[name], two[name])]
     units = [unit for name in to_read for unit in _regions(one[name], two[name])]
 
-    def own_part() -> list[tuple[str, dict[str, Any]]]:
+    def own_part() -> dict[str, dict[str, Any]]:
         mine = units[comm.rank :: comm.num_ranks]
         total = sum(region.num_elems * one[name].elem_bytes for name, region in mine)
-        done, found = 0, []
+        done, found = 0, dict[str, Amount]()
         for name, region in mine:
             place = {"offset": region.offset, "shape": region.shape}
             pair = opened[0].read(name, **place), opened[1].read(name, **place)
-            found.append((name, asdict(_amount(*pair, tolerance=tolerance))))
+            found[name] = found.get(name, Amount()) + _amount(*pair, tolerance=tolerance)
             done += region.num_elems * one[name].elem_bytes
             progress(done, total)
-        return found
+        return {name: asdict(amount) for name, amount in found.items()}
 
     amounts = {name: Amount() for name in to_read}
     for part in all_gather_json(comm, agreed(comm, own_part, os_error=CheckpointError)):
-        for name, amount in part:
+        for name, amount in part.items():
             amounts[name] += Amount(**amount)
     changed = [
         _tensor_difference(one[name], two[name], amounts[name])

@@ -21,10 +21,9 @@ from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.state import encode_document
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import CheckpointError
 from hpctrain.version import __version__
 
-WEIGHTS_PREFIX = "model/"
 REGION_BYTES = 32 << 20  # read, verified and written at a time
 
 # The format's names of the types that it has. https://github.com/huggingface/safetensors, "Format".
@@ -104,7 +103,7 @@ def export_safetensors(
             os_error=CheckpointError,
         )
         on_rank_0(comm, lambda: _commit(partial, target))
-    except HpctrainError:
+    except BaseException:  # also Ctrl-C: what is half written may be large
         if comm.rank == 0:
             with suppress(OSError):
                 partial.unlink()
@@ -133,7 +132,7 @@ def export_state_dict(
                 os.fsync(file.fileno())
                 num_bytes = file.tell()
             _commit(partial, target)
-        except (HpctrainError, RuntimeError) as error:
+        except BaseException as error:  # also Ctrl-C: what is half written may be large
             with suppress(OSError):
                 partial.unlink()
             if isinstance(error, RuntimeError):  # torch's writer: a disk that is full, among others
@@ -242,6 +241,9 @@ def _create(target: Path, *, header: bytes, num_bytes: int) -> str:
         try:
             write_fully(fd, memoryview(header), offset=0)
             os.ftruncate(fd, num_bytes)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
     return str(partial)

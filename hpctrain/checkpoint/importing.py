@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.exporting import WEIGHTS_PREFIX
 from hpctrain.checkpoint.file_bytes import explained
 from hpctrain.checkpoint.listing import finished_newest_first, step_of
 from hpctrain.checkpoint.mapped import save_in_files
+from hpctrain.checkpoint.partial import MODEL_PREFIX
 from hpctrain.checkpoint.saving import SaveResult
 from hpctrain.checkpoint.state import Replicated, State
+from hpctrain.checkpoint.structure import is_checkpoint
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError, UsageError
@@ -66,7 +67,7 @@ def import_tensors(
         raise UsageError(f"{source} does not say which step it is of: give --step", agreed=True)
     on_rank_0(comm, lambda: refuse_existing(directory, step=step, replace=replace))
     if prefix is None:
-        prefix = WEIGHTS_PREFIX if foreign.document is None else ""
+        prefix = MODEL_PREFIX if foreign.document is None else ""
     document = foreign.document
     if document is None:
         document = {"imported": {"file": source.name, "num_tensors": len(foreign.tensors)}}
@@ -80,7 +81,10 @@ def import_tensors(
 
 
 def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
-    """Raises CheckpointError when there is a checkpoint of this step that may not be replaced. Rank 0."""
+    """Raises CheckpointError when there is a checkpoint of this step that may not be replaced, and UsageError when
+    `directory` is a checkpoint, or has the name of one. Rank 0."""
+    if directory.suffix == ".h5" or is_checkpoint(directory):
+        raise UsageError(f"{directory}: give the directory to put it in; a checkpoint is called by its step")
     there = [path for path in finished_newest_first(directory) if step_of(path) == step]
     if there and not replace:
         raise CheckpointError(f"{there[0]} exists: choose another step or directory, or give --replace")

@@ -39,8 +39,9 @@ def export_command(
     hpctrain checkpoint export runs/lm/checkpoints/step-00005000.h5 --to lm.pt --prefix model/
     mpirun -n 4 hpctrain checkpoint export runs/lm/checkpoints --to everything.safetensors
     """
-    from hpctrain.checkpoint.exporting import WEIGHTS_PREFIX, export_safetensors, export_state_dict
+    from hpctrain.checkpoint.exporting import export_safetensors, export_state_dict
     from hpctrain.checkpoint.importing import STATE_DICT_SUFFIXES
+    from hpctrain.checkpoint.partial import MODEL_PREFIX
 
     if weights and prefix is not None:
         raise UsageError("--weights stands for --prefix model/: give one of them", agreed=True)
@@ -50,7 +51,7 @@ def export_command(
             f"--to {target}: a name ending in .safetensors or {', '.join(STATE_DICT_SUFFIXES)} is expected",
             agreed=True,
         )
-    chosen = WEIGHTS_PREFIX if weights else prefix or ""
+    chosen = MODEL_PREFIX if weights else prefix or ""
     with all_ranks() as world, progress("exported", rank=world.rank) as report:
         _refuse_existing(target, replace=replace, world=world)
         if as_state_dict:

@@ -114,6 +114,7 @@ def show_command(
 
 
 def _row(path: Path) -> dict[str, Any]:
+    from hpctrain.checkpoint.file_bytes import explained
     from hpctrain.checkpoint.listing import step_of
     from hpctrain.checkpoint.pruning import size_of
     from hpctrain.checkpoint.structure import read_structure
@@ -122,7 +123,7 @@ def _row(path: Path) -> dict[str, Any]:
         "path": str(path),
         "step": step_of(path),
         "saved": None,
-        "file_bytes": size_of(path),
+        "file_bytes": 0,
         "num_files": len(list(path.glob("data-*.h5"))) if path.is_dir() else 1,
         "num_ranks": None,
         "id": None,
@@ -130,13 +131,16 @@ def _row(path: Path) -> dict[str, Any]:
         "error": None,
     }
     try:
+        with explained(action="look at", path=path):
+            row["file_bytes"] = size_of(path)
         metadata = read_structure(path).metadata
     except CheckpointError as error:
         return {**row, "error": str(error)}
+    num_ranks = metadata.writer.get("num_ranks")
     return {
         **row,
         "saved": _time(metadata),
-        "num_ranks": metadata.writer.get("num_ranks"),
+        "num_ranks": num_ranks if isinstance(num_ranks, int) else None,
         "id": metadata.id,
         "quality": _quality(metadata),
     }
@@ -147,7 +151,7 @@ def _quality(metadata: Metadata) -> dict[str, float]:
     found = metadata.document.get("quality")
     if not isinstance(found, dict):
         return {}
-    return {name: v for name, v in found.items() if isinstance(v, int | float) and name.isprintable()}
+    return {name: v for name, v in found.items() if isinstance(v, float) and name.isprintable()}
 
 
 def _time(metadata: Metadata) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from safetensors import safe_open
 
 from hpctrain.checkpoint import Replicated, State, load, save
+from hpctrain.checkpoint.copying import copy_checkpoint
 from hpctrain.checkpoint.difference import compare
 from hpctrain.checkpoint.exporting import SAFETENSORS_DTYPES, export_safetensors, export_state_dict
 from hpctrain.checkpoint.importing import import_tensors
+from hpctrain.checkpoint.partial import load_weights
 from hpctrain.checkpoint.structure import read_structure
 from hpctrain.comm.communicator import World
 from hpctrain.comm.serial import SerialWorld
@@ -118,6 +121,14 @@ def test_a_state_dict_goes_out_and_comes_back_with_weights_only(tmp_path: Path, 
     assert_same(contents(made.path), whole_tensors())
 
 
+def test_a_model_takes_what_was_imported(tmp_path: Path) -> None:
+    made, other = (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
+    safetensors.torch.save_file(made.state_dict(), tmp_path / "x.safetensors")
+    path = import_tensors(tmp_path / "x.safetensors", tmp_path, comm=SERIAL, step=0).path
+    assert load_weights(other, path, comm=SERIAL).fits
+    assert_same(other.state_dict(), made.state_dict())
+
+
 def test_state_dicts_as_others_write_them_are_taken(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "new.ckpt")
@@ -191,6 +202,13 @@ def test_damaged_foreign_files_are_refused(tmp_path: Path, name: str, content: b
         import_tensors(tmp_path / name, tmp_path / "back", comm=SERIAL, step=0)
 
 
+def test_tensors_that_cannot_be_stored_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="only dense tensors"):
+        import_tensors(tmp_path / "x.pt", tmp_path / "back", comm=SERIAL, step=0)
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
 def test_files_that_hold_something_else_are_explained(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.ones(1)}, "epoch": 3}, tmp_path / "x.pt")
     torch.save(torch.ones(2), tmp_path / "tensor.pt")
@@ -233,6 +251,22 @@ def test_what_safetensors_cannot_say_is_refused_and_nothing_is_left(tmp_path: Pa
     with pytest.raises(CheckpointError, match="cannot write"):
         export_safetensors(tmp_path / "one", tmp_path / "none" / "x.safetensors", comm=SERIAL, prefix="b")
     assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
+
+def test_where_there_is_no_room_nothing_is_left(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run", {"a": torch.ones(1000, 1000)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        for name, export in (("x.safetensors", export_safetensors), ("x.pt", export_state_dict)):
+            with pytest.raises(CheckpointError, match=r"cannot write .*x\."):
+                export(path, tmp_path / name, comm=SERIAL)
+        with pytest.raises(CheckpointError, match="a limit on file sizes"):
+            copy_checkpoint(path, tmp_path / "copy", comm=SERIAL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(os.listdir(tmp_path)) == ["copy", "run"]
+    assert not os.listdir(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

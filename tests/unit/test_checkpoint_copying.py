@@ -91,7 +91,6 @@ def test_a_copy_in_other_files_has_the_same_content(
         assert same_bits(tensors[name], tensor), name
 
 
-@pytest.mark.skipif(not FIXTURE.exists(), reason="the kept checkpoint of format 1 is not there")
 @pytest.mark.parametrize("files", [None, 1, 2])
 def test_a_checkpoint_of_format_1_is_copied(tmp_path: Path, files: int | None) -> None:
     made = copy_checkpoint(FIXTURE, tmp_path, comm=SERIAL, files=files)
@@ -121,6 +120,9 @@ def test_a_checkpoint_that_is_there_is_replaced_only_when_asked(tmp_path: Path) 
         assert os.listdir(tmp_path / "archive") == [path.name]
     with pytest.raises(UsageError, match="choose another directory"):
         copy_checkpoint(path, tmp_path / "run", comm=SERIAL, replace=True)
+    for target in (tmp_path / "x.h5", path, saved(tmp_path / "folder", files=2)):
+        with pytest.raises(UsageError, match="a checkpoint is called by its step"):
+            copy_checkpoint(path, target, comm=SERIAL)
     with pytest.raises(UsageError, match="3 files by 2 ranks"):
         run_threads(2, lambda w: copy_checkpoint(path, tmp_path / "x", comm=w, files=3), timeout_s=60)
 
