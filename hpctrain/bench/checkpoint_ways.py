@@ -81,13 +81,14 @@ class SyncSaving:
         self.engine: str | None = None
 
     def turn(self) -> Turn:
+        make_folder(self._directory, comm=self._comm)
         begin_s = begin(self._comm)
         done = save(
             self._state, directory=self._directory, step=1, comm=self._comm, keep=None, engine=self._asked
         )  # fmt: skip
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
-        remove(self._directory, comm=self._comm)
+        remove(done.path, comm=self._comm)
         return Turn(seconds=seconds)
 
 
@@ -124,6 +125,7 @@ class AsyncSaving:
         self.engine: str | None = None
 
     def turn(self) -> Turn:
+        make_folder(self._directory, comm=self._comm)
         begin_s = begin(self._comm)
         saving = Saving.begin(
             self._state, directory=self._directory, step=1, comm=self._comm, options=self._options,
@@ -138,7 +140,7 @@ class AsyncSaving:
                 stall_s += time.perf_counter() - boundary_s
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
-        remove(self._directory, comm=self._comm)
+        remove(done.path, comm=self._comm)
         return Turn(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
 
     def close(self) -> None:
@@ -226,6 +228,11 @@ def remove(path: Path, *, comm: Collective) -> None:
         sync_directory(path.parent)
 
     on_rank_0(comm, lambda: _tried(gone))
+
+
+def make_folder(path: Path, *, comm: Collective) -> None:
+    """Have the folder of a run's checkpoints, which is there in training but for the first one. Collective."""
+    on_rank_0(comm, lambda: _tried(lambda: path.mkdir(exist_ok=True)))
 
 
 def make_cold(path: Path, *, comm: Collective, cold: bool) -> None:

@@ -64,7 +64,7 @@ def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path
     limits = {"free": None, "dcp async": None}
     asked = {"num_bytes": 1 << 20, "num_tensors": 4, "warmup": 0, "repeats": 1, "seed": 0, "cold": False}
     found = measured(
-        "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=90,
+        "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=200,
         waiting=Waiting.PATIENT,
     )  # fmt: skip
     assert set(found["loads"]) == {"raw read", "load, verified", *names}
