@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Cluster, ClusterPlan, why_not
+from tests.cluster import Cluster, ClusterPlan, why_no_volumes, why_not
 from tests.cluster.cluster import CLUSTERS
 from tests.cluster.record import Record, end
+from tests.cluster.requirements import FUSE
 
 # .ci/run sets it to `required` where a cluster can be made: then a skipped test is an error.
 VARIABLE = "HPCTRAIN_CLUSTER"
@@ -40,6 +41,18 @@ def cluster(cluster_folder: Path) -> Iterator[Cluster]:
     )
     with Cluster.up(plan) as up:
         yield up
+
+
+@pytest.fixture(scope="session")
+def gluster_folder(cluster_folder: Path) -> Path:
+    """Where clusters with volumes of GlusterFS may be made. Skips the test where there can be none."""
+    cluster_folder.mkdir(parents=True, exist_ok=True)
+    reason = why_no_volumes(cluster_folder)
+    if reason is not None:
+        if os.environ.get(VARIABLE) == "required" and FUSE.exists():
+            pytest.fail(f"{VARIABLE}=required, and there are no volumes: {reason}")
+        pytest.skip(f"no volumes of GlusterFS: {reason}")
+    return cluster_folder
 
 
 @pytest.fixture(autouse=True)

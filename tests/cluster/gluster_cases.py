@@ -1,0 +1,142 @@
+"""What ranks do on volumes of GlusterFS: `python -m tests.cluster.gluster_cases CASE ARGUMENT ...`, under srun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hpctrain.checkpoint import Replicated, Shard, State, load, load_newest_good, save
+from hpctrain.checkpoint.verify import verify
+from hpctrain.comm import all_gather_json, on_rank_0
+from hpctrain.errors import CheckpointError
+from hpctrain.run import start
+
+# Nobody saves without end because nobody kills anything.
+_LAST_STEP = 30
+NUM_ROWS = 40_000  # of the sharded tensor: 10 MB
+# Forms of a checkpoint: one file, and a folder with a file of every node.
+FORMS = ("file", "nodes")
+
+
+def replicated_at(step: int, *, name: str, num_bytes: int) -> torch.Tensor:
+    """Every element differs from its neighbours, and from what it was in the step before."""
+    seed = sum(name.encode())
+    return torch.arange(num_bytes // 4, dtype=torch.int32) * 1_640_531_527 + step * 7919 + seed
+
+
+def rows_at(step: int, *, begin: int, end: int) -> torch.Tensor:
+    return torch.arange(begin * 64, end * 64, dtype=torch.float32).reshape(-1, 64) + step
+
+
+SIZES = {"weights": 24_000_000, "moments": 24_000_000, "bias": 20, "nothing": 0}
+
+
+def state_at(step: int, *, rank: int, num_ranks: int) -> State:
+    replicated = [
+        Replicated(name=name, tensor=replicated_at(step, name=name, num_bytes=num_bytes))
+        for name, num_bytes in SIZES.items()
+    ]
+    begin, end = (NUM_ROWS * place // num_ranks for place in (rank, rank + 1))
+    shard = Shard(
+        name="rows",
+        tensor=rows_at(step, begin=begin, end=end),
+        global_shape=(NUM_ROWS, 64),
+        offset=(begin, 0),
+    )
+    return State(items=[*replicated, shard], document={"step": step})
+
+
+def differences(step: int, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not, bit for bit, those of `state_at`."""
+    wanted = {name: replicated_at(step, name=name, num_bytes=num_bytes) for name, num_bytes in SIZES.items()}
+    wanted["rows"] = rows_at(step, begin=0, end=NUM_ROWS)
+    return [name for name in wanted if name not in tensors or not torch.equal(tensors[name], wanted[name])]
+
+
+def saves(signals: str, distributed: str, dispersed: str) -> None:
+    """Save on both volumes, first in peace, then until a server of the volume has been killed, and once more.
+
+    Rank 0 makes the file SIGNALS/<volume>.saving, looks for SIGNALS/<volume>.killed, and prints what every
+    rank saw as JSON: a list for each volume and form of [step, begin, end, error or null], seconds of
+    CLOCK_MONOTONIC.
+    """
+    with start(backend="mpi", timeout_s=60) as session:
+        world = session.world
+        nodes = [session.topology.node_of(rank) for rank in range(world.num_ranks)]
+        found: dict[str, list[Any]] = {}
+
+        def attempt(volume: Path, form: str, step: int) -> list[Any]:
+            error: str | None = None
+            begin_s = time.monotonic()
+            try:
+                state = state_at(step, rank=world.rank, num_ranks=world.num_ranks)
+                files: Literal["node"] | int = "node" if form == "nodes" else 1
+                save(
+                    state,
+                    directory=volume / form,
+                    step=step,
+                    comm=world,
+                    keep=None,
+                    files=files,
+                    node_of_rank=nodes,
+                )
+            except CheckpointError as caught:
+                error = str(caught)
+            end_s = time.monotonic()
+            # Every rank must have been told the same.
+            told = all_gather_json(world, error)
+            same = all(other == error for other in told)
+            return [step, begin_s, end_s, error if same else f"NOT AGREED: {told}"]
+
+        volumes = {"distributed": Path(distributed), "dispersed": Path(dispersed)}
+        for name, volume in volumes.items():
+            for form in FORMS:
+                found[f"{name} {form}"] = [attempt(volume, form, 1)]
+        for name, volume in volumes.items():
+            attempts = found[f"{name} file"]
+            on_rank_0(world, Path(signals, f"{name}.saving").touch)
+            killed = Path(signals, f"{name}.killed")
+            while not on_rank_0(world, killed.exists) and len(attempts) < _LAST_STEP:
+                attempts.append(attempt(volume, "file", len(attempts) + 1))
+            for form in FORMS:
+                attempts = found[f"{name} {form}"]
+                attempts.append(attempt(volume, form, len(attempts) + 1))
+        if world.rank == 0:
+            print(json.dumps(found))
+
+
+def loads(*directories: str) -> None:
+    """Verify all checkpoints, and load the newest, by as many ranks as there are.
+
+    Rank 0 prints as JSON, for each directory, the checkpoints with what is wrong with them, newest first.
+    """
+    with start(backend="mpi", timeout_s=60) as session:
+        world = session.world
+        found: dict[str, list[Any]] = {}
+        for where in directories:
+            found[where] = []
+            for verified in verify(where, comm=world):
+                wrong = list(verified.damage)
+                if not wrong:
+                    checkpoint, tensors = load(verified.path, comm=world)
+                    wrong = differences(checkpoint.step, tensors)
+                    # The name says one step, the content another one.
+                    wrong += [] if checkpoint.document == {"step": checkpoint.step} else ["document"]
+                found[where].append([verified.path.name, wrong])
+            newest = load_newest_good(where, comm=world)
+            step = None if newest is None else newest.checkpoint.step
+            found[where].append(["newest", step])
+        every = all_gather_json(world, found)
+        if any(other != found for other in every):
+            raise CheckpointError(f"the ranks did not load the same: {every}", agreed=True)
+        if world.rank == 0:
+            print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    {"saves": saves, "loads": loads}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,253 @@
+"""Checkpoints on GlusterFS under srun: real caches on every node, and storage servers that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import Cluster, Volume
+from tests.cluster.gluster_cases import FORMS
+from tests.cluster.record import Record, end, namespace_of, processes_in
+from tests.ranks_launcher import REPOSITORY
+
+pytestmark = pytest.mark.launches
+
+RECIPE = """
+[run]
+name = "digits"
+directory = "run"
+steps = 4
+seed = 1
+[task]
+target = "hpctrain.tasks.digits:Digits"
+[data]
+train = "data/digits/train"
+held_out = "data/digits/test"
+global_batch = 64
+[checkpoint]
+files = "node"
+"""
+# The cluster belongs to another process, so that a test can kill that.
+_OWNER = """
+import sys
+from pathlib import Path
+from tests.cluster import Cluster, ClusterPlan, Volume
+plan = ClusterPlan(
+    directory=Path(sys.argv[1]), num_nodes=4, rate=None, cores_per_node=4, volumes=tuple(Volume)
+)
+with Cluster.up(plan):
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def owner(gluster_folder: Path) -> Iterator[subprocess.Popen[str]]:
+    directory = gluster_folder / f"test-{os.getpid()}-gluster"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OWNER, str(directory)], cwd=REPOSITORY,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdin is not None
+    try:
+        assert process.stdout.readline() == "up\n", process.stderr.read()
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait(timeout=30)
+        process.stdout.close()
+        process.stderr.close()
+        end(directory)
+
+
+@pytest.fixture(scope="module")
+def cluster(owner: subprocess.Popen[str], gluster_folder: Path) -> Cluster:
+    return Cluster.attach(gluster_folder / f"test-{os.getpid()}-gluster")
+
+
+def srun(num_nodes: int, *command: str) -> list[str]:
+    return ["srun", f"--nodes={num_nodes}", "--ntasks-per-node=2", "--overcommit", *command]
+
+
+def case(*words: str) -> Sequence[str]:
+    return ["python", "-m", "tests.cluster.gluster_cases", *words]
+
+
+def wait_for(condition: Callable[[], Any], what: str, *, timeout_s: float = 60) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"waited {timeout_s} s for {what}"
+        time.sleep(0.002)
+    return found
+
+
+def brick_with_half_written(cluster: Cluster, volume: Volume) -> str | None:
+    """A node whose brick has got some megabytes of a checkpoint that is being written."""
+    for node in volume.servers(cluster.node_names):
+        brick = volume.brick(cluster.plan.directory, node=node)
+        for path in brick.glob("file/.step-*"):
+            try:
+                if path.stat().st_blocks * 512 > 4_000_000:
+                    return node
+            except FileNotFoundError:
+                pass
+    return None
+
+
+@pytest.fixture(scope="module")
+def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """4 x 2 ranks save on both volumes; on each a server is killed while it takes part of a checkpoint.
+
+    What the ranks saw, by volume and form, and when each volume's server was killed.
+    """
+    signals = tmp_path_factory.mktemp("signals")
+    volumes = [str(cluster.volume(volume)) for volume in (Volume.DISTRIBUTED, Volume.DISPERSED)]
+    ranks = subprocess.Popen(
+        cluster.argv(srun(4, *case("saves", str(signals), *volumes)), cwd=REPOSITORY),
+        env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    killed = {}
+    try:
+        for volume in (Volume.DISTRIBUTED, Volume.DISPERSED):
+            started = signals / f"{volume.value}.saving"
+            wait_for(lambda: started.exists() or ranks.poll() is not None, "saves")  # noqa: B023
+            if ranks.poll() is not None:
+                break
+            node = wait_for(lambda: brick_with_half_written(cluster, volume), "a checkpoint half written")  # noqa: B023
+            cluster.kill_brick(volume, node=node)
+            killed[volume.value] = time.monotonic()
+            (signals / f"{volume.value}.killed").touch()
+        told, errors = ranks.communicate(timeout=120)
+    except BaseException:
+        ranks.kill()
+        ranks.communicate()
+        raise
+    assert ranks.returncode == 0, f"{told}\n{errors}\n{cluster.logs()}"
+    return {"attempts": json.loads(told.splitlines()[-1]), "killed": killed}
+
+
+@pytest.fixture(scope="module")
+def loaded(cluster: Cluster, saved: dict[str, Any]) -> dict[str, Any]:
+    """What 2 x 2 ranks find later: the distributed volume has its server back, the dispersed one still lacks it."""
+    cluster.start_bricks(Volume.DISTRIBUTED)
+    folders = {
+        f"{volume.value} {form}": f"{cluster.volume(volume)}/{form}" for volume in Volume for form in FORMS
+    }
+    done = cluster.run(srun(2, *case("loads", *folders.values())), timeout_s=120)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{cluster.logs()}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[folder] for name, folder in folders.items()}
+
+
+def step_named(name: str) -> int:
+    return int(name.removeprefix("step-").removesuffix(".h5"))
+
+
+def test_a_volume_is_the_same_on_every_node_and_not_on_the_machine(cluster: Cluster) -> None:
+    for volume in Volume:
+        where = cluster.volume(volume)
+        wrote = cluster.run(["sh", "-c", f"hostname > {where}/greeting"], timeout_s=30, place="hpct1")
+        assert wrote.returncode == 0, wrote.stderr
+        for place in ("hpct-head", *cluster.node_names):
+            read = cluster.run(["cat", f"{where}/greeting"], timeout_s=30, place=place)
+            assert read.stdout == "hpct1\n", read.stderr
+        assert list(where.iterdir()) == []
+    assert "glusterfs" not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_eight_ranks_save_on_both_volumes(saved: dict[str, Any]) -> None:
+    assert {name: attempts[0][3] for name, attempts in saved["attempts"].items()} == {
+        f"{volume.value} {form}": None for volume in Volume for form in FORMS
+    }
+
+
+def test_a_server_of_the_dispersed_volume_killed_while_saving_is_not_even_noticed(
+    saved: dict[str, Any],
+) -> None:
+    attempts = saved["attempts"]["dispersed file"]
+    at_s = saved["killed"]["dispersed"]
+    assert any(begin_s < at_s < end_s for _, begin_s, end_s, _ in attempts)
+    assert [error for *_, error in attempts] == [None] * len(attempts)
+
+
+def test_a_server_of_the_distributed_volume_killed_while_saving_is_an_error_on_all_ranks(
+    saved: dict[str, Any],
+) -> None:
+    at_s = saved["killed"]["distributed"]
+    met = [attempt for attempt in saved["attempts"]["distributed file"] if attempt[1] < at_s < attempt[2]]
+    assert len(met) == 1
+    _, _, end_s, error = met[0]
+    assert error is not None
+    assert "NOT AGREED" not in error
+    assert end_s - at_s < 10
+
+
+def test_whatever_was_saved_is_whole_and_nothing_that_was_reported_is_lost(
+    saved: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    """By other ranks on fewer nodes, and on the dispersed volume without the server that was killed."""
+    assert loaded.keys() == saved["attempts"].keys()
+    for name, attempts in saved["attempts"].items():
+        reported = {step for step, _, _, error in attempts if error is None}
+        *checkpoints, (_, newest) = loaded[name]
+        wrong = {step_named(path): differing for path, differing in checkpoints}
+        assert {step: differing for step, differing in wrong.items() if differing} == {}
+        assert reported <= wrong.keys()
+        assert newest == max(wrong)
+
+
+def test_training_saved_by_four_nodes_goes_on_on_two(cluster: Cluster, tmp_path: Path) -> None:
+    """The run directory is on the dispersed volume, which lacks a server."""
+    where = cluster.volume(Volume.DISPERSED)
+    packed = cluster.run(["hpctrain", "data", "pack", "digits", "data/digits"], timeout_s=60, cwd=where)
+    assert packed.returncode == 0, packed.stderr
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    train = ["hpctrain", "train", str(recipe)]
+    first = cluster.run(srun(4, *train), timeout_s=120, cwd=where)
+    assert first.returncode == 0, f"{first.stdout}\n{first.stderr}"
+    assert "8 ranks, 4 nodes x 2 ranks" in first.stdout
+    second = cluster.run(srun(2, *train, "--set", "run.steps=6"), timeout_s=120, cwd=where)
+    assert second.returncode == 0, f"{second.stdout}\n{second.stderr}"
+    assert "4 ranks, 2 nodes x 2 ranks" in second.stdout
+    assert "resumed from" in second.stdout
+    assert "step-00000004" in second.stdout
+    assert "finished at step 6" in second.stdout
+    listed = cluster.run(["ls", "run/checkpoints/step-00000004"], timeout_s=30, cwd=where)
+    assert listed.stdout.split() == [f"data-0000{file}.h5" for file in range(4)]
+
+
+def test_a_killed_owner_takes_the_volumes_down_while_they_are_written(
+    cluster: Cluster, owner: subprocess.Popen[str]
+) -> None:
+    """The last test of this file: there is no cluster after it."""
+    directory = cluster.plan.directory
+    record = Record.read(directory)
+    assert record is not None
+    namespaces = {namespace_of(process.pid, "pid") for process in record.places.values()}
+    writer = subprocess.Popen(
+        cluster.argv(
+            ["dd", "if=/dev/zero", f"of={cluster.volume(Volume.DISPERSED)}/zeros", "bs=1M", "count=2000"],
+            cwd=REPOSITORY, place="hpct2",
+        ),
+        env=cluster.environment(), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    brick = Volume.DISPERSED.brick(directory, node="hpct2")
+    wait_for(lambda: (brick / "zeros").exists(), "a file to grow")
+    assert writer.poll() is None
+    owner.kill()
+    wait_for(lambda: not processes_in(namespaces, "pid"), "all processes to end", timeout_s=10)
+    writer.wait(timeout=10)
+    assert "glusterfs" not in Path("/proc/mounts").read_text()
+    end(directory)
+    assert not directory.exists()
