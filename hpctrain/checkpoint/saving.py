@@ -149,9 +149,10 @@ class Saving:
             if buffers is None:
                 content = content_of(sources, layout.own)
             else:
-                memory = buffers.take(layout.own.num_bytes)
+                devices = devices_of(sources)
+                memory = buffers.take(layout.own.num_bytes, pinned=bool(devices))
                 copy_to(memory, sources, layout.own)
-                for device in devices_of(sources):
+                for device in devices:
                     torch.cuda.current_stream(device).synchronize()
                 content = content_in(memory, layout.own)
             saving._start(lambda: saving._write_content(content))

@@ -9,10 +9,9 @@ import torch
 
 @final
 class HostBuffers:
-    """Memory for one save at a time, kept for the next one. Pinned where that can be done (CUDA)."""
+    """Memory for one save at a time, kept for the next one."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        self._pinned = pinned
+    def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -20,11 +19,14 @@ class HostBuffers:
         """Bytes of host memory held."""
         return self._memory.numel()
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """`num_bytes` bytes, shape (num_bytes,), their content not set. What was taken before is used again."""
-        if num_bytes > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+    def take(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """`num_bytes` bytes, shape (num_bytes,), their content not set. What was taken before is used again.
+
+        pinned: for copies from a CUDA device, which are faster into pinned memory and do not wait for each other.
+        """
+        if num_bytes > self._memory.numel() or (pinned and not self._memory.is_pinned()):
+            self.release()  # before more is asked for
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
             self._memory.zero_()  # page faults now, not in the first copy of every page
         return self._memory[:num_bytes]
 
