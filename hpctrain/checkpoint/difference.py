@@ -27,7 +27,7 @@ from hpctrain.errors import CheckpointError
 
 # What is read of each checkpoint at a time. Extents are at most 4 MiB: few are read twice, at the edges of a region.
 REGION_BYTES = 32 << 20
-_CHUNK_ELEMS = 1 << 20  # compared at a time, as float64
+_CHUNK_ELEMS = 1 << 16  # compared at a time, as float64: a few arrays of 512 KiB stay in the cache
 _BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -128,8 +128,8 @@ def compare(
     """Compare two checkpoints, each a path or a directory (then its newest). Collective, the same result on all ranks.
 
     prefix: only tensors whose names begin with it; the documents are then left out. progress: called with the bytes of
-    this rank's share that are compared, and that are to compare. Memory of a rank: two regions of REGION_BYTES, and
-    about 100 MB. Raises CheckpointError on every rank, also for damage in what is read.
+    this rank's share that are compared, and that are to compare. Memory of a rank: about 100 MB, two regions of
+    REGION_BYTES among them. Raises CheckpointError on every rank, also for damage in what is read.
     """
     tolerance = tolerance or Tolerance()
     opened = open_checkpoint(first, comm=comm), open_checkpoint(second, comm=comm)
@@ -252,21 +252,26 @@ def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: To
     num_different = int(different.sum())
     if values is None or others is None:
         return Amount(num_elems=first.numel(), num_different=num_different, num_beyond=num_different)
-    sizes = values.abs()
-    differences = torch.where(different, others - values, 0).abs()
-    finite = differences.isfinite()
+    sizes, differences = values.abs(), (others - values).abs()
+    squares, squares_of_first = float(differences.square().sum()), float(sizes.square().sum())
+    finite: torch.Tensor | None = None
+    if not math.isfinite(squares + squares_of_first):  # rare, and dear: leave out what is no number
+        differences = torch.where(different, differences, 0)  # a NaN that stayed is no difference
+        finite = differences.isfinite()
+        squares = float(differences[finite].square().sum())
+        squares_of_first = float(sizes[sizes.isfinite()].square().sum())
     beyond = different
     if not tolerance.is_exact:
         beyond = different & ~(differences <= tolerance.absolute + tolerance.relative * sizes)
-    counted = differences[finite]
+    counted = differences if finite is None else differences[finite]
     return Amount(
         num_elems=first.numel(),
         num_different=num_different,
         num_beyond=int(beyond.sum()),
-        num_not_finite=int((~finite).sum()),
+        num_not_finite=0 if finite is None else int((~finite).sum()),
         max_abs=float(counted.max()) if counted.numel() else 0.0,
-        squares=float(counted.square().sum()),
-        squares_of_first=float(sizes[sizes.isfinite()].square().sum()),
+        squares=squares,
+        squares_of_first=squares_of_first,
     )
 
 

@@ -85,7 +85,7 @@ def _newest_whole(
         return [str(path) for path in finished_newest_first(directory)]
 
     damaged: list[str] = []
-    for path in map(Path, on_rank_0(comm, candidates)):
+    for path in map(Path, on_rank_0(comm, candidates, os_error=CheckpointError)):
         (found,) = verify(path, comm=comm, progress=progress)
         if not found.damage:
             return path, tuple(damaged)

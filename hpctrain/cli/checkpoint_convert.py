@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpctrain.cli.checkpoint_ranks import all_ranks, progress
-from hpctrain.errors import UsageError
+from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import World
@@ -135,5 +135,5 @@ def _refuse_existing(target: Path, *, replace: bool, world: World) -> None:
     """Collective: rank 0 looks."""
     from hpctrain.comm.agreement import on_rank_0
 
-    if not replace and on_rank_0(world, target.exists):
+    if not replace and on_rank_0(world, target.exists, os_error=CheckpointError):
         raise UsageError(f"{target} exists: choose another name, or give --replace", agreed=True)

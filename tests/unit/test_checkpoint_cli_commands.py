@@ -90,6 +90,14 @@ def test_list_and_show_know_folders(folder: Path) -> None:
     assert output("verify", folder).count(": ok,") == 1
 
 
+def test_list_shows_only_numbers_and_plain_names_of_what_a_file_claims(tmp_path: Path) -> None:
+    quality = {"loss": 0.5, "big": 10**400, "text": "\x1b[31m", "\x1b[31m": 1.0, "list": [1.0]}
+    state = State(items=[Replicated(name="a", tensor=torch.ones(1))], document={"quality": quality})
+    save(state, directory=tmp_path, step=1, comm=SerialWorld())
+    assert output("list", tmp_path).splitlines()[1].split()[-3:] == ["ok", "loss", "0.5"]
+    assert "\x1b" not in output("show", tmp_path)
+
+
 def test_diff_says_what_differs_and_ends_with_1_as_diff_does(tmp_path: Path) -> None:
     first, second = saved(tmp_path, step=10), saved(tmp_path, step=20)
     lines = output("diff", first, second, code=1).splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import warnings
@@ -43,6 +44,7 @@ def test_every_command_and_option_of_the_guide_exists() -> None:
             assert option in _help(command), f"{command} has no {option}"
 
 
+@functools.cache
 def _help(command: str) -> str:
     return CliRunner().invoke(checkpoint_app, [command, "--help"]).stdout
 
