@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +90,7 @@ def fill_from(
         if 0 <= first <= region.num_elems - stretch.num_elems and _fits_memory(stretch, elem_bytes):
             # The usual case: straight into its place, and hashed there while it is in the processor's cache.
             buffer = target[first * elem_bytes : (first + stretch.num_elems) * elem_bytes]
-            for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
-                _check(files, content, tensor=tensor, piece=piece, extent=extent)
+            _read_and_check(files, tensor, piece, stretch, buffer)
             return
     wanted = [extent for extent in stretch.extents if _touches(tensor, extent, region)]
     if not wanted:
@@ -162,6 +162,22 @@ def _damaged_one_by_one(
             read_extent(files, tensor=tensor, piece=piece, extent=extent)
         except DamagedContentError as error:
             yield error.damage
+
+
+def _read_and_check(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+) -> None:
+    """Read all of the stretch into `buffer`, and compare the hashes of its extents."""
+    if len(stretch.extents) > 1:
+        for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+            _check(files, content, tensor=tensor, piece=piece, extent=extent)
+        return
+    extent = stretch.extents[0]
+    offset = piece.file_offset + stretch.start * tensor.elem_bytes
+    with _told_as_damage(files, tensor, piece, extent):
+        found = files.read_and_hash(piece.file, buffer.data, offset=offset)
+    if found != extent.hash:
+        raise DamagedContentError(_damage(files, tensor, piece, extent, _DOES_NOT_FIT))
 
 
 def _read_stretch(
@@ -256,9 +272,18 @@ def _read(
     piece: StoredPiece,
     extent: StoredExtent,
 ) -> None:
-    """Fill the buffer from element `at` of the piece on. A failing disk is reported as damage of `extent`."""
-    try:
+    """Fill the buffer from element `at` of the piece on."""
+    with _told_as_damage(files, tensor, piece, extent):
         files.read(piece.file, buffer.data, offset=piece.file_offset + at * tensor.elem_bytes)
+
+
+@contextmanager
+def _told_as_damage(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
+) -> Iterator[None]:
+    """A failing disk is reported as damage of `extent`."""
+    try:
+        yield
     except OSError as error:
         reason = f"cannot be read: {os.strerror(error.errno or 0)}"
         raise DamagedContentError(_damage(files, tensor, piece, extent, reason)) from error
