@@ -126,6 +126,7 @@ class Saver:
         self._buffers: HostBuffers | None = None
         if self._mode is SaveMode.ASYNC:
             self._thread = BackgroundThread(name="hpctrain-checkpoint")
+            self._buffers = HostBuffers()
             atexit.register(self._at_exit)
 
     # ------------------------------------------------------------------ what is going on
@@ -161,8 +162,6 @@ class Saver:
         if self.would_skip:
             return False
         self.finish()
-        if self._mode is SaveMode.ASYNC and self._buffers is None:
-            self._buffers = HostBuffers(pinned=any(item.tensor.is_cuda for item in state.items))
         begun_s = time.perf_counter()
         save = self._begin(state, step=step, buffers=self._buffers, executor=self._thread)
         self._flight = _Flight(step=step, save=save, begun_s=begun_s, stall_s=time.perf_counter() - begun_s)
