@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from hpctrain.checkpoint.boxes import Box, boxes_of_range, intersection, runs_of
 from hpctrain.checkpoint.content_files import ContentFiles
+from hpctrain.checkpoint.damage import Damage, DamagedContentError
 from hpctrain.checkpoint.fresh_memory import fresh_tensor, memory_of
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece, StoredTensor
 from hpctrain.checkpoint.stretches import Stretch, flat_start, stretches_of
-from hpctrain.errors import CheckpointError
 
 # Extents of a sharded tensor lie between each other in the file: a stretch that holds whole ones is read into
 # memory and taken apart there, unless it is longer than this.
@@ -25,31 +24,6 @@ _LONGEST_STRETCH_BYTES = 64 << 20
 _SHORT_RUN_BYTES = 32 << 10
 # One number type per element size: copying boxes needs the width of an element and nothing else of it.
 _WIDTH: dict[int, str] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Damage:
-    """An extent whose bytes are not the ones written. first_byte, last_byte: of `file`, both included; with
-    an extent of a sharded tensor, other extents may lie between."""
-
-    tensor: str
-    box: Box
-    file: str
-    first_byte: int
-    last_byte: int
-    reason: str
-
-    def __str__(self) -> str:
-        place = f"bytes {self.first_byte} to {self.last_byte} of {self.file}"
-        return f"tensor {self.tensor!r}, {place}: {self.reason}"
-
-
-class DamagedContentError(CheckpointError):
-    """Content that does not fit its hash. `damage` says where."""
-
-    def __init__(self, damage: Damage) -> None:
-        super().__init__(f"damaged: {damage}")
-        self.damage = damage
 
 
 def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
-from hpctrain.checkpoint.boxes import whole
-from hpctrain.checkpoint.content import DamagedContentError, read_region
+from hpctrain.checkpoint.boxes import Box, runs_of, whole
+from hpctrain.checkpoint.content import read_region
 from hpctrain.checkpoint.content_files import ContentFiles
+from hpctrain.checkpoint.damage import DamagedContentError
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.checkpoint.metadata import decode_metadata
 from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal, encode_seal
@@ -55,45 +56,172 @@ def is_loaded(path: Path) -> bool:
     return True
 
 
-def test_no_flipped_bit_anywhere_in_the_file_is_loaded_as_good(good: Path, tmp_path: Path) -> None:
-    content = bytearray(good.read_bytes())
-    bad = tmp_path / "bad.h5"
+@pytest.fixture(scope="module")
+def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as `good`, as a folder of three files."""
+    directory = tmp_path_factory.mktemp("good-folder")
+    tensors = whole_tensors()
+    tensors["large"] = tensors["large"][:200]
+
+    def rank_main(world: World) -> None:
+        save(state_of(world.rank, 3, tensors=tensors), directory=directory, step=1, comm=world, files=3)
+
+    run_threads(3, rank_main, timeout_s=60)
+    return directory / "step-00000001"
+
+
+class Rot:
+    """A copy of a checkpoint that is damaged in one place after the other, and mended in between."""
+
+    def __init__(self, good: Path, place: Path) -> None:
+        self.path = place / good.name
+        shutil.copytree(good, self.path) if good.is_dir() else shutil.copy(good, self.path)
+        self.files = sorted(self.path.iterdir()) if good.is_dir() else [self.path]
+        self.contents = {file: file.read_bytes() for file in self.files}
+        # (file, begin, end) of what is not content: seals, metadata, HDF5's structures.
+        self.structures: list[tuple[Path, int, int]] = []
+        for file, taken in zip(self.files, content_places(read_structure(self.path).metadata), strict=True):
+            position = 0
+            for offset, num_bytes in [*sorted(taken), (len(self.contents[file]), 0)]:
+                if offset > position:
+                    self.structures.append((file, position, offset))
+                position = offset + num_bytes
+
+    def refused(self, what: str, damaged: dict[Path, bytes | None]) -> None:
+        """With these files instead, or without those that are None, the checkpoint must not load."""
+        for file, content in damaged.items():
+            file.unlink() if content is None else file.write_bytes(content)
+        assert not is_loaded(self.path), what
+        for file in damaged:
+            file.write_bytes(self.contents[file])
+
+    def flipped(self, file: Path, place: int, bit: int) -> None:
+        byte = self.contents[file][place] ^ (1 << bit)
+        with open(file, "r+b") as opened:
+            opened.seek(place)
+            opened.write(bytes([byte]))
+            opened.flush()
+            assert not is_loaded(self.path), f"{file.name} byte {place}, bit {bit}"
+            opened.seek(place)
+            opened.write(self.contents[file][place : place + 1])
+
+
+@pytest.fixture(params=["file", "folder"])
+def rot(request: pytest.FixtureRequest, good: Path, good_folder: Path, tmp_path: Path) -> Rot:
+    return Rot({"file": good, "folder": good_folder}[request.param], tmp_path)
+
+
+def test_no_flipped_bit_anywhere_is_loaded_as_good(rot: Rot) -> None:
     choose = np.random.default_rng(1)
-    metadata = read_structure(good).metadata
-    first_tensor = min(t.pieces[0].file_offset for t in metadata.tensors.values() if t.num_bytes)
-    # Half anywhere, half in the seal and HDF5's first structures, which are a small part of the file.
-    places = [int(choose.integers(len(content))) for _ in range(TRIALS)]
-    places += [int(choose.integers(first_tensor)) for _ in range(TRIALS)]
-    for place in places:
-        bit = 1 << int(choose.integers(8))
-        content[place] ^= bit
-        bad.write_bytes(content)
-        assert not is_loaded(bad), f"byte {place}, bit {bit}"
-        content[place] ^= bit
-    bad.write_bytes(content)
-    assert is_loaded(bad)
+    for number in range(TRIALS):
+        # Any byte of any file; and the seals, the metadata and HDF5's structures, which are a small part of them.
+        file = rot.files[number % len(rot.files)]
+        rot.flipped(file, int(choose.integers(len(rot.contents[file]))), int(choose.integers(8)))
+        file, begin, end = rot.structures[int(choose.integers(len(rot.structures)))]
+        rot.flipped(file, int(choose.integers(begin, end)), int(choose.integers(8)))
+    assert is_loaded(rot.path)
 
 
-def test_no_truncation_extension_zeroing_or_swap_is_loaded_as_good(good: Path, tmp_path: Path) -> None:
-    content = good.read_bytes()
-    bad = tmp_path / "bad.h5"
+def test_no_truncation_extension_or_zeroing_is_loaded_as_good(rot: Rot) -> None:
     choose = np.random.default_rng(2)
-    lengths = [0, 1, SEAL_BYTES - 1, SEAL_BYTES, len(content) - 1]
-    for length in lengths + [int(choose.integers(len(content))) for _ in range(60)]:
-        bad.write_bytes(content[:length])
-        assert not is_loaded(bad), f"cut to {length}"
-    bad.write_bytes(content + b"\0")
-    assert not is_loaded(bad)
-    for _ in range(60):
-        start = int(choose.integers(len(content) - 4096))
-        if content[start : start + 4096] != bytes(4096):
-            bad.write_bytes(content[:start] + bytes(4096) + content[start + 4096 :])
-            assert not is_loaded(bad), f"zeros at {start}"
-    extents = read_structure(good).metadata.tensors["large"]
-    begin, half = extents.pieces[0].file_offset, extents.num_bytes // 2
-    swapped = content[begin + half : begin + 2 * half] + content[begin : begin + half]
-    bad.write_bytes(content[:begin] + swapped + content[begin + 2 * half :])
-    assert not is_loaded(bad)
+    for number, file in enumerate(rot.files):
+        content = rot.contents[file]
+        lengths = [0, 1, SEAL_BYTES - 1, SEAL_BYTES, len(content) - 1]
+        for length in lengths + [int(choose.integers(len(content))) for _ in range(40 // len(rot.files))]:
+            rot.refused(f"file {number} cut to {length}", {file: content[:length]})
+        rot.refused(f"file {number} with one byte more", {file: content + b"\0"})
+        for _ in range(40 // len(rot.files)):
+            start = int(choose.integers(len(content) - 4096))
+            if content[start : start + 4096] != bytes(4096):
+                zeroed = content[:start] + bytes(4096) + content[start + 4096 :]
+                rot.refused(f"file {number}, zeros at {start}", {file: zeroed})
+        rot.refused(f"file {number} all zeros", {file: bytes(len(content))})
+        rot.refused(f"no file {number}", {file: None})
+    assert is_loaded(rot.path)
+
+
+def test_a_file_of_a_folder_that_is_a_link_to_elsewhere_is_refused(
+    good_folder: Path, tmp_path: Path
+) -> None:
+    rot = Rot(good_folder, tmp_path)
+    for file in rot.files:
+        elsewhere = tmp_path / "elsewhere.h5"
+        file.rename(elsewhere)
+        file.symlink_to(elsewhere)
+        with pytest.raises(CheckpointError, match="is a symbolic link"):
+            load(rot.path, comm=SerialWorld())
+        file.unlink()
+        elsewhere.rename(file)
+    assert is_loaded(rot.path)
+
+
+def stretches_of(path: Path, files: list[Path]) -> list[tuple[str, Path, int, int]]:
+    """Of each extent the first run of bytes that lie together: tensor, file, begin, end."""
+    found = []
+    for tensor in read_structure(path).metadata.tensors.values():
+        for piece, extent in tensor.extents:
+            origin = tuple(e - p for e, p in zip(extent.box.offset, piece.box.offset, strict=True))
+            runs = runs_of(Box(offset=origin, shape=extent.box.shape), shape=piece.box.shape)
+            begin = piece.file_offset + int(runs.starts[0]) * tensor.elem_bytes
+            end = begin + runs.run_elems * tensor.elem_bytes
+            found.append((tensor.name, files[piece.file], begin, end))
+    return found
+
+
+def test_no_zeroed_or_swapped_extents_are_loaded_as_good(rot: Rot) -> None:
+    def with_bytes(damaged: dict[Path, bytes | None], file: Path, begin: int, data: bytes) -> None:
+        content = damaged.get(file) or rot.contents[file]
+        damaged[file] = content[:begin] + data + content[begin + len(data) :]
+
+    stretches = stretches_of(rot.path, rot.files)
+    swaps, zeroed = 0, 0
+    for number, (name, file, begin, end) in enumerate(stretches):
+        mine = rot.contents[file][begin:end]
+        if any(mine):
+            damaged: dict[Path, bytes | None] = {}
+            with_bytes(damaged, file, begin, bytes(len(mine)))
+            rot.refused(f"zeros in {name}", damaged)
+            zeroed += 1
+        half = len(mine) // 2
+        if mine[:half] != mine[-half:]:
+            damaged = {}
+            with_bytes(damaged, file, begin, mine[-half:] + mine[half:-half] + mine[:half])
+            rot.refused(f"halves of {name} swapped", damaged)
+            swaps += 1
+        for other, other_file, other_begin, other_end in stretches[number + 1 :]:
+            theirs = rot.contents[other_file][other_begin:other_end]
+            if len(theirs) == len(mine) and theirs != mine:
+                damaged = {}
+                with_bytes(damaged, file, begin, theirs)
+                with_bytes(damaged, other_file, other_begin, mine)
+                rot.refused(f"{name} and {other} swapped", damaged)
+                swaps += 1
+    assert zeroed >= 20
+    assert swaps >= 30
+    assert is_loaded(rot.path)
+
+
+def test_files_of_a_folder_that_belong_elsewhere_are_refused(good_folder: Path, tmp_path: Path) -> None:
+    rot = Rot(good_folder, tmp_path)
+    first, second = rot.files[1:]
+    swapped = {first: rot.contents[second], second: rot.contents[first]}
+    rot.refused("two parts swapped", dict(swapped))
+    rot.refused("the main file as a part", {first: rot.contents[rot.files[0]]})
+    tensors = whole_tensors()
+    tensors["large"] = tensors["large"][:200]
+
+    def rank_main(world: World) -> None:  # the same state again: the same bytes but for the id in the seals
+        save(state_of(world.rank, 3, tensors=tensors), directory=tmp_path / "b", step=1, comm=world, files=3)
+
+    run_threads(3, rank_main, timeout_s=60)
+    for file in rot.files:
+        other = (tmp_path / "b" / "step-00000001" / file.name).read_bytes()
+        rot.refused(f"{file.name} of another save", {file: other})
+    for name in ("seal", "part"):
+        place = tmp_path / f"{name}.h5"
+        shutil.copy(rot.files[0 if name == "seal" else 1], place)
+        assert not is_loaded(place), "one file of a folder, by itself"
+    assert is_loaded(rot.path)
 
 
 def spoil(path: Path, tensor: str) -> None:
@@ -311,6 +439,23 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "other hash": lambda m: m.update(hash="crc32"),
     "other byte order": lambda m: m.update(byte_order="middle"),
     "time is text": lambda m: m.update(created_unix_s="now"),
+    "id is a path": lambda m: m.update(id="../../../../etc"),
+    "parent is a list": lambda m: m.update(parent=[1]),
+    "part outside": lambda m: m.update(parts=[["../../data-00001.h5", 8192, "0" * 16]]),
+    "part by an absolute path": lambda m: m.update(parts=[["/etc/passwd", 100, "0" * 16]]),
+    "part is the main file": lambda m: m.update(parts=[["data-00000.h5", 8192, "0" * 16]]),
+    "part twice": lambda m: m.update(parts=[["data-00001.h5", 8192, "0" * 16]] * 2),
+    "part without a hash": lambda m: m.update(parts=[["data-00001.h5", 8192, None]]),
+    "part of 2^62 bytes": lambda m: m.update(parts=[["data-00001.h5", 2**62, "0" * 16]]),
+    "parts of a file": lambda m: m.update(parts=[["data-00001.h5", 8192, "0" * 16]]),
+    "more parts than have names": lambda m: m.update(parts=[["data-00001.h5", 1, "0" * 16]] * 100_000),
+    "piece in a file that is not listed": lambda m: piece_of(m, "large").update(file=1),
+    "piece in file -1": lambda m: piece_of(m, "large").update(file=-1),
+    "piece in file 2^62": lambda m: piece_of(m, "large").update(file=2**62),
+    "piece outside the view": lambda m: piece_of(m, "large").update(start=[1]),
+    "piece twice": lambda m: tensor_named(m, "large")["pieces"].append(piece_of(m, "large")),
+    "no pieces": lambda m: tensor_named(m, "large").update(pieces=[]),
+    "dataset is a number": lambda m: piece_of(m, "large").update(dataset=7),
 }
 
 
