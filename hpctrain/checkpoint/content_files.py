@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -46,7 +47,8 @@ class ContentFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for fd in self._open.values():
-            os.close(fd)
+            with suppress(OSError):  # a mount that has died; whatever was read has been checked
+                os.close(fd)
         self._open.clear()
 
     def name(self, number: int) -> str:

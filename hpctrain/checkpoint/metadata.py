@@ -23,6 +23,7 @@ TENSOR_GROUP = "tensors"
 MAX_METADATA_BYTES = 256 << 20  # about 6 million extents, 24 TB of state
 _MAX_DIMS = 32  # HDF5's limit
 _MAX_INT = 2**63
+_MAX_FILES = 100_000  # a part's name has five digits
 PART_NAME = re.compile(r"data-(?!00000\.)\d{5}\.h5")
 
 
@@ -157,7 +158,10 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
             raise CheckpointError(
                 f"written on a {value['byte_order']}-endian machine, this one is {byte_order}-endian"
             )
-        parts = tuple(map(_part, _list(value.get("parts", []))))
+        listed = _list(value.get("parts", []))
+        if len(listed) >= _MAX_FILES:
+            raise CheckpointError(f"the metadata lists {len(listed)} parts, there are never {_MAX_FILES}")
+        parts = tuple(map(_part, listed))
         if len({part.name for part in parts}) != len(parts):
             raise CheckpointError("the metadata lists a part twice")
         file_sizes = [file_bytes, *(part.num_bytes for part in parts)]

@@ -50,7 +50,8 @@ def open_regular(path: Path) -> int:
     with explained(action="open", path=path):
         # O_NONBLOCK: something with our name that is a pipe would otherwise block the open for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
+    if not is_regular:
         os.close(fd)
         raise CheckpointError(f"{path} is not a regular file")
     return fd
@@ -73,6 +74,8 @@ def read_structure(path: Path) -> Structure:
         with explained(action="open", path=path):
             is_folder = path.is_dir()
         main = path / MAIN_FILE if is_folder else path
+        if is_folder:
+            _refuse_link(main)
         with opened(main) as fd, explained(action="read", path=main):
             main_bytes = os.fstat(fd).st_size
             seal = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=main_bytes)
@@ -95,6 +98,7 @@ def read_structure(path: Path) -> Structure:
                 )
             text = data.decode()
         for number, part in enumerate(metadata.parts, start=1):
+            _refuse_link(path / part.name)
             check_part(
                 path / part.name,
                 taken=places[number],
@@ -105,6 +109,12 @@ def read_structure(path: Path) -> Structure:
         message = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise type(error)(message) from error
     return Structure(path=path, main=main, main_bytes=main_bytes, metadata_text=text, metadata=metadata)
+
+
+def _refuse_link(path: Path) -> None:
+    """A folder of unknown origin must not have us read what lies elsewhere."""
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link: the files of a checkpoint's folder lie in it")
 
 
 def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
