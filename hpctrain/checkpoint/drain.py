@@ -59,7 +59,7 @@ class Pace:
             self._begin_s -= delay_s
 
 
-def pieces_of(path: Path, *, chunk_bytes: int = COPY_CHUNK_BYTES) -> Iterator[memoryview]:
+def pieces_of(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
     """The file's bytes in order, in views of one reused buffer: each is valid until the next is taken.
 
     Raises UnreadableError, also when the file turns out shorter or longer than it was when it was opened.
@@ -126,6 +126,10 @@ class NewFile:
             self._position += piece.nbytes
             if self._position - self._synced >= SYNC_BYTES:
                 os.fdatasync(self._fd)
+                # Nobody reads it soon: leave the page cache to the training's data.
+                os.posix_fadvise(
+                    self._fd, self._synced, self._position - self._synced, os.POSIX_FADV_DONTNEED
+                )
                 self._synced = self._position
 
     def digest(self) -> str:
@@ -157,7 +161,7 @@ def copy_file(
     """
     begin_s = time.perf_counter()
     with NewFile(target) as copy:
-        for piece in pieces_of(source):
+        for piece in pieces_of(source, chunk_bytes=COPY_CHUNK_BYTES):
             copy.write(piece)
             on_bytes(piece.nbytes)
             if pace is not None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -45,6 +45,7 @@ _KEPT_FREE_BYTES = 64 << 20
 _LAST_WORD_S = 5.0
 DEFAULT_TIMEOUT_S = 60.0
 CONNECT_WITHIN_S = 20.0
+GREET_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,14 +215,15 @@ def _check_space(directory: Path, *, num_bytes: int) -> None:
         raise CheckpointError(f"{directory} has {free} bytes free, the copy needs {num_bytes}")
 
 
-def greet(partner: PartnerAddress, *, token: bytes, timeout_s: float = CONNECT_WITHIN_S) -> None:
-    """See whether the partner answers. Raises PartnerError."""
-    connection = connect(partner, token=token, timeout_s=timeout_s, within_s=timeout_s)
+def greet(partner: PartnerAddress, *, token: bytes, within_s: float = GREET_WITHIN_S) -> PartnerAddress:
+    """See whether the partner answers; the one address at which it did. Raises PartnerError."""
+    connection = connect(partner, token=token, timeout_s=within_s, within_s=within_s)
     try:
         send_message(connection, {"hello": True})
         _expect(connection, "done")
+        return replace(partner, addresses=(connection.getpeername()[0],))
     except OSError as error:
-        raise PartnerError(f"node {partner.node}: {describe_failure(error, timeout_s=timeout_s)}") from error
+        raise PartnerError(f"node {partner.node}: {describe_failure(error, timeout_s=within_s)}") from error
     finally:
         close(connection)
 

@@ -58,9 +58,11 @@ class PartnerAddress:
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
     """A connection to the partner on which both have proved themselves; every wait on it ends after timeout_s.
 
-    Tries all addresses in turn, again and again, for at most within_s. Raises PartnerError.
+    Tries all addresses in turn, again and again, for at most within_s; one that swallows what is sent to it, as a
+    firewall does, leaves time for the others. Raises PartnerError.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
+    each_s = within_s / (2 * max(1, len(partner.addresses)))
     while True:
         for address in partner.addresses:
             left_s = deadline - time.monotonic()
@@ -68,7 +70,7 @@ def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s
                 break
             try:
                 return _connect_to(
-                    address, partner, token=token, timeout_s=timeout_s, within_s=max(left_s, 0.1)
+                    address, partner, token=token, timeout_s=timeout_s, within_s=max(min(left_s, each_s), 0.1)
                 )
             except (OSError, PartnerError) as error:
                 reasons[address] = str(error)
@@ -85,10 +87,9 @@ def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s
 def _connect_to(
     address: str, partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float
 ) -> socket.socket:
-    connection = socket.create_connection((address, partner.port), timeout=min(within_s, timeout_s))
+    connection = socket.create_connection((address, partner.port), timeout=within_s)
     try:
-        # A stranger at this address may accept and then say nothing: other addresses are left to try.
-        connection.settimeout(min(within_s, timeout_s, 10.0))
+        connection.settimeout(within_s)  # a stranger at this address may accept and then say nothing
         theirs = receive_exactly(connection, _NUMBER_BYTES)
         ours = secrets.token_bytes(_NUMBER_BYTES)
         connection.sendall(ours + _proof(token, b"client", partner.node, theirs, ours))

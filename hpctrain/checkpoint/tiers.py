@@ -115,8 +115,7 @@ class Tiers:
             if self._server is None:
                 return
             following = self.topology.ranks_by_node[(self.node + 1) % self.topology.num_nodes][0]
-            self.partner = PartnerAddress.from_json(addresses[following])
-            greet(self.partner, token=self.token)
+            self.partner = greet(PartnerAddress.from_json(addresses[following]), token=self.token)
 
         agreed(comm, meet, os_error=CheckpointError)
 

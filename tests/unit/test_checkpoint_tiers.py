@@ -194,6 +194,15 @@ def test_a_damaged_copy_is_passed_over_for_the_partners(tmp_path: Path) -> None:
     check_loads(machines.shared, step=7)
 
 
+def test_a_checkpoint_damaged_in_the_shared_folder_is_replaced_from_the_nodes(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, 1, 1)
+    machines.run(lambda world, tiers: [save(world, tiers, step=step) for step in (5, 7)])
+    os.truncate(machines.shared / "step-00000007" / "data-00000.h5", 5000)
+    assert recovered(machines).step == 7
+    check_loads(machines.shared, step=7)
+    assert sorted(path.name for path in machines.shared.iterdir()) == ["step-00000005", "step-00000007"]
+
+
 def test_when_all_copies_are_damaged_an_older_step_is_recovered(tmp_path: Path) -> None:
     machines = Machines(tmp_path, 1, 1)
     machines.run(lambda world, tiers: save_locally(world, tiers, step=6), keep_local=2)
