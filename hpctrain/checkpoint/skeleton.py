@@ -71,6 +71,10 @@ def make_skeleton(
     h5py = _import_h5py()
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         path = Path(folder) / "skeleton.h5"
+        with _hdf5_errors(path):
+            _try_out(
+                path, num_bytes=metadata_bytes + sum(d.num_bytes for d in datasets), headers=len(datasets)
+            )
         with _hdf5_errors(path), h5py.File(path, "w", **_file_options(len(datasets), alignment)) as file:
             group = file.create_group(TENSOR_GROUP)
             creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -88,6 +92,14 @@ def make_skeleton(
         return _take_apart(
             path, datasets, offsets=offsets, metadata=(metadata_offset, metadata_bytes), user_block=user_block
         )
+
+
+def _try_out(path: Path, *, num_bytes: int, headers: int) -> None:
+    """Whether the file will find its room: HDF5 does not survive it if not. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(bytes(_HEADER_BYTES * headers + _MAX_BLOCK_BYTES))
+        file.truncate(max(num_bytes, file.tell()))
+    path.unlink()
 
 
 def _file_options(num_datasets: int, alignment: int) -> dict[str, Any]:

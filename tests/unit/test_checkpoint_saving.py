@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -149,6 +150,22 @@ def test_an_error_in_the_background_reaches_every_rank_and_leaves_nothing(tmp_pa
     assert "rank 2" in texts[0]
     assert "data-00001.h5" in texts[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_is_an_error_and_the_process_goes_on(tmp_path: Path) -> None:
+    world = SerialWorld()
+    state = State(items=[Replicated(name="w", tensor=torch.zeros(1 << 20))])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="limit on file sizes"):
+            save(state, directory=tmp_path, step=1, comm=world)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    assert (
+        load(save(state, directory=tmp_path, step=1, comm=world).path, comm=world)[1]["w"].numel() == 1 << 20
+    )
 
 
 @pytest.mark.parametrize(
