@@ -250,9 +250,9 @@ class Cluster:
         """Where a volume of GlusterFS is mounted in every place; from outside an empty folder."""
         return volume.mount_point(self.plan.directory)
 
-    def kill_brick(self, volume: Volume, *, node: str) -> None:
-        """SIGKILL for the process that serves a node's brick of a volume. Raises ClusterError without one."""
-        brick_server(self._record, volume=volume, node=node).kill()
+    def brick_server(self, volume: Volume, *, node: str) -> Process:
+        """The process that serves a node's brick of a volume. Raises ClusterError when there is none."""
+        return brick_server(self._record, volume=volume, node=node)
 
     def start_bricks(self, volume: Volume) -> None:
         """Start what serves a volume again, where it has ended."""
