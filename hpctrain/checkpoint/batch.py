@@ -23,20 +23,20 @@ class Batch:
 
     def __init__(self, stretches: Iterable[Stretch], *, max_bytes: int) -> None:
         self._source = iter(stretches)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._cut: Stretch | None = None  # the rest of a stretch that did not fit
         self._stretches: list[Stretch] = []
         self._num_bytes = 0
 
     def fill(self) -> None:
         """Take stretches until the batch is full or there are no more. Raises what the source raises."""
-        while self._num_bytes < self._max_bytes:
+        while self._num_bytes < self.max_bytes:
             item = self._cut or next(self._source, None)
             self._cut = None
             if item is None:
                 break
             offset, view = item
-            room = self._max_bytes - self._num_bytes
+            room = self.max_bytes - self._num_bytes
             if view.nbytes > room:
                 self._cut = (offset + room, view[room:])
                 view = view[:room]
@@ -64,12 +64,19 @@ class Batch:
 
     def take(self, *, until: int | None = None) -> list[Stretch]:
         """Take out what lies before byte `until`; None: everything."""
+        reach = self.reach
+        if until is None or reach is None or reach.end <= until:
+            taken, self._stretches, self._num_bytes = self._stretches, [], 0
+            return taken
         taken, kept = [], []
         for offset, view in self._stretches:
-            count = view.nbytes if until is None else min(max(until - offset, 0), view.nbytes)
-            if count:
+            count = until - offset
+            if count >= view.nbytes:
+                taken.append((offset, view))
+            elif count <= 0:
+                kept.append((offset, view))
+            else:
                 taken.append((offset, view[:count]))
-            if count < view.nbytes:
                 kept.append((offset + count, view[count:]))
         self._stretches = kept
         self._num_bytes = sum(view.nbytes for _, view in kept)

@@ -113,7 +113,8 @@ class _Writing:
     def run(self) -> None:
         """Raises what this rank met."""
         # Also where a network filesystem has told some ranks another size, and so other hints.
-        self._num_writers = int(self._writer.gather([self._num_writers]).max())
+        told = self._writer.gather([self._num_writers])
+        self._num_writers = min(int(told.max()), len(told))
         while self._take_turn():
             pass
         self._try(self._writer.sync)
@@ -138,14 +139,12 @@ class _Writing:
         table = self._writer.gather([_FAILED if self._error else _GOING_ON, *mine]).tolist()
         if any(row[0] == _FAILED for row in table) or all(row[1] < 0 for row in table):
             return False
-        turn = plan_turn(
-            [
-                Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes)
-                if begin >= 0
-                else None
-                for _, begin, end, num_pieces, num_bytes in table
-            ]
-        )
+        reaches = [
+            Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes) if begin >= 0 else None
+            for _, begin, end, num_pieces, num_bytes in table
+        ]
+        # A rank gets no more of the others' bytes than it holds of its own.
+        turn = plan_turn(reaches, max_span=self._num_writers * self._batch.max_bytes)
         rank = self._writer.rank
         if rank in turn.alone:
             self._try(lambda: self._write(self._batch.take()))

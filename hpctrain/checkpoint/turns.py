@@ -32,8 +32,8 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """alone: ranks that write their whole batch by themselves. together: ranks that give away what of their batches
-    lies in begin <= byte < until. The rest waits for a later turn."""
+    """alone: ranks that write their whole batch by themselves. together: ranks whose batches may reach into
+    begin <= byte < until, and who give away what lies there. The rest waits for a later turn."""
 
     alone: frozenset[int]
     together: frozenset[int]
@@ -41,8 +41,9 @@ class Turn:
     until: int
 
 
-def plan_turn(reaches: Sequence[Reach | None]) -> Turn:
-    """reaches: of each rank's batch; None: it has nothing left. At least one rank finishes its batch in each turn."""
+def plan_turn(reaches: Sequence[Reach | None], *, max_span: int) -> Turn:
+    """reaches: of each rank's batch; None: it has nothing left. max_span: bytes of the file that are brought together
+    at most; nothing overlaps, so no more than that are on their way. Some rank gets on in every turn."""
     scattered = sorted(
         (reach.begin, reach.end, rank)
         for rank, reach in enumerate(reaches)
@@ -59,11 +60,10 @@ def plan_turn(reaches: Sequence[Reach | None]) -> Turn:
     knotted = {rank for knot in knots if len(knot) > 1 for rank in knot}
     alone = {rank for rank, reach in enumerate(reaches) if reach is not None and rank not in knotted}
     first = next((knot for knot in knots if len(knot) > 1), [])
+    begin = min((begin for begin, _, rank in scattered if rank in first), default=0)
+    end = min((end for _, end, rank in scattered if rank in first), default=0)
     return Turn(
-        alone=frozenset(alone),
-        together=frozenset(first),
-        begin=min((begin for begin, _, rank in scattered if rank in first), default=0),
-        until=min((end for _, end, rank in scattered if rank in first), default=0),
+        alone=frozenset(alone), together=frozenset(first), begin=begin, until=min(end, begin + max_span)
     )
 
 
@@ -89,14 +89,20 @@ def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_b
 def dealt(
     stretches: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
 ) -> list[list[tuple[int, memoryview]]]:
-    """Ascending stretches, cut where domains meet: for each rank what lies in its own. places: of `domains`."""
+    """Ascending stretches, none empty, cut where domains meet: for each rank what lies in its own.
+
+    places: of `domains`.
+    """
     parts: list[list[tuple[int, memoryview]]] = [[] for _ in places[1:]]
     rank = 0
     for offset, view in stretches:
-        while view.nbytes:
+        while True:
             while offset >= places[rank + 1]:
                 rank += 1
-            count = min(view.nbytes, places[rank + 1] - offset)
+            count = places[rank + 1] - offset
+            if view.nbytes <= count:
+                parts[rank].append((offset, view))
+                break
             parts[rank].append((offset, view[:count]))
             offset, view = offset + count, view[count:]
     return parts

@@ -133,8 +133,9 @@ class MpiCollectiveWriter:
             self._comm.Alltoallv([places, sent[:, 0].tolist()], [found, taken[:, 0].tolist()])
             self._comm.Alltoallv([data, sent[:, 1].tolist()], [content, taken[:, 1].tolist()])
         ends = np.cumsum(found[:, 1]).tolist()
+        view = content.data
         return [
-            (offset, content[end - length : end].data)
+            (offset, view[end - length : end])
             for (offset, length), end in zip(found.tolist(), ends, strict=True)
         ]
 

@@ -19,6 +19,7 @@ from hpctrain.checkpoint.filesystem import Filesystem
 from hpctrain.checkpoint.mpio_engine import write_together
 from hpctrain.checkpoint.write_direct import write_direct
 from hpctrain.comm.agreement import agreed
+from hpctrain.comm.monitored import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError
 
 # kind -> (pieces, their greatest length, least length, whether ranks own them in turn or each a part of the file)
@@ -58,6 +59,8 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
 
     wrong: on rank 0, which files differ from what was meant. errors, choices: what each rank was told.
     """
+    if world.backend == "horovod":
+        world = Monitored(world, timeout_s=60)  # as runs have it
     wrong = []
     for num_ranks in range(1, world.num_ranks + 1):
         group = world.split([range(num_ranks)])
@@ -65,11 +68,14 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
             wrong += write_every_pattern(group, Path(directory))
         world.barrier()
     wrong += write_every_pattern(world, Path(directory))
-    return {
+    found = {
         "wrong": wrong,
         "errors": _errors(world, Path(directory)),
         "choices": _choices(world, Path(directory)),
     }
+    if isinstance(world, Monitored):
+        world.close()
+    return found
 
 
 def write_every_pattern(comm: Any, directory: Path) -> list[str]:

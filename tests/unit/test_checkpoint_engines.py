@@ -60,16 +60,18 @@ def reach(begin: int, end: int, *, scattered: bool = True) -> Reach:
 
 
 def test_large_pieces_are_written_alone_and_small_ones_that_interleave_together() -> None:
-    turn = plan_turn([reach(0, 900), reach(10, 500), reach(0, 1000, scattered=False), None, reach(900, 950)])
+    reaches = [reach(0, 900), reach(10, 500), reach(0, 1000, scattered=False), None, reach(900, 950)]
+    turn = plan_turn(reaches, max_span=1 << 20)
     assert turn.together == {0, 1}
     assert (turn.begin, turn.until) == (0, 500)
     assert turn.alone == {2, 4}
-    shares = plan_turn([reach(0, 100), reach(100, 200), reach(200, 300)])
+    assert plan_turn(reaches, max_span=70).until == 70
+    shares = plan_turn([reach(0, 100), reach(100, 200), reach(200, 300)], max_span=1 << 20)
     assert shares.alone == {0, 1, 2}
     assert not shares.together
 
 
-def test_every_turn_finishes_some_batch_until_none_is_left() -> None:
+def test_every_turn_gets_on_until_nothing_is_left() -> None:
     rng = random.Random(3)
     for _ in range(300):
         num_ranks = rng.randint(1, 6)
@@ -79,22 +81,25 @@ def test_every_turn_finishes_some_batch_until_none_is_left() -> None:
             length = rng.randint(1, 9)
             left[rng.randrange(num_ranks)].append((offset, offset + length))
             offset += length
-        for _ in range(200):
+        for _ in range(1000):
             reaches = [
                 reach(stretches[0][0], stretches[-1][1], scattered=rng.random() < 0.8) if stretches else None
                 for stretches in left
             ]
             if not any(reaches):
                 break
-            turn = plan_turn(reaches)
+            max_span = rng.randint(1, 100)
+            turn = plan_turn(reaches, max_span=max_span)
+            assert turn.until - turn.begin <= max_span
+            before = [list(stretches) for stretches in left]
             assert not turn.alone & turn.together
             for rank in turn.alone:
                 left[rank] = []
             for rank in turn.together:
                 left[rank] = [(max(a, turn.until), b) for a, b in left[rank] if b > turn.until]
-            assert any(found is not None and not left[rank] for rank, found in enumerate(reaches))
+            assert left != before
         else:
-            raise AssertionError(f"200 turns, and still {left}")
+            raise AssertionError(f"1000 turns, and still {left}")
 
 
 @pytest.mark.parametrize("max_bytes", [1, 7, 100, 10_000])
