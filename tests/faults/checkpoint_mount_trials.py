@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hpctrain.checkpoint import load_newest_good
 from hpctrain.comm.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
 from tests.faults.checkpoint_mounts import Nodes, own_mounts
@@ -257,6 +258,45 @@ def vanishing_directory(trial: Trial, count: int) -> dict[str, Any]:
     return {"errors": errors, **trial.cleaned()}
 
 
+def failing_reads(trial: Trial, count: int) -> dict[str, Any]:
+    """A node cannot read the newest checkpoint from the n-th read on: all ranks load the older one. Its mount dies: an
+    error on all ranks."""
+    outcomes = Counter[str]()
+    step = 1
+    for way in (WAYS[0], WAYS[2]):
+        for _ in range(2):
+            trial.save(step, way=way)
+            step += 1
+        newest = step - 1
+
+        def load_newest(world: Any) -> int:
+            restored = load_newest_good(trial.place, comm=world)
+            assert restored is not None
+            return restored.checkpoint.step
+
+        for node in range(NUM_RANKS):
+            name = f"step-{newest:08d}"
+            trial.nodes.mounts[node].fault(reads=name)
+            ended = trial.nodes.start_ranks(load_newest, num_ranks=NUM_RANKS).wait()
+            assert [each.value for each in ended] == [newest] * NUM_RANKS, ended
+            reads = trial.nodes.mounts[node].operations().count("read")
+            assert reads > 0
+            for place, kind in itertools.product(spread(reads, count=count), ("error", "die-before")):
+                trial.nodes.mounts[node].fault(kind, at=place, errno=errno.EIO, sticky=True, reads=name)
+                ranks = trial.nodes.start_ranks(load_newest, num_ranks=NUM_RANKS)
+                ended = ranks.wait(timeout_s=LIMIT_S)
+                assert len({(each.code, str(each.value)) for each in ended}) == 1, (way, node, kind, ended)
+                if kind == "error":
+                    assert ended[0].value == newest - 1, ended
+                    outcomes["fell back"] += 1
+                else:
+                    assert ended[0].code == ExitCode.CHECKPOINT, ended
+                    outcomes["mount died"] += 1
+                trial.nodes.mend()
+            trial.nodes.mounts[node].fault()
+    return {"outcomes": dict(outcomes), **trial.cleaned()}
+
+
 def short_writes(trial: Trial, count: int) -> dict[str, Any]:
     """The filesystem takes a part of every write: nobody notices."""
     for step, way in enumerate(WAYS, start=1):
@@ -323,6 +363,7 @@ TRIALS = {
     "killed-at-each-operation": killed_at_each_operation,
     "failing-operations": failing_operations,
     "vanishing-directory": vanishing_directory,
+    "failing-reads": failing_reads,
     "short-writes": short_writes,
 }
 

@@ -13,6 +13,8 @@ the n-th operation that changes anything (0: every one) meets it.
     kill-before, kill-after   SIGKILL to the processes in `victims`, then an error, or after the operation
     die-before, die-after     SIGKILL to this process
     vanish       the folder `directory` of the filesystem is moved away
+
+Reads of files whose path holds TEXT are counted too, and may meet the fault, with `"reads": TEXT`.
 """
 
 from __future__ import annotations
@@ -133,6 +135,7 @@ class Passthrough(mfusepy.Operations):
         self.control = control
         self.kind = ""
         self.writable: set[int] = set()
+        self.paths: dict[int, str] = {}  # of open files, as they were called then
 
     def _real(self, path: str) -> str:
         return self.control.root + path
@@ -173,6 +176,9 @@ class Passthrough(mfusepy.Operations):
         return {name: getattr(found, name) for name in dir(found) if name.startswith("f_")}
 
     def read(self, path: None, size: int, offset: int, fh: int) -> bytes:
+        within = self.control.fault.get("reads")
+        if within is not None and within in self.paths[fh]:
+            self.control.begin("read")
         return os.pread(fh, size, offset)
 
     def release(self, path: None, fh: int) -> int:
@@ -185,6 +191,7 @@ class Passthrough(mfusepy.Operations):
 
     def open(self, path: str, flags: int) -> int:
         fh = os.open(self._real(path), flags & ~os.O_CREAT)
+        self.paths[fh] = path
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self.writable.add(fh)
         return fh
@@ -198,6 +205,7 @@ class Passthrough(mfusepy.Operations):
     @changing
     def create(self, path: str, mode: int, flags: Any = None) -> int:
         fh = os.open(self._real(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
+        self.paths[fh] = path
         self.writable.add(fh)
         self.control.record("create", path=path, inode=os.fstat(fh).st_ino)
         return fh

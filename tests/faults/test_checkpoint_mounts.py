@@ -28,6 +28,7 @@ COUNTS = {
     "killed-at-each-operation": 10_000 if THOROUGH else TRIALS,
     "failing-operations": 1000 if THOROUGH else 3,
     "vanishing-directory": 1000 if THOROUGH else 3,
+    "failing-reads": 1000 if THOROUGH else 2,
     "short-writes": 0,
     "power-loss": 20 if THOROUGH else 1,
 }
@@ -92,6 +93,14 @@ def test_a_directory_that_disappears_is_an_error_on_all_ranks_and_is_not_made_an
     results: dict[str, Any],
 ) -> None:
     assert result_of(results, "vanishing-directory")["errors"] >= 4
+
+
+def test_a_read_that_fails_makes_all_ranks_fall_back_and_a_mount_that_dies_is_an_error_on_all(
+    results: dict[str, Any],
+) -> None:
+    outcomes = result_of(results, "failing-reads")["outcomes"]
+    assert outcomes["fell back"] >= 4
+    assert outcomes["mount died"] >= 4
 
 
 def test_short_writes_are_gone_on_with_in_every_way_of_saving(results: dict[str, Any]) -> None:
