@@ -7,6 +7,7 @@ from hpctrain.checkpoint.partial import Mismatch, PartialLoad, load_partial, loa
 from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.restore import Rejected, Restored, load, load_newest_good
 from hpctrain.checkpoint.retention import Best, Retention
+from hpctrain.checkpoint.saver import Saved, SaveMode, Saver, WhenBusy, saving_into
 from hpctrain.checkpoint.saving import SaveOptions, SaveResult, Saving, save
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import Replicated, Shard, State
@@ -22,17 +23,22 @@ __all__ = [
     "Replicated",
     "Restored",
     "Retention",
+    "SaveMode",
     "SaveOptions",
     "SaveResult",
+    "Saved",
+    "Saver",
     "Saving",
     "Shard",
     "State",
     "StoredTensor",
+    "WhenBusy",
     "load",
     "load_newest_good",
     "load_partial",
     "load_weights",
     "open_checkpoint",
     "save",
+    "saving_into",
     "step_of",
 ]

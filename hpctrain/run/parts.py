@@ -176,7 +176,8 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
         when_busy=WhenBusy(section.when_busy),
         options=SaveOptions(
             keep=retention(section),
-            engine=section.engine,
+            # MPI-IO keeps to no limit.
+            engine="direct" if section.limit_mb_per_s is not None else section.engine,
             files=section.files,
             node_of_rank=node_of_rank,
             limit_mb_per_s=section.limit_mb_per_s,

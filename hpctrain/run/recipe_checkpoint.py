@@ -60,7 +60,7 @@ class CheckpointSection(Section):
     local: str | None = Field(
         None, min_length=1,
         description="A directory on each node's own storage: a checkpoint is written there first, then copied to "
-        "another node and into `directory` in the background, where it is committed. See guides/checkpoints.md.",
+        "another node and into `directory` in the background, where it is committed. See guides/checkpoint-tiers.md.",
     )  # fmt: skip
     local_keep: int = Field(1, ge=1, description="`local`: so many checkpoints stay on the nodes.")
     weights_from: str | None = Field(
@@ -83,6 +83,11 @@ class CheckpointSection(Section):
             raise ValueError(f'files is {self.files}: give a number from 1 on, or "node"')
         if self.local is not None and self.files not in (1, "node"):
             raise ValueError("local keeps one file a node: leave files out")
+        if self.engine == "mpio" and (self.mode == "async" or self.limit_mb_per_s is not None):
+            raise ValueError(
+                "engine = 'mpio' writes with all ranks at once, as fast as they can: it goes neither with mode = "
+                "'async' nor with limit_mb_per_s"
+            )
         if self.weights_from is None and (self.weights_map or not self.weights_strict):
             raise ValueError("weights_map and weights_strict belong to weights_from")
         if self.every is not None and self.failures_per_day is None:

@@ -331,6 +331,8 @@ def test_through_two_tiers_a_lost_shared_folder_is_recovered_from_the_node(where
         ({"files": 0}, 'a number from 1 on, or "node"'),
         ({"files": "nodes"}, "files"),
         ({"local": "/tmp/x", "files": 3}, "leave files out"),
+        ({"engine": "mpio", "mode": "async"}, "writes with all ranks at once"),
+        ({"engine": "mpio", "limit_mb_per_s": 3.0}, "writes with all ranks at once"),
         ({"weights_map": {"a": "b"}}, "belong to weights_from"),
     ],
 )
