@@ -17,7 +17,7 @@ import xxhash
 
 from hpctrain.checkpoint.file_bytes import explained, read_fully
 from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.listing import MAIN_FILE
+from hpctrain.checkpoint.listing import MAIN_FILE, step_of
 from hpctrain.checkpoint.metadata import MAX_METADATA_BYTES, Metadata, decode_metadata
 from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal
 from hpctrain.errors import CheckpointError
@@ -41,8 +41,11 @@ class Structure:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is one checkpoint, not a folder of checkpoints: a file, or a folder with a main file."""
-    return path.is_file() or (path / MAIN_FILE).is_file()
+    """Whether this is one checkpoint, not a folder of checkpoints: a file, or a folder with its name or content.
+    It need not be whole. Rank 0 asks; a filesystem that does not answer is left to whoever opens it."""
+    with suppress(OSError):
+        return path.is_file() or (path.is_dir() and step_of(path) is not None) or (path / MAIN_FILE).is_file()
+    return False
 
 
 def open_regular(path: Path) -> int:

@@ -78,6 +78,7 @@ class Training:
         self._position = resumed.position
         self._first_step = resumed.position.step
         self._resumed_from = str(resumed.path) if resumed.path is not None else None
+        self._parent = resumed.parent
         self._checkpoints = Checkpointing(
             settings.checkpoint, comm=comm, records=records, say=self._progress.say, clock=self._clock,
             requests=requests, begin=begin_save,
@@ -253,7 +254,9 @@ class Training:
 
     def _capture(self) -> State:
         self._align_buffers()
-        state = self._state.capture(self._position, comm=self._comm, identity=self._identity)
+        state = self._state.capture(
+            self._position, comm=self._comm, identity=self._identity, parent=self._parent
+        )
         return with_quality(state, quality=self._quality, step=self._quality_step)
 
     def _evaluate(self) -> None:

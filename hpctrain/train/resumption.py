@@ -16,10 +16,11 @@ from hpctrain.train.state import Position, TrainingState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """path: the checkpoint that was loaded; None: there is none, the run begins."""
+    """path: the checkpoint that was loaded; None: there is none, the run begins. parent: its step and id."""
 
     position: Position
     path: Path | None
+    parent: Mapping[str, Any] | None = None
 
 
 def resume(
@@ -41,4 +42,5 @@ def resume(
             return Resumed(position=Position(), path=None)
         checkpoint, tensors = found.checkpoint, found.tensors
     position = state.restore(checkpoint, tensors, comm=comm, identity=identity)
-    return Resumed(position=position, path=checkpoint.path)
+    parent = {"step": checkpoint.step, "id": checkpoint.metadata.id}
+    return Resumed(position=position, path=checkpoint.path, parent=parent)

@@ -42,10 +42,18 @@ class TrainingState:
     updater: Updater
     seed: int
 
-    def capture(self, position: Position, *, comm: Collective, identity: Mapping[str, Any]) -> State:
+    def capture(
+        self,
+        position: Position,
+        *,
+        comm: Collective,
+        identity: Mapping[str, Any],
+        parent: Mapping[str, Any] | None = None,
+    ) -> State:
         """The state as named global tensors and a JSON document. Not collective.
 
-        identity: what the checkpoint belongs to (data and its order); compared on restore.
+        identity: what the checkpoint belongs to (data and its order); compared on restore. parent: the checkpoint
+        that the run went on from.
         """
         items: list[Replicated | Shard] = [
             Replicated(name=f"model/{name}", tensor=tensor.detach())
@@ -75,7 +83,7 @@ class TrainingState:
             "seed": self.seed,
             "identity": dict(identity),
         }
-        return State(items=items, document=document)
+        return State(items=items, document=document, parent=parent)
 
     def restore(
         self,
