@@ -1,0 +1,230 @@
+"""Saving in the background: how long training stands still, what memory it takes, what the steps beside it pay."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from benchmarks.checkpoint.peers import PeerFailed, check_saved, named
+from hpctrain.bench.checkpoint import take_turns
+from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
+from hpctrain.bench.checkpoint_ways import (
+    RAW_WRITE,
+    AsyncSaving,
+    Copying,
+    Turn,
+    Way,
+    begin,
+    make_folder,
+    remove,
+    slowest_since,
+)
+from hpctrain.checkpoint.saving import SaveOptions, Saving
+from hpctrain.checkpoint.snapshot import HostBuffers
+from hpctrain.comm import Collective, all_gather_json
+from hpctrain.comm.agreement import on_rank_0
+from hpctrain.run import Session
+
+Settings = dict[str, Any]
+PAUSE_S = 0.002
+# Steps in a row that nothing is written beside, in each round.
+QUIET_STEPS = 12
+WIDTH, BATCH = 512, 256
+
+
+@final
+class DcpAsync:
+    """torch DCP's `async_save`: stands still until it returns; then its thread writes. Over Gloo, as it needs it."""
+
+    name, engine, raw = "dcp async", None, RAW_WRITE
+
+    def __init__(self, state: BenchState, *, comm: Collective, directory: Path) -> None:
+        self._tensors, self._num_bytes = named(state), state.num_bytes
+        self._comm, self._path = comm, directory / "dcp-async"
+
+    def turn(self) -> Turn:
+        begin_s = begin(self._comm)
+        saving = self.begin()
+        stall_s = time.perf_counter() - begin_s
+        while not all(all_gather_json(self._comm, saving())):
+            time.sleep(PAUSE_S)
+        seconds = slowest_since(self._comm, begin_s)
+        self.end()
+        return Turn(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
+
+    def begin(self) -> Callable[[], bool]:
+        """Start saving; what is returned says whether it is done, and raises what went wrong."""
+        import torch.distributed.checkpoint as dcp
+
+        future: Any = dcp.async_save(dict(self._tensors), checkpoint_id=self._path)
+
+        def is_done() -> bool:
+            if future.done() and future.exception() is not None:
+                raise PeerFailed("dcp async") from future.exception()
+            return bool(future.done())
+
+        return is_done
+
+    def end(self) -> None:
+        on_rank_0(self._comm, lambda: check_saved(self._path, num_bytes=self._num_bytes))
+        remove(self._path, comm=self._comm)
+
+
+def stalls(session: Session, settings: Settings) -> dict[str, Any]:
+    """Stalls and seconds of each round: ours and DCP's; a memcpy of every rank's share; each rank's bytes."""
+    world, directory = session.world, Path(settings["directory"])
+    state = make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
+    raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
+    ours = AsyncSaving(state.state, engine="auto", comm=world, directory=directory)
+    ways: list[Way] = [
+        Copying(raw, comm=world), ours, DcpAsync(state, comm=world, directory=directory)
+    ]  # fmt: skip
+    turns = take_turns(ways, repeats=settings["repeats"], warmup=settings["warmup"], seed=settings["seed"])
+    ours.close()
+    return {
+        "seconds": {name: [turn.seconds for turn in found] for name, found in turns.items()},
+        "stalls": {
+            name: [turn.stall_s for turn in found] for name, found in turns.items() if found[0].stall_s
+        },
+        "share": all_gather_json(world, raw.num_bytes),
+    }
+
+
+def memory(session: Session, settings: Settings) -> dict[str, list[dict[str, int]]]:
+    """Of each rank, bytes: `idle` with the state in place, `peak` while it is saved in the background, `share`.
+
+    The kernel's own mark (VmHWM). A small state is saved first, for what any save loads and keeps.
+    """
+    world, directory = session.world, Path(settings["directory"])
+    small = make_state(num_bytes=1 << 20, num_tensors=settings["num_tensors"])
+    state = make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
+    share = RawShare(state, rank=world.rank, num_ranks=world.num_ranks).num_bytes
+
+    def save_it(what: BenchState) -> None:
+        if settings["what"] == "ours":
+            ways = AsyncSaving(what.state, engine="auto", comm=world, directory=directory)
+            for _ in range(settings["saves"]):
+                ways.turn()
+            ways.close()
+        else:
+            peer = DcpAsync(what, comm=world, directory=directory)
+            for _ in range(settings["saves"]):
+                peer.turn()
+
+    save_it(small)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    idle = _peak_bytes()
+    save_it(state)
+    return {"ranks": all_gather_json(world, {"idle": idle, "peak": _peak_bytes(), "share": share})}
+
+
+def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]]]:
+    """Of each way to save, each round: seconds of the steps `quiet`, of the steps `beside` the writing, of the save.
+
+    A step is forward and backward through a small network, the sum of its gradients over the ranks, and an
+    update. In the sum is a number with which the ranks tell each other that they are ready, as in training.
+    """
+    world, directory = session.world, Path(settings["directory"])
+    state = make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
+    training = _Training(world, seed=settings["seed"])
+    dcp = DcpAsync(state, comm=world, directory=directory)
+    buffers = HostBuffers()
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings["limits"]}
+    order = Random(settings["seed"])
+    with ThreadPoolExecutor(1) as executor:
+
+        def ours(limit: float | None) -> tuple[list[float], float]:
+            options = SaveOptions(keep=None, limit_mb_per_s=limit)
+            make_folder(directory / "ours", comm=world)
+            begin_s = begin(world)
+            saving = Saving.begin(
+                state.state, directory=directory / "ours", step=1, comm=world, options=options,
+                buffers=buffers, executor=executor,
+            )  # fmt: skip
+            beside: list[float] = []
+            while True:
+                seconds, ready = training.step(saving.ready())
+                beside.append(seconds)
+                if ready and saving.advance() is not None:
+                    break
+            seconds = slowest_since(world, begin_s)
+            remove(directory / "ours", comm=world)
+            return beside, seconds
+
+        def peer() -> tuple[list[float], float]:
+            begin_s = begin(world)
+            is_done = dcp.begin()
+            beside: list[float] = []
+            ready = False
+            while not ready:
+                seconds, ready = training.step(is_done())
+                beside.append(seconds)
+            seconds = slowest_since(world, begin_s)
+            dcp.end()
+            return beside, seconds
+
+        training.quiet()
+        for number in range(settings["warmup"] + settings["repeats"]):
+            names = list(found)
+            for name in order.sample(names, len(names)):
+                quiet = training.quiet()
+                asked = settings["limits"][name]
+                beside, seconds = peer() if name == "dcp async" else ours(asked)
+                if number >= settings["warmup"]:
+                    found[name].append({"quiet": quiet, "beside": beside, "save": seconds})
+    return found
+
+
+@final
+class _Training:
+    """Two ranks and more train one network, in one thread each."""
+
+    def __init__(self, comm: Collective, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        self._comm, self._model = comm, nn.Sequential(*layers)
+        self._inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed + comm.rank))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+        self._sums = torch.empty(sum(p.numel() for p in self._model.parameters()) + 1)
+
+    def step(self, ready: bool) -> tuple[float, bool]:
+        """Seconds of a step, and whether every rank was ready. Collective."""
+        begin_s = time.perf_counter()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._model(self._inputs).square().mean().backward()
+        parameters = list(self._model.parameters())
+        gradients = [p.grad.reshape(-1) for p in parameters if p.grad is not None]
+        torch.cat([*gradients, torch.tensor([float(ready)])], out=self._sums)
+        self._comm.all_reduce(self._sums)
+        offset = 0
+        for parameter in parameters:
+            mine = self._sums[offset : offset + parameter.numel()].reshape(parameter.shape)
+            parameter.grad = mine / self._comm.num_ranks
+            offset += parameter.numel()
+        self._optimizer.step()
+        all_ready = int(self._sums[-1]) == self._comm.num_ranks
+        return time.perf_counter() - begin_s, all_ready
+
+    def quiet(self) -> list[float]:
+        return [self.step(False)[0] for _ in range(QUIET_STEPS)]
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+CASES: Mapping[str, Callable[[Session, Settings], Any]] = {
+    "stalls": stalls, "memory": memory, "steps": steps,
+}  # fmt: skip
