@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from hpctrain.checkpoint import engine_choice
+from hpctrain.checkpoint import Replicated, Shard, State, engine_choice, open_checkpoint, save
 from hpctrain.checkpoint.batch import Stretch
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import choose_engine
@@ -21,6 +22,7 @@ from hpctrain.checkpoint.write_direct import write_direct
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.monitored import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError
+from tests.ranks.checkpoint_cases import digests
 
 # kind -> (pieces, their greatest length, least length, whether ranks own them in turn or each a part of the file)
 PATTERNS = {
@@ -71,6 +73,7 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
     found = {
         "wrong": wrong,
         "errors": _errors(world, Path(directory)),
+        "saved": _saved_by_columns(world, Path(directory)),
         "choices": _choices(world, Path(directory)),
     }
     if isinstance(world, Monitored):
@@ -126,6 +129,33 @@ def expected_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, members
         if writer in members:
             expected[offset : offset + length] = data[offset : offset + length]
     return expected.tobytes()
+
+
+def _saved_by_columns(world: Any, directory: Path) -> dict[str, list[str]]:
+    """A matrix sharded by columns, rows of 100 bytes a rank: hashes of the content of each file, saved by each engine
+    into one file and into two."""
+    columns = 25
+    mine = torch.arange(3000)[:, None] * 1000 + world.rank * columns + torch.arange(columns)
+    state = State(
+        items=[
+            Shard(name="matrix", tensor=mine.to(torch.int32), global_shape=(3000, world.num_ranks * columns),
+                  offset=(0, world.rank * columns)),
+            Replicated(name="vector", tensor=torch.arange(100_000)),
+        ],
+        document={},
+    )  # fmt: skip
+    found = {}
+    for engine in ("direct", "mpio"):
+        for files in (1, 2):
+            place = directory / f"columns-{engine}-{files}"
+            result = save(state, directory=place, step=1, comm=world, engine=engine, files=files)
+            paths = sorted(result.path.iterdir()) if result.path.is_dir() else [result.path]
+            found[f"{engine} {files}"] = [f"{path.name} {sorted(digests(path).items())}" for path in paths]
+            whole = open_checkpoint(result.path, comm=world).read("matrix")
+            assert torch.equal(
+                whole[:, world.rank * columns : (world.rank + 1) * columns], mine.to(torch.int32)
+            )
+    return found
 
 
 def _errors(world: Any, directory: Path) -> dict[str, str]:
