@@ -203,11 +203,11 @@ def _exchange(
         torch.from_numpy(own).reshape(-1),
         send_counts=[counts[comm.rank] if rank in others else 0 for rank in range(comm.num_ranks)],
         receive_counts=[counts[rank] if rank in others else 0 for rank in range(comm.num_ranks)],
-    ).numpy()
+    )
+    arrived = received.cpu().numpy()
     start = 0
     for rank in sorted(others):
         for unit in round_of[rank]:
-            memory[unit.name][unit.begin : unit.begin + unit.num_bytes] = received[
-                start : start + unit.num_bytes
-            ]
+            part = arrived[start : start + unit.num_bytes]
+            memory[unit.name][unit.begin : unit.begin + unit.num_bytes] = part
             start += unit.num_bytes
