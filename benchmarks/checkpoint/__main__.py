@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
@@ -89,5 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # by way of what ends the ranks and removes their files
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())
