@@ -14,6 +14,7 @@ import torch
 from hpctrain.checkpoint import Replicated, State, load_newest_good, save
 from hpctrain.comm.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
+from tests.faults.checkpoint_saves import WAYS, save_state
 
 NOBODY = 65534
 
@@ -119,11 +120,15 @@ def _one_rank_sees_another_directory(world: Any, directory: str) -> str:
 
 
 def save_until_killed(world: Any, directory: str, engine: str) -> None:
-    """Save step after step; `reported` holds the newest that was reported as saved."""
+    """Save step after step, each in another way; `reported` holds the newest that was reported as saved."""
+    ways = [way for way in WAYS if engine == "direct" or way.mode == "sync"]
     step = 0
     while True:
         step += 1
-        save(state_at(step, num_bytes=8_000_000), directory=directory, step=step, comm=world, engine=engine)
+        state = state_at(step, num_bytes=8_000_000)
+        save_state(
+            state, step=step, directory=Path(directory), comm=world, way=ways[step % len(ways)], engine=engine
+        )
         if world.rank == 0:
             (Path(directory).parent / "reported.new").write_text(str(step))
             os.rename(Path(directory).parent / "reported.new", Path(directory).parent / "reported")

@@ -50,11 +50,18 @@ def save_step(
 ) -> None:
     """Save in this way, and wait until it is committed. Collective."""
     state = state_at(step, comm.rank, num_elems=num_elems)
+    save_state(state, step=step, directory=directory, comm=comm, way=way, keep=keep)
+
+
+def save_state(
+    state: State, *, step: int, directory: Path, comm: Any, way: Way, keep: int = 2, engine: str = "auto"
+) -> None:
+    """Save it in this way, and wait until it is committed; afterwards the state may have changed. Collective."""
     files = NUM_RANKS if way.form == "folder" else 1
     if way.mode == "sync":
-        save(state, directory=directory, step=step, comm=comm, keep=keep, files=files)
+        save(state, directory=directory, step=step, comm=comm, keep=keep, files=files, engine=engine)
         return
-    options = SaveOptions(keep=keep, files=files)
+    options = SaveOptions(keep=keep, files=files, engine=engine)
     with ThreadPoolExecutor(1) as executor:
         saving = Saving.begin(
             state, directory=directory, step=step, comm=comm, options=options, buffers=HostBuffers(),
