@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias, final
 
@@ -15,6 +16,7 @@ Stretch: TypeAlias = tuple[int, memoryview]
 
 # Smaller neighbours are joined: a write costs as much as copying some tens of KiB.
 _JOIN_BELOW_BYTES = 1 << 18
+_SHORTEST_SLEEP_S = 0.01
 
 
 @final
@@ -81,6 +83,17 @@ class Batch:
         self._stretches = kept
         self._num_bytes = sum(view.nbytes for _, view in kept)
         return taken
+
+
+def paced(stretches: Iterable[Stretch], *, limit_bytes_per_s: float) -> Iterator[Stretch]:
+    """The stretches, no faster than that many bytes a second on the whole."""
+    begin_s, num_bytes = time.monotonic(), 0
+    for offset, view in stretches:
+        ahead_s = num_bytes / limit_bytes_per_s - (time.monotonic() - begin_s)
+        if ahead_s > _SHORTEST_SLEEP_S:
+            time.sleep(ahead_s)
+        yield offset, view
+        num_bytes += view.nbytes
 
 
 def runs_of_neighbours(stretches: Iterable[Stretch]) -> Iterator[tuple[int, list[memoryview]]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from hpctrain.checkpoint.batch import Stretch
+from hpctrain.checkpoint.batch import Stretch, paced
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of
 from hpctrain.checkpoint.mpio_engine import HINTS, files_of, obstacle_to_mpio, write_together
@@ -40,9 +40,11 @@ class EngineChoice:
         it returns.
 
         With MPIO collective over the world ranks `members` (see `write_together`), with DIRECT not at all.
-        limit_bytes_per_s: only DIRECT keeps to it. CheckpointError on the ranks that met an error: the caller votes.
+        limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an error: the caller votes.
         """
         if self.engine is Engine.MPIO:
+            if limit_bytes_per_s is not None:
+                stretches = paced(stretches, limit_bytes_per_s=limit_bytes_per_s)
             hints = dict(HINTS)
             if self.filesystem.is_lustre:
                 hints.update(stripes_for(_size_of(path)).hints(num_ranks=len(members)))

@@ -26,10 +26,10 @@ from tests.ranks.checkpoint_cases import digests
 
 # kind -> (pieces, their greatest length, least length, whether ranks own them in turn or each a part of the file)
 PATTERNS = {
-    "shares": (300, 50_000, 1, False),
+    "shares": (300, 5_000, 1, False),
     "rows": (900, 700, 1, True),
     "tiny rows": (4000, 40, 1, True),
-    "long rows": (40, 300_000, 100_000, True),
+    "long rows": (14, 150_000, 70_000, True),
     "one piece": (1, 5000, 5000, True),
     "nothing": (0, 1, 1, True),
 }
@@ -64,9 +64,9 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
     if world.backend == "horovod":
         world = Monitored(world, timeout_s=60)  # as runs have it
     wrong = []
-    for num_ranks in range(1, world.num_ranks + 1):
+    for num_ranks in range(1, world.num_ranks):
         group = world.split([range(num_ranks)])
-        if group is not None and num_ranks < world.num_ranks:
+        if group is not None:
             wrong += write_every_pattern(group, Path(directory))
         world.barrier()
     wrong += write_every_pattern(world, Path(directory))

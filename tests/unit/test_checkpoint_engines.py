@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.batch import Batch, joined
+from hpctrain.checkpoint.batch import Batch, joined, paced
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import choose_engine
 from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of, kind_in
@@ -127,6 +128,14 @@ def test_batches_hold_no_more_than_they_may_and_lose_nothing(max_bytes: int) -> 
             found[begin : begin + len(data)] = data.tobytes()
         batch.fill()
     assert found == expected
+
+
+def test_a_limit_is_kept_and_loses_nothing() -> None:
+    data = memoryview(bytes(range(200)) * 100)
+    stretches = [(offset, data[offset : offset + 500]) for offset in range(0, len(data), 500)]
+    begin_s = time.monotonic()
+    assert list(paced(stretches, limit_bytes_per_s=200_000)) == stretches
+    assert time.monotonic() - begin_s >= 0.08  # 20 KB; what comes last is not waited for
 
 
 @pytest.mark.parametrize("num_writers", [1, 2, 3, 5, 9])
