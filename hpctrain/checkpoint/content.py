@@ -116,10 +116,16 @@ def find_damage(
             continue
         progress(done_bytes)
         done_bytes += stretch.num_elems * tensor.elem_bytes
-        if len(stretch.extents) == 1 or not _fits_memory(stretch, tensor.elem_bytes):
+        if not _fits_memory(stretch, tensor.elem_bytes):
             yield from _damaged_one_by_one(files, tensor, piece, stretch.extents)
             continue
         buffer = files.scratch(stretch.num_elems * tensor.elem_bytes)
+        if len(stretch.extents) == 1:
+            try:
+                _read_and_check(files, tensor, piece, stretch, buffer)
+            except DamagedContentError as error:
+                yield error.damage
+            continue
         try:
             for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
                 if hash_of(content) != extent.hash:
