@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# Installs what a Slurm cluster on this machine needs (tests/cluster): Slurm, munge, iproute2. Debian and Ubuntu.
+# Installs what a Slurm cluster on this machine needs (tests/cluster): Slurm, munge, iproute2, and GlusterFS for its
+# shared volumes. Debian and Ubuntu.
 #
 #   make cluster-setup
 #   bash scripts/cluster_setup.sh --check     # only say whether a cluster can be made here
 #
 # Ends with 0 if one can, 1 if something is not installed, 3 if this machine or this user may make no namespaces.
 #
-# Nothing of the machine is configured: each cluster brings its own slurm.conf, munge key and network. Where systemd
-# runs, the packages start a munge service of their own, which the clusters neither use nor touch.
+# Without /dev/fuse, or where files have no trusted attributes, there are clusters, but no volumes: that is told, and no
+# failure.
+#
+# Nothing of the machine is configured: each cluster brings its own slurm.conf, munge key, network and storage pool.
+# Where systemd runs, the packages may start munge and GlusterFS services of their own, which the clusters neither use nor touch.
 set -euo pipefail
 
-packages=(slurm-wlm munge iproute2 util-linux)
-programs=(slurmctld slurmd srun sbatch munged ip tc unshare nsenter setpriv)
+packages=(slurm-wlm munge iproute2 util-linux glusterfs-server fuse3)
+programs=(slurmctld slurmd srun sbatch munged ip tc unshare nsenter setpriv glusterd glusterfs glusterfsd gluster fusermount3)
 export PATH=$PATH:/usr/sbin:/sbin
 
 fail() { printf 'cluster-setup: %s\n' "$*" >&2; exit 1; }
@@ -48,4 +52,20 @@ if ! told=$(unshare --net --uts --mount --pid --fork ip link add end-a type veth
   echo "cluster-setup: Slurm is here, but this machine allows no namespaces or virtual links: $told" >&2
   exit 3
 fi
+no_volumes=
+if [[ ! -c /dev/fuse ]]; then
+  no_volumes="this machine has no /dev/fuse"
+else
+  file=$(mktemp /var/lib/.hpctrain-attributes.XXXXXX)  # where clusters are made
+  setxattr='import os, sys; os.setxattr(sys.argv[1], "trusted.hpct-test", b"1")'
+  if ! told=$(python3 -c "$setxattr" "$file" 2>&1); then
+    no_volumes="files in /var/lib have no trusted attributes: ${told##*$'\n'}"
+  fi
+  rm -f "$file"
+fi
 echo "==> a Slurm cluster can be made here: .venv/bin/python -m tests.cluster up"
+if [[ -n $no_volumes ]]; then
+  echo "==> without volumes of GlusterFS: $no_volumes"
+else
+  echo "==> also with volumes of GlusterFS: .venv/bin/python -m tests.cluster up --gluster"
+fi

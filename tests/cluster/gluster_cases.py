@@ -20,8 +20,8 @@ from hpctrain.run import start
 # Nobody saves without end because nobody kills anything.
 _LAST_STEP = 30
 NUM_ROWS = 32_000  # of the sharded tensor: 8 MB
-# Forms of a checkpoint: one file, and a folder with a file of every node.
-FORMS = ("file", "nodes")
+# How checkpoints are saved: one file, a folder with a file of every node, and one file through MPI-IO.
+FORMS = ("file", "nodes", "mpio")
 
 
 def replicated_at(step: int, *, name: str, num_bytes: int) -> torch.Tensor:
@@ -83,6 +83,7 @@ def saves(signals: str, distributed: str, dispersed: str) -> None:
                     step=step,
                     comm=world,
                     keep=None,
+                    engine="mpio" if form == "mpio" else "direct",
                     files=files,
                     node_of_rank=nodes,
                 )
@@ -104,7 +105,7 @@ def saves(signals: str, distributed: str, dispersed: str) -> None:
             killed = Path(signals, f"{name}.killed")
             while not on_rank_0(world, killed.exists) and len(attempts) < _LAST_STEP:
                 attempts.append(attempt(volume, "file", len(attempts) + 1))
-            for form in FORMS:
+            for form in ("file", "nodes"):
                 attempts = found[f"{name} {form}"]
                 attempts.append(attempt(volume, form, len(attempts) + 1))
         if world.rank == 0:
