@@ -43,5 +43,5 @@ def test_a_kept_checkpoint_loads_bit_for_bit(path: Path, num_ranks: int) -> None
             assert digest(tensor) == entry["sha256"], entry["name"]
 
 
-def test_a_checkpoint_of_the_first_format_is_kept() -> None:
-    assert any(path.parent.name == "checkpoint-v1" for path in KEPT)
+def test_checkpoints_of_both_formats_and_a_folder_are_kept() -> None:
+    assert {"checkpoint-v1", "checkpoint-v2", "checkpoint-v2-folder"} <= {path.parent.name for path in KEPT}
