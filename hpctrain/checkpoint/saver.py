@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -217,8 +216,12 @@ class Saver:
             self.close()
         elif isinstance(error, HpctrainError) and error.agreed:
             # All ranks leave by this error, so they can still commit together; it is the one to be told.
-            with suppress(HpctrainError):
+            step = self.in_flight_step
+            try:
                 self.close()
+            except HpctrainError as lost:
+                if self._comm.rank == 0:
+                    _say_lost(step, lost)
         else:
             self.abandon()
 
@@ -263,4 +266,8 @@ class Saver:
         try:
             self.finish()
         except HpctrainError as error:
-            print(f"hpctrain: the checkpoint of step {step} was not saved: {error}", file=sys.stderr)
+            _say_lost(step, error)
+
+
+def _say_lost(step: int | None, error: HpctrainError) -> None:
+    print(f"hpctrain: the checkpoint of step {step} was not saved: {error}", file=sys.stderr, flush=True)

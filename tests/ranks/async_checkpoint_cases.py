@@ -46,7 +46,9 @@ def _interrupted(world: World, where: Path, *, data: Path) -> dict[str, Any]:
 
     As a file on one and three ranks, as a folder of two files on two and four.
     """
-    options: dict[str, Any] = {"data": {"train": str(data), "held_out": None}}
+    options: dict[str, Any] = {
+        "data": {"train": str(data), "held_out": None}, "reduction": {"algorithm": "flat"},
+    }  # fmt: skip
     whole = train(
         world, where, "whole", task=Classifier(dropout=0.3), checkpoint={"every_steps": 20}, **options
     )

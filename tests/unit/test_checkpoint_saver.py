@@ -226,6 +226,22 @@ def test_an_error_that_all_ranks_share_still_commits_what_is_in_flight(tmp_path:
     assert steps_in(tmp_path) == ["step-00000001.h5"]
 
 
+def test_where_that_fails_too_it_is_told_and_the_first_error_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = saver_into(tmp_path / "checkpoints")
+
+    def fail() -> None:
+        with saver:
+            saver.save(state_with(weights(1.0)), step=1)
+            (tmp_path / "checkpoints").rename(tmp_path / "away")
+            raise StoppedEarly("asked to", agreed=True)
+
+    with pytest.raises(StoppedEarly):
+        fail()
+    assert "the checkpoint of step 1 was not saved" in capsys.readouterr().err
+
+
 def test_an_error_of_one_ranks_own_does_not_wait_for_the_others(tmp_path: Path) -> None:
     started = time.monotonic()
     options = SaveOptions(limit_mb_per_s=0.2)  # ten seconds

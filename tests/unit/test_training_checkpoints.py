@@ -292,6 +292,20 @@ def test_a_run_that_resumes_has_weights_of_its_own(where: Path) -> None:
     assert run(where, Classifier(), checkpoint=options)["loss"] == whole["loss"]
 
 
+def test_a_run_branches_off_from_an_older_checkpoint_that_is_a_folder(where: Path) -> None:
+    section = {"every_steps": 2, "keep": 9, "local": str(where / "local")}
+    run(where, Classifier(), checkpoint=section)
+    task = Classifier()
+    task.at = {1: lambda: task.stop.request("test")}
+    with pytest.raises(StoppedEarly):
+        run(where, task, resume=str(checkpoints(where)[1]), checkpoint=section)
+    assert saved_steps(where) == [2, 4, 5]
+    moved = sorted(path.name for path in (where / "run" / "previous-1").iterdir())
+    assert moved == [f"step-{step:08}" for step in (6, 8, 10)]
+    # What the nodes still hold of the other branch is not recovered.
+    assert run(where, Classifier(), checkpoint=section)["resumed_from"].endswith("step-00000005")
+
+
 def test_the_longest_beginning_of_a_name_counts() -> None:
     mapping = {"encoder.": "body.", "encoder.head.": "head."}
     assert renamed("encoder.layer.weight", mapping=mapping) == "body.layer.weight"
