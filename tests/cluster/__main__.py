@@ -62,6 +62,8 @@ def _status(arguments: argparse.Namespace, directory: Path) -> int:
         print("not up; `down` removes what is left")
         return 1
     cluster = Cluster.attach(directory)
+    for volume in cluster.plan.volumes:
+        print(f"  {volume.value} volume: {cluster.volume(volume)}")
     for node, sent in cluster.bytes_sent().items():
         print(f"  {node}: {sent / 1e6:.1f} MB sent, {len(cluster.processes(node))} processes")
     for question in (["sinfo", "--Node", "--long"], ["squeue"]):

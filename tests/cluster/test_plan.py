@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.plan import HEAD, ClusterPlan, bytes_sent, hosts_file, shape_command, slurm_conf
+from tests.cluster.gluster_volume import Volume
+from tests.cluster.plan import (
+    HEAD,
+    ClusterPlan,
+    bytes_sent,
+    folders,
+    hosts_file,
+    place_setup,
+    shape_command,
+    slurm_conf,
+)
 from tests.cluster.record import Lifetime, Process, Record
 
 NET_DEV = """Inter-|   Receive                        |  Transmit
@@ -41,11 +51,53 @@ def test_slurm_knows_every_node_and_writes_only_into_the_clusters_directory() ->
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_nodes": 0}, {"num_nodes": 65}, {"cores_per_node": 0}, {"rate": "fast"}, {"rate": "200"}]
+    "fields",
+    [
+        {"num_nodes": 0},
+        {"num_nodes": 65},
+        {"cores_per_node": 0},
+        {"rate": "fast"},
+        {"rate": "200"},
+        {"num_nodes": 2, "volumes": (Volume.DISPERSED,)},
+    ],
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"between 1 and 64|at least 1|write a number"):
+    with pytest.raises(ValueError, match=r"between 1 and 64|at least [13]|write a number"):
         plan(**fields)
+
+
+def test_a_dispersed_volume_has_three_bricks_and_a_distributed_one_a_brick_on_every_node() -> None:
+    made = plan(num_nodes=4, volumes=tuple(Volume))
+    commands = {volume: volume.create(made.directory, node_names=made.node_names) for volume in made.volumes}
+    for volume, num_bricks in ((Volume.DISTRIBUTED, 4), (Volume.DISPERSED, 3)):
+        bricks = [word.split(":")[1] for word in commands[volume] if ":" in word]
+        assert len(set(bricks)) == num_bricks
+        assert set(map(Path, bricks)) <= set(folders(made))
+        assert volume.mount_point(made.directory) in folders(made)
+    words = " ".join(commands[Volume.DISPERSED])
+    assert "disperse 3 redundancy 1" in words
+    assert "disperse" not in " ".join(commands[Volume.DISTRIBUTED])
+
+
+def test_every_place_of_a_cluster_with_volumes_has_what_glusterfs_keeps_to_itself() -> None:
+    made = plan(num_nodes=3, volumes=tuple(Volume))
+    logs = set()
+    for place in made.addresses:
+        setup = place_setup(made, place=place)
+        covered = {command[-1] for command in setup if command[0] == "mount"}
+        assert {"/run", "/var/lib/glusterd", "/var/log/glusterfs"} <= covered
+        logs |= {command[2] for command in setup if command[-1] == "/var/log/glusterfs"}
+    assert len(logs) == 4  # no two places write to the same
+    assert not any("gluster" in word for command in place_setup(plan(), place=HEAD) for word in command)
+
+
+def test_the_server_of_a_brick_is_known_by_its_command_line() -> None:
+    words = [b"/usr/sbin/glusterfsd", b"-s", b"hpct1", b"--volfile-id", b"dispersed.hpct1.var-x-bricks", b""]
+    assert Volume.DISPERSED.is_served_by(words, node="hpct1")
+    assert not Volume.DISPERSED.is_served_by(words, node="hpct2")
+    assert not Volume.DISTRIBUTED.is_served_by(words, node="hpct1")
+    assert not Volume.DISPERSED.is_served_by([b"grep", *words[1:]], node="hpct1")
+    assert not Volume.DISPERSED.is_served_by([], node="hpct1")
 
 
 def test_a_limit_is_set_and_taken_away() -> None:
@@ -80,6 +132,7 @@ def test_a_record_comes_back_as_written_and_knows_whether_it_is_stale(
         lifetime=lifetime,
         owner=gone,
         places={HEAD: gone},
+        volumes=["dispersed"],
         ready=ready,
     )
     assert Record.read(tmp_path) is None
