@@ -10,9 +10,10 @@ import torch
 
 from hpctrain.checkpoint.dtypes import dtype_name
 from hpctrain.checkpoint.metadata import StoredTensor
-from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
-from hpctrain.checkpoint.restore import read_together
-from hpctrain.comm.agreement import agreed
+from hpctrain.checkpoint.read import Checkpoint, from_rank_0
+from hpctrain.checkpoint.restore import DoesNotFitError, newest_that, read_together
+from hpctrain.checkpoint.structure import is_checkpoint, read_structure
+from hpctrain.comm.agreement import on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError
@@ -69,47 +70,60 @@ def load_partial(
 ) -> PartialLoad:
     """Load some of a checkpoint's tensors; nothing else of it is read. Collective: the same arguments on all ranks.
 
-    path: a checkpoint, or a directory of checkpoints, of which the newest with sound structure is taken.
+    path: a checkpoint, or a directory of checkpoints, of which the newest is taken that is good in what is read.
     prefix: only tensors whose names begin so, which is then left out of their names.
     rename: the name here for the name that is left; names not in a mapping stay.
     names: the names here that are wanted; None: all, or those of `expected`.
     expected: tensors (also on the meta device) whose dtype and shape must be found under their names.
     strict: a difference is a CheckpointError that lists them, on every rank; else it is reported.
-    Raises CheckpointError on every rank when the checkpoint is damaged in what is read, and when two of its
-    tensors get the same name.
+    Raises CheckpointError on every rank when the checkpoint is damaged in what is read, and when two of its tensors
+    get the same name.
     """
-    checkpoint = open_checkpoint(path, comm=comm)
-    with doing(comm, f"loading a part of checkpoint {checkpoint.path}"):
-        wanted = None if names is None else set(names)
-        if expected is not None:
-            wanted = set(expected) if wanted is None else wanted
-        selected = agreed(comm, lambda: _select(checkpoint, prefix=prefix, rename=rename))
-        missing = sorted((wanted or set()) - selected.keys())
-        unexpected = [t.name for name, t in selected.items() if wanted is not None and name not in wanted]
-        mismatched = [
-            Mismatch(name=name, there=_stored_kind(stored), here=_kind(expected[name]))
-            for name, stored in selected.items()
-            if expected is not None
-            and name in expected
-            and (wanted is None or name in wanted)
-            and _stored_kind(stored) != _kind(expected[name])
-        ]
-        if strict and (missing or unexpected or mismatched):
-            raise CheckpointError(
-                f"{checkpoint.path} does not fit{_differences(missing, unexpected, mismatched)}. Give names "
-                "that fit, or load what fits without being strict",
-                agreed=True,
-            )
-        refused = {mismatch.name for mismatch in mismatched}
-        names_there = {
-            name: stored.name
-            for name, stored in selected.items()
-            if (wanted is None or name in wanted) and name not in refused
-        }
-        content = read_together(checkpoint, comm=comm, names=list(names_there.values()))
+    wanted = None if names is None else set(names)
+    if wanted is None and expected is not None:
+        wanted = set(expected)
+
+    def read(checkpoint: Checkpoint) -> PartialLoad:
+        return _read_part(
+            checkpoint, comm=comm, prefix=prefix, wanted=wanted, rename=rename, expected=expected or {},
+            strict=strict,
+        )  # fmt: skip
+
+    path = Path(path)
+    if on_rank_0(comm, lambda: is_checkpoint(path) or not path.is_dir()):
+        with doing(comm, f"loading a part of checkpoint {path}"):
+            return read(from_rank_0(comm, lambda: read_structure(path)))
+    found = newest_that(read, directory=path, comm=comm, rejected=[])
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {path}", agreed=True)
+    return found
+
+
+def _read_part(
+    checkpoint: Checkpoint, *, comm: Collective, prefix: str, wanted: set[str] | None, rename: Rename | None,
+    expected: Mapping[str, torch.Tensor], strict: bool,
+) -> PartialLoad:  # fmt: skip
+    selected = _select(checkpoint, prefix=prefix, rename=rename)
+    missing = sorted((wanted or set()) - selected.keys())
+    unexpected = [t.name for name, t in selected.items() if wanted is not None and name not in wanted]
+    chosen = {name: t for name, t in selected.items() if wanted is None or name in wanted}
+    mismatched = [
+        Mismatch(name=name, there=_stored_kind(stored), here=_kind(expected[name]))
+        for name, stored in chosen.items()
+        if name in expected and _stored_kind(stored) != _kind(expected[name])
+    ]
+    if strict and (missing or unexpected or mismatched):
+        raise DoesNotFitError(
+            f"{checkpoint.path} does not fit{_differences(missing, unexpected, mismatched)}. Give names that "
+            "fit, or load what fits without being strict",
+            agreed=True,
+        )
+    for mismatch in mismatched:
+        del chosen[mismatch.name]
+    content = read_together(checkpoint, comm=comm, names=[stored.name for stored in chosen.values()])
     return PartialLoad(
         checkpoint=checkpoint,
-        tensors={name: content[there] for name, there in names_there.items()},
+        tensors={name: content[stored.name] for name, stored in chosen.items()},
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
@@ -150,8 +164,9 @@ def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> di
         if here is None:
             continue
         if here in selected:
-            raise CheckpointError(
-                f"{checkpoint.path}: both {selected[here].name!r} and {name!r} would be called {here!r}"
+            raise DoesNotFitError(
+                f"{checkpoint.path}: both {selected[here].name!r} and {name!r} would be called {here!r}",
+                agreed=True,
             )
         selected[here] = stored
     return selected

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -19,8 +20,14 @@ from hpctrain.comm.communicator import Collective
 from hpctrain.comm.doing import doing
 from hpctrain.errors import CheckpointError
 
+T = TypeVar("T")
+
 # Boxes of tensors of which a rank needs only a part: name -> (offset, shape).
 Regions = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class DoesNotFitError(CheckpointError):
+    """The checkpoint is good, and not what was asked for: an older one is no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +65,35 @@ def load_newest_good(
     holds some but none is good (starting from nothing is then the user's decision, not ours), or when the
     newest is of a format that we do not know.
     """
+
+    def read(checkpoint: Checkpoint) -> Restored:
+        tensors = read_together(
+            checkpoint, comm=comm, regions=regions, sharing=sharing, node_of_rank=node_of_rank
+        )
+        return Restored(checkpoint=checkpoint, tensors=tensors, rejected=tuple(rejected))
+
+    rejected: list[Rejected] = []
+    return newest_that(read, directory=Path(directory), comm=comm, rejected=rejected)
+
+
+def newest_that(
+    read: Callable[[Checkpoint], T], *, directory: Path, comm: Collective, rejected: list[Rejected]
+) -> T | None:
+    """What `read` makes of the newest checkpoint for which it raises no CheckpointError. Collective, as `read`
+    is, which raises on all ranks or on none.
+
+    rejected: gets the ones that are passed over. None when there is no checkpoint at all; raises when none is good.
+    """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
-        candidates = on_rank_0(comm, lambda: [str(path) for path in finished_newest_first(Path(directory))])
-        rejected: list[Rejected] = []
-        for path in candidates:
+        for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
             try:
-                checkpoint = from_rank_0(comm, partial(read_structure, Path(path)))
-                tensors = read_together(
-                    checkpoint, comm=comm, regions=regions, sharing=sharing, node_of_rank=node_of_rank
-                )
-            except UnknownFormatError:
+                return read(from_rank_0(comm, partial(read_structure, Path(path))))
+            except (UnknownFormatError, DoesNotFitError):
                 raise
             except CheckpointError as error:
                 rejected.append(Rejected(path=Path(path), reason=str(error)))
                 if comm.rank == 0:
                     say_rejected(str(error))
-                continue
-            return Restored(checkpoint=checkpoint, tensors=tensors, rejected=tuple(rejected))
     if rejected:
         reasons = "; ".join(entry.reason for entry in rejected)
         raise CheckpointError(f"no checkpoint in {directory} can be used: {reasons}", agreed=True)

@@ -130,3 +130,31 @@ def test_names_and_prefix_choose(path: Path) -> None:
     assert loaded.missing == ("nowhere",)
     with pytest.raises(CheckpointError, match="1 missing there: nowhere"):
         load_partial(path, comm=SerialWorld(), names=["nowhere"])
+
+
+def test_of_a_directory_the_newest_that_is_good_in_what_is_read_is_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    items = [Replicated(name=f"model/{n}", tensor=t) for n, t in network().state_dict().items()]
+    for step in (1, 2):
+        newest = save(State(items=items), directory=tmp_path, step=step, comm=SerialWorld()).path
+    stored = read_structure(newest).metadata.tensors["model/0.bias"]
+    with open(newest, "r+b") as file:
+        file.seek(stored.pieces[0].file_offset)
+        file.write(b"\xff" * 8)
+
+    def rank_main(world: World) -> tuple[int, int]:
+        untouched = load_partial(tmp_path, comm=world, names=["model/0.weight"], strict=False)
+        return untouched.checkpoint.step, load_weights(
+            models[world.rank], tmp_path, comm=world
+        ).checkpoint.step
+
+    models = [network(seed=2), network(seed=3)]
+    assert run_threads(2, rank_main, timeout_s=60) == [(2, 1), (2, 1)]
+    assert capfd.readouterr().err.count("CHECKPOINT REJECTED") == 1
+    # That it does not fit is no damage: an older one is not tried.
+    with pytest.raises(CheckpointError, match=r"step-00000002\.h5 does not fit; 1 missing there: nowhere"):
+        load_partial(tmp_path, comm=SerialWorld(), names=["nowhere"], prefix="optimizer/")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        load_partial(tmp_path / "empty", comm=SerialWorld())
