@@ -157,8 +157,8 @@ class Checkpointing:
         self._records.write({
             "kind": "checkpoint", "time": time.time(), "step": saved.step, "path": str(result.path),
             "bytes": result.bytes, "mode": self._policy.mode.value, "stall_seconds": saved.stall_s,
-            "write_seconds": saved.write_s, "mb_per_s": saved.mb_per_s, "engine": result.engine,
-            "note": result.note,
+            "write_seconds": saved.write_s, "mb_per_s": saved.mb_per_s, "buffer_bytes": self._saver.buffer_bytes,
+            "engine": result.engine, "note": result.note,
             **({"advised_interval_s": advice.interval_s} if advice is not None else {}),
         })  # fmt: skip
 

@@ -143,6 +143,8 @@ def test_in_the_background_the_same_is_saved_and_training_goes_on_meanwhile(wher
     assert [r["step"] for r in later] == [4, 8, 10]
     for record in (*at_once, *later):
         assert record["mb_per_s"] == pytest.approx(record["bytes"] / 1e6 / record["write_seconds"])
+    assert {record["buffer_bytes"] for record in at_once} == {0}
+    assert all(0 < record["buffer_bytes"] <= record["bytes"] for record in later)
     assert later[0]["stall_seconds"] < later[0]["write_seconds"]
     # Step 5 was done, and recorded, before the checkpoint of step 4 was committed.
     kinds = [(r["kind"], r["step"]) for r in read_records(where / "async" / "metrics" / "rank-00000.jsonl")]
