@@ -13,7 +13,9 @@ import torch
 
 from hpctrain.checkpoint import Replicated, State, load_newest_good, save
 from hpctrain.comm.agreement import all_gather_json
+from hpctrain.comm.monitored import Monitored
 from hpctrain.errors import CheckpointError, ExitCode
+from tests.faults.checkpoint_mounts import Mount, bind, own_mounts
 from tests.faults.checkpoint_saves import WAYS, save_state
 
 NOBODY = 65534
@@ -117,6 +119,23 @@ def _one_rank_sees_another_directory(world: Any, directory: str) -> str:
         load_text = str(error)
     assert "cannot open" in load_text
     return text
+
+
+def storage_of_rank_1_hangs(world: Any, directory: str) -> None:
+    """Rank 1 sees the checkpoints through a filesystem that stops in the middle of its write."""
+    monitored = Monitored(world, timeout_s=4, directory=Path(directory) / "positions")
+    storage, place = Path(directory) / "storage", Path(directory) / "shared"
+    own_mounts()
+    if world.rank == 1:
+        mount = Mount(storage, Path(directory) / "node-1")
+        mount.start()
+    bind(mount.place if world.rank == 1 else storage, place)
+    monitored.barrier()
+    save(state_at(1), directory=place, step=1, comm=monitored)
+    if world.rank == 1:
+        mount.fault("hang", at=3, seconds=8)
+    monitored.barrier()
+    save(state_at(2), directory=place, step=2, comm=monitored)
 
 
 def save_until_killed(world: Any, directory: str, engine: str) -> None:

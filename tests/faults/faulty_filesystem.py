@@ -12,6 +12,7 @@ the n-th operation that changes anything (0: every one) meets it.
     short        a write takes only a part of its data
     kill-before, kill-after   SIGKILL to the processes in `victims`, then an error, or after the operation
     die-before, die-after     SIGKILL to this process
+    hang         it takes `seconds`, and nothing else goes on meanwhile
     vanish       the folder `directory` of the filesystem is moved away
 
 Reads of files whose path holds TEXT are counted too, and may meet the fault, with `"reads": TEXT`.
@@ -29,6 +30,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +89,8 @@ class Control:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if kind == "die-before":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "hang":
+            time.sleep(self.fault["seconds"])
         if kind == "vanish":
             place = os.path.join(self.root, self.fault["directory"])
             os.rename(place, place + ".away")

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from hpctrain.checkpoint import load_newest_good
+from hpctrain.comm.serial import SerialWorld
+from tests.faults import checkpoint_cases as cases
 from tests.faults.checkpoint_mounts import why_not
+from tests.ranks_launcher import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 # Of each long trial, so many; `HPCTRAIN_TRIALS=300` for a thorough run.
@@ -35,13 +39,17 @@ COUNTS = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All trials are run by one process: a start of torch for each would take longer than they do."""
+def can_mount() -> None:
     reason = why_not()
     if reason is not None and os.environ.get(VARIABLE) == "required":
         pytest.fail(f"{VARIABLE}=required, and no filesystem can be mounted: {reason}")
     if reason is not None:
         pytest.skip(f"no faulty filesystem: {reason}")
+
+
+@pytest.fixture(scope="module")
+def results(can_mount: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All trials are run by one process: a start of torch for each would take longer than they do."""
     directory = str(tmp_path_factory.mktemp("trials"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.checkpoint_mount_trials", directory, json.dumps(COUNTS)],
@@ -111,3 +119,18 @@ def test_a_power_failure_after_any_operation_leaves_what_was_reported(results: d
     result = result_of(results, "power-loss")
     assert result["events"] > 60
     assert set(result["outcomes"]) == {"0", "1"}
+
+
+@pytest.mark.launches
+def test_storage_that_hangs_ends_the_run_with_what_it_was_about_and_the_rank_that_did_not_come(
+    can_mount: None, tmp_path: Path
+) -> None:
+    for name in ("storage", "shared"):
+        (tmp_path / name).mkdir()
+    result = run_ranks(2, cases.storage_of_rank_1_hangs, str(tmp_path), expect=6)
+    assert "saving checkpoint step 2: writing" in result.stderr
+    assert "did not come: rank 1\n" in result.stderr
+    restored = load_newest_good(tmp_path / "storage", comm=SerialWorld())
+    assert restored is not None
+    assert restored.checkpoint.step == 1
+    assert not restored.rejected
