@@ -1,4 +1,4 @@
-"""MPI through mpi4py. The only file of hpctrain that imports mpi4py, besides the collective file writer.
+"""MPI through mpi4py. The only file of hpctrain that imports mpi4py.
 
 Buffers are numpy views of CPU tensors: nothing is copied on the way to MPI. Tensors on another device go
 through a host copy: correct with every MPI, also one that knows nothing of devices.

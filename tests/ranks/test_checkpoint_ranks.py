@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import h5py
 import pytest
 
 from hpctrain.checkpoint.structure import read_structure
@@ -18,9 +17,6 @@ pytestmark = [pytest.mark.launches, pytest.mark.timeout(600)]
 
 # In this order every launch loads what other numbers of ranks have saved: 4 on 1, 4 and 1 on 3, and so on.
 LAUNCHES = [(("mpi", "horovod")[i % 2], num_ranks) for i, num_ranks in enumerate((4, 1, 3, 2, 2, 3, 1, 4))]
-parallel_hdf5 = pytest.mark.skipif(
-    not h5py.get_config().mpi, reason="h5py is built without parallel HDF5: the mpio engine is not there"
-)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@parallel_hdf5
 def test_engines_and_numbers_of_ranks_write_the_same_datasets_and_load_each_other(saved: Path) -> None:
     paths = sorted(saved.glob("*/step-00000005.h5"))
     assert len(paths) == 3 * len(LAUNCHES)
@@ -52,13 +47,11 @@ def test_engines_and_numbers_of_ranks_write_the_same_datasets_and_load_each_othe
     assert not list(saved.glob("*/.*"))
 
 
-@parallel_hdf5
 def test_groups_of_ranks_save_beside_each_other(tmp_path: Path) -> None:
     result = run_ranks(4, cases.save_in_groups, str(tmp_path), backend="horovod")
     assert len(set(result.outputs)) == 2
 
 
-@parallel_hdf5
 def test_verify_shares_the_work_between_ranks_and_ends_with_exit_code_4(saved: Path) -> None:
     argv = [sys.executable, "-m", "hpctrain.cli.main", "checkpoint", "verify"]
     path = saved / "mpi-4-direct" / "step-00000005.h5"

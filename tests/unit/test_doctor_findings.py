@@ -78,7 +78,6 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
         ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Level.PROBLEM, "cannot start"),
         ({"horovod": {"error": "not installed"}}, "Horovod", Level.WARNING, "not installed"),
         ({"horovod": {"built": ["gloo"]}}, "Horovod", Level.WARNING, "not MPI"),
-        ({"hdf5": {"parallel": False}}, "HDF5", Level.WARNING, "not parallel"),
         ({"hdf5": {"error": "cannot be loaded: x"}}, "HDF5", Level.PROBLEM, "cannot be loaded"),
         (
             {"run_directory": {"error": "cannot be written"}},
@@ -103,6 +102,13 @@ def test_each_fault_has_its_finding(
     assert words in found.text
     assert found.remedy or topic == "communication"
     assert worst(merge(facts)) is not Level.OK
+
+
+def test_an_hdf5_that_is_not_parallel_is_no_fault(facts: list[dict[str, Any]]) -> None:
+    facts[0]["hdf5"]["parallel"] = False
+    (found,) = of_topic(judge(facts[0]), "HDF5")
+    assert found.level is Level.OK
+    assert "not parallel" in found.text
 
 
 def test_a_fault_of_one_rank_is_told_with_its_rank(facts: list[dict[str, Any]]) -> None:
