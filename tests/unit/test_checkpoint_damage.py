@@ -140,9 +140,7 @@ def test_no_truncation_extension_or_zeroing_is_loaded_as_good(rot: Rot) -> None:
     assert is_loaded(rot.path)
 
 
-def test_a_file_of_a_folder_that_is_a_link_to_elsewhere_is_refused(
-    good_folder: Path, tmp_path: Path
-) -> None:
+def test_a_file_of_a_folder_that_is_a_link_to_elsewhere_is_refused(good_folder: Path, tmp_path: Path) -> None:
     rot = Rot(good_folder, tmp_path)
     for file in rot.files:
         elsewhere = tmp_path / "elsewhere.h5"
