@@ -19,7 +19,7 @@ from hpctrain.run import start
 
 # Nobody saves without end because nobody kills anything.
 _LAST_STEP = 30
-NUM_ROWS = 32_000  # of the sharded tensor: 8 MB
+NUM_ROWS = 16_000  # of the sharded tensor: 4 MB
 # How checkpoints are saved: one file, a folder with a file of every node, and one file through MPI-IO.
 FORMS = ("file", "nodes", "mpio")
 
@@ -34,7 +34,7 @@ def rows_at(step: int, *, begin: int, end: int) -> torch.Tensor:
     return torch.arange(begin * 64, end * 64, dtype=torch.float32).reshape(-1, 64) + step
 
 
-SIZES = {"weights": 16_000_000, "moments": 16_000_000, "bias": 20, "nothing": 0}
+SIZES = {"weights": 16_000_000, "moments": 4_000_000, "bias": 20, "nothing": 0}
 
 
 def state_at(step: int, *, rank: int, num_ranks: int) -> State:
