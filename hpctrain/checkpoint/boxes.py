@@ -36,6 +36,8 @@ class Box:
         return tuple(slice(o - b, o - b + s) for o, s, b in zip(self.offset, self.shape, base, strict=True))
 
     def __str__(self) -> str:
+        if len(self.offset) != len(self.shape):  # a user's mistake, told in an error
+            return f"a box at {list(self.offset)} of shape {list(self.shape)}"
         spans = (f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True))
         return f"[{', '.join(spans)}]"
 

@@ -243,6 +243,10 @@ def test_ranks_whose_states_differ_all_fail_and_name_the_tensor(tmp_path: Path) 
     def outside(world: World) -> State:
         return State(items=[Shard(name="s", tensor=torch.ones(2), global_shape=(3,), offset=(world.rank,))])
 
+    def flat(world: World) -> State:
+        offset = (world.rank,) if world.rank == 1 else (world.rank, 0)
+        return State(items=[Shard(name="s", tensor=torch.ones(1, 2), global_shape=(3, 2), offset=offset)])
+
     def document(world: World) -> State:
         return State(items=[], document={"seed": 1, "place": world.rank // 2})
 
@@ -254,6 +258,7 @@ def test_ranks_whose_states_differ_all_fail_and_name_the_tensor(tmp_path: Path) 
         other_dtype: "'w': replicated float32 [2] on rank 0, 1, replicated float64 [2] on rank 2",
         gap: "shards of 's', [4], do not hold every element exactly once: 3 elements",
         outside: "does not lie inside shape [3]",
+        flat: "a box at [1] of shape [1, 2] does not lie inside shape [3, 2]",
         document: "'place' of rank 2 differs from rank 0's",
         not_json: "must be JSON",
     }
