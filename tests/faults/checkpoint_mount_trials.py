@@ -314,15 +314,16 @@ def power_loss(trial: Trial, count: int) -> dict[str, Any]:
     """After any operation the power fails, and what was not flushed is lost, all of it or some: the newest
     reported checkpoint is there, or a newer one, and nothing that looks finished is torn."""
     num_elems = 20_000  # all that the disk holds is written and read again for each case
-    # A file, a folder, a file in the folder's place, a folder in its place; and at the third step one is deleted.
-    steps = [(1, WAYS[0]), (2, WAYS[3]), (2, WAYS[1]), (2, WAYS[2]), (3, WAYS[0])]
+    # A file, a folder, a file in the folder's place, a folder in its place and in that of a folder, a file.
+    steps = [(1, WAYS[0]), (2, WAYS[3]), (2, WAYS[1]), (2, WAYS[2]), (2, WAYS[3]), (3, WAYS[0])]
     place = trial.nodes.shared / "run" / "checkpoints"
     mount = trial.nodes.mounts[0]
     mount.fault(trace=True)
 
     def rank_main(world: Any) -> None:
         for number, (step, way) in enumerate(steps):
-            save_step(step, directory=place, comm=world, way=way, num_elems=num_elems)
+            # Only one is kept: deleting it a moment too soon would leave none.
+            save_step(step, directory=place, comm=world, way=way, keep=1, num_elems=num_elems)
             if world.rank == 0:
                 (trial.nodes.shared / f"reported-{step}-{number}").touch()
 

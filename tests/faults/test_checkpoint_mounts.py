@@ -31,7 +31,7 @@ COUNTS = {
     "killed-at-random": TRIALS,
     "killed-at-each-operation": 10_000 if TRIALS >= 300 else TRIALS,  # all of them, or so many
     "failing-operations": 1000 if THOROUGH else 3,
-    "vanishing-directory": 1000 if THOROUGH else 3,
+    "vanishing-directory": 1000 if THOROUGH else 2,
     "failing-reads": 1000 if THOROUGH else 2,
     "short-writes": 0,
     "power-loss": 20 if THOROUGH else 1,
