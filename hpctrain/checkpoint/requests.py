@@ -6,18 +6,13 @@ Nothing here communicates: what is found goes into the vote that the training lo
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any, final
+from typing import Protocol, final
 
 from hpctrain.errors import UsageError
 
 FILE_NAME = "save-now"
-# Slurm sends it by `scancel --signal=USR2`; mpirun, srun and `hpctrain launch` pass it on to every rank.
-SAVE_SIGNAL = signal.SIGUSR2
 
 
 def ask_for_save(run_directory: Path) -> Path:
@@ -35,30 +30,10 @@ def ask_for_save(run_directory: Path) -> Path:
     return path
 
 
-@final
-class SaveSignal:
-    """Remembers when this rank was sent SIGUSR2."""
+class AskedBySignal(Protocol):
+    """received_s: when this rank was sent the signal, on the monotonic clock; None: it was not."""
 
-    def __init__(self) -> None:
-        self._previous: Any = None
-        self._installed = False
-        self.received_s: float | None = None  # on the monotonic clock
-
-    def install(self) -> SaveSignal:
-        """Take the signal over. Outside the main thread (ranks as threads) there is none to take."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(SAVE_SIGNAL) is not signal.SIG_IGN:
-            self._previous = signal.signal(SAVE_SIGNAL, self._handle)
-            self._installed = True
-        return self
-
-    def restore(self) -> None:
-        if self._installed:
-            signal.signal(SAVE_SIGNAL, self._previous)
-            self._installed = False
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received_s = time.monotonic()
+    received_s: float | None
 
 
 @final
@@ -75,7 +50,7 @@ class SaveRequests:
         self,
         *,
         run_directory: Path | None,
-        save_signal: SaveSignal | None = None,
+        save_signal: AskedBySignal | None = None,
         every_s: float = 1.0,
         same_request_s: float = 2.0,
     ) -> None:

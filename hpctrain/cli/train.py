@@ -33,11 +33,12 @@ def train_command(
     mpirun -n 4 hpctrain train examples/digits.toml --resume never
     hpctrain launch -n 4 --ranks-per-node 2 -- hpctrain train examples/digits.toml
     """
-    from hpctrain.resilience import StopRequest
+    from hpctrain.resilience import SaveSignal, StopRequest
 
     # Before torch is loaded, and not given back before the process ends: a signal in the first or the last
     # seconds must not kill a rank.
     stop = StopRequest().install()
+    save_signal = SaveSignal().install()
 
     from hpctrain.run.recipe_file import load_recipe
     from hpctrain.run.training import Resume, train
@@ -47,4 +48,5 @@ def train_command(
         recipe_path=recipe,
         resume=Resume.parse(resume),
         stop=stop,
+        save_signal=save_signal,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.requests import SaveRequests, SaveSignal
+from hpctrain.checkpoint.requests import SaveRequests
 from hpctrain.checkpoint.saver import Begin
 from hpctrain.checkpoint.tiers import Tiers
 from hpctrain.checkpoint.two_tier import saving_through
@@ -19,7 +19,7 @@ from hpctrain.comm import all_gather_json, check_same, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
-from hpctrain.resilience import StopRequest
+from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run.data import open_data, place_identity
 from hpctrain.run.directory import prepare_run_directory, set_aside
 from hpctrain.run.parts import (
@@ -64,12 +64,18 @@ class Resume:
         return cls(path=Path(text))
 
 
-def train(recipe: Recipe, *, recipe_path: Path, resume: Resume, stop: StopRequest) -> dict[str, Any]:
+def train(
+    recipe: Recipe,
+    *,
+    recipe_path: Path,
+    resume: Resume,
+    stop: StopRequest,
+    save_signal: SaveSignal | None = None,
+) -> dict[str, Any]:
     """Carry out `recipe` with the ranks that the launcher started. Collective. Returns the summary.
 
     Raises StoppedEarly when a rank was asked to stop: everything is saved then.
     """
-    save_signal = SaveSignal().install()  # not given back: late ones must not kill a rank
     search = [Path.cwd(), recipe_path.absolute().parent]
     # Before anything communicates: what is wrong with the recipe is wrong on every rank.
     task = import_task(recipe.task.target, options=recipe.task.options, search=search)

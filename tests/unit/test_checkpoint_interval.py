@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.interval import Costs, advise, daly_interval_s, in_words
-from hpctrain.checkpoint.requests import FILE_NAME, SaveRequests, SaveSignal, ask_for_save
+from hpctrain.checkpoint.requests import FILE_NAME, SaveRequests, ask_for_save
 from hpctrain.errors import UsageError
+from hpctrain.resilience import SaveSignal
 
 
 def test_for_cheap_checkpoints_it_is_youngs() -> None:

@@ -18,13 +18,13 @@ from torch.nn import functional
 from hpctrain.checkpoint import load, open_checkpoint
 from hpctrain.checkpoint.interval import advise
 from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.requests import FILE_NAME, SaveSignal
+from hpctrain.checkpoint.requests import FILE_NAME
 from hpctrain.comm import Monitored
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, RecipeError, StoppedEarly
 from hpctrain.launch import RankIdentity
-from hpctrain.resilience import StopRequest
+from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run import Session, parse_recipe
 from hpctrain.run.starting_state import renamed
 from hpctrain.run.training import Resume, carry_out

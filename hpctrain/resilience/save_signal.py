@@ -1,0 +1,38 @@
+"""A signal asks the run for a checkpoint. The ranks agree on the step, as they do for a stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, final
+
+# Slurm sends it by `scancel --signal=USR2`; mpirun, srun and `hpctrain launch` pass it on to every rank.
+SAVE_SIGNAL = signal.SIGUSR2
+
+
+@final
+class SaveSignal:
+    """Remembers when this rank was sent SIGUSR2."""
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+        self._installed = False
+        self.received_s: float | None = None  # on the monotonic clock
+
+    def install(self) -> SaveSignal:
+        """Take the signal over. Outside the main thread (ranks as threads) there is none to take."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(SAVE_SIGNAL) is not signal.SIG_IGN:
+            self._previous = signal.signal(SAVE_SIGNAL, self._handle)
+            self._installed = True
+        return self
+
+    def restore(self) -> None:
+        if self._installed:
+            signal.signal(SAVE_SIGNAL, self._previous)
+            self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received_s = time.monotonic()
