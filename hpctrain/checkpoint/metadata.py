@@ -6,6 +6,7 @@ together are no larger than it, and every element of a tensor belongs to exactly
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -151,7 +152,7 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
     Raises CheckpointError for anything that is not as `encode_metadata` writes it, whoever made it.
     """
     try:
-        value = _object(json.loads(data), "metadata")
+        value = _object(_parsed(data), "metadata")
         if value["hash"] != HASH_NAME:
             raise CheckpointError(f"the hashes are {value['hash']!r}, we know {HASH_NAME}")
         if value["byte_order"] != byte_order:
@@ -186,6 +187,18 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the metadata cannot be understood: {reason[:200]}") from error
+
+
+def _parsed(data: bytes) -> Any:
+    """The JSON value. Without the garbage collector, which would look at millions of small lists again and again:
+    that is 8 times as fast, and keeps what is made to harm within its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(data)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(kw_only=True)

@@ -481,6 +481,16 @@ def test_metadata_that_is_not_ours_is_an_error(text: str) -> None:
         decode_metadata(text.encode("utf-8", "surrogatepass"), file_bytes=10**6, byte_order="little")
 
 
+@pytest.mark.parametrize("unit", ["[],", "{},", "1,", '"",', "[[0],[1],0],"])
+def test_metadata_of_millions_of_small_things_is_an_error_within_seconds(unit: str) -> None:
+    many = (24 << 20) // len(unit)
+    text = '{"hash":"xxh3_64","byte_order":"little","parts":[],"tensors":[' + many * unit + "0]}"
+    begin_s = time.process_time()
+    with pytest.raises(CheckpointError):
+        decode_metadata(text.encode(), file_bytes=1 << 40, byte_order="little")
+    assert time.process_time() - begin_s < 2.5
+
+
 def test_things_that_are_no_regular_file_are_errors_and_do_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step-00000001.h5")
     (tmp_path / "step-00000002.h5").mkdir()
