@@ -47,13 +47,7 @@ class JobEnd:
 class Cluster:
     """A cluster that is up. Made by `up` or found by `attach`; as a context manager it goes down at the end."""
 
-    def __init__(
-        self,
-        plan: ClusterPlan,
-        record: Record,
-        *,
-        ties: Ties | None = None,
-    ) -> None:
+    def __init__(self, plan: ClusterPlan, record: Record, *, ties: Ties | None = None) -> None:
         self.plan = plan
         self._record = record
         self._ties = ties or Ties()
