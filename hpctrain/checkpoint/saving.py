@@ -34,7 +34,7 @@ from hpctrain.checkpoint.commit import create_file, flush_folder, make_room, ren
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import EngineChoice, choose_engine
 from hpctrain.checkpoint.layout import Layout, devices_of, layout_for
-from hpctrain.checkpoint.listing import file_name, folder_name, part_name, part_path, partial_name, remove
+from hpctrain.checkpoint.listing import file_name, folder_name, part_name, partial_name, remove
 from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
 from hpctrain.checkpoint.metadata_text import metadata_text
 from hpctrain.checkpoint.own_bytes import content_in, content_of, copy_to
@@ -238,7 +238,7 @@ class Saving:
             )
         limit = self._options.limit_mb_per_s
         self._choice.write(
-            part_path(self._partial, self._file), stretches, comm=self._comm, members=self._members,
+            _file_in(self._partial, self._file, options=self._options), stretches, comm=self._comm, members=self._members,
             limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
         if self._options.local and self._leads_folder:
@@ -256,9 +256,9 @@ class Saving:
             assert text is not None
             header = encode_header(replace(self._header, parts=parts), byte_order=sys.byteorder)
             metadata = metadata_text(header, text.with_hashes(hashes), room=skeleton.metadata_bytes)
-            seal_file(part_path(self._partial, 0), skeleton=skeleton, metadata=metadata)
+            seal_file(_file_in(self._partial, 0, options=self._options), skeleton=skeleton, metadata=metadata)
             total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
-            if self._partial.is_dir():
+            if self._options.files != 1:
                 flush_folder(self._partial)
         if self._leads_folder:
             rename_finished(self._partial, self.path, unique=self._id)
@@ -332,7 +332,8 @@ def _make_room(
     def create() -> str:
         if layout.skeleton is None:
             return ""
-        path, file_bytes = part_path(partial, layout.plan.file_of_rank[comm.rank]), layout.skeleton.file_bytes
+        path = _file_in(partial, layout.plan.file_of_rank[comm.rank], options=options)
+        file_bytes = layout.skeleton.file_bytes
         note = set_stripes(path, stripes=stripes_for(file_bytes), filesystem=choice.filesystem)
         create_file(path, file_bytes=file_bytes)
         return note or ""
@@ -345,6 +346,11 @@ def _make_room(
             with suppress(OSError):
                 remove(partial)
         raise
+
+
+def _file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
+    """File `number` of the checkpoint that is being written; the filesystem is not asked."""
+    return partial if options.files == 1 else partial / part_name(number)
 
 
 def save(
