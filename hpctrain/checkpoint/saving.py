@@ -238,7 +238,8 @@ class Saving:
             )
         limit = self._options.limit_mb_per_s
         self._choice.write(
-            _file_in(self._partial, self._file, options=self._options), stretches, comm=self._comm, members=self._members,
+            _file_in(self._partial, self._file, options=self._options), stretches,
+            comm=self._comm, members=self._members,
             limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
         if self._options.local and self._leads_folder:
