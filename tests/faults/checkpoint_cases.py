@@ -132,8 +132,9 @@ def storage_of_rank_1_hangs(world: Any, directory: str) -> None:
     bind(mount.place if world.rank == 1 else storage, place)
     monitored.barrier()
     save(state_at(1), directory=place, step=1, comm=monitored)
+    pids = all_gather_json(monitored, os.getpid())
     if world.rank == 1:
-        mount.fault("hang", at=3, seconds=6)
+        mount.fault("hang", at=3, until_gone=pids[0])
     monitored.barrier()
     save(state_at(2), directory=place, step=2, comm=monitored)
 

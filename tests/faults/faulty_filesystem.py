@@ -12,7 +12,7 @@ the n-th operation that changes anything (0: every one) meets it.
     short        a write takes only a part of its data
     kill-before, kill-after   SIGKILL to the processes in `victims`, then an error, or after the operation
     die-before, die-after     SIGKILL to this process
-    hang         it takes `seconds`, and nothing else goes on meanwhile
+    hang         it takes until the process `until_gone` has ended, and nothing else goes on meanwhile
     vanish       the folder `directory` of the filesystem is moved away
 
 Reads of files whose path holds TEXT are counted too, and may meet the fault, with `"reads": TEXT`.
@@ -90,7 +90,9 @@ class Control:
         if kind == "die-before":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "hang":
-            time.sleep(self.fault["seconds"])
+            end_s = time.monotonic() + 60
+            while os.path.exists(f"/proc/{self.fault['until_gone']}") and time.monotonic() < end_s:
+                time.sleep(0.05)
         if kind == "vanish":
             place = os.path.join(self.root, self.fault["directory"])
             os.rename(place, place + ".away")
