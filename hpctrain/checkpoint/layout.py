@@ -83,14 +83,14 @@ def _signature(
     sources: Sequence[Replicated | Shard], *, file_of_rank: Sequence[int], alignment: int
 ) -> list[Any]:
     """Compared with the last save's: all that the layout depends on, of this rank."""
-    return [
-        alignment, tuple(file_of_rank),
-        *[
-            (s.name, s.tensor.dtype, s.tensor.shape, s.tensor.layout) if isinstance(s, Replicated)
-            else (s.name, s.tensor.dtype, s.tensor.shape, s.tensor.layout, s.offset, s.global_shape)
-            for s in sources
-        ],
-    ]  # fmt: skip
+    tensors = [
+        (s.name, t.dtype, t.shape, t.layout)
+        if isinstance(s, Replicated)
+        else (s.name, t.dtype, t.shape, t.layout, s.offset, s.global_shape)
+        for s in sources
+        for t in (s.tensor,)
+    ]
+    return [alignment, tuple(file_of_rank), tensors]
 
 
 def _has_room(layout: Layout, *, header: Metadata) -> bool:

@@ -15,12 +15,13 @@ from hpctrain.checkpoint.dtypes import byte_view
 from hpctrain.checkpoint.plan import WritePlan
 from hpctrain.checkpoint.state import Replicated, Shard
 
-# Small tensors are first joined, by one call for many: taken one by one they cost more than their bytes.
+# Small tensors are taken by the shortest way, and copied many by one call: their calls cost more than their bytes.
 _SMALL_BYTES = 1 << 16
 _JOINED_BYTES = 4 << 20
-_JOINABLE = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+_OF_NUMPY = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 })  # fmt: skip
+_JOINABLE = _OF_NUMPY | {torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,20 +107,28 @@ def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -
 def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Iterator[tuple[Segment, memoryview]]:
     """Each segment's bytes, straight from the tensors. A tensor that is not contiguous, or not in the host's
     memory, is brought there piece by piece."""
-    for batch in _batches(sources, own.segments):
-        if len(batch) > 1:
-            joined = _joined(sources, batch).cpu().numpy().data
-            position = 0
-            for segment in batch:
-                yield segment, joined[position : position + segment.num_bytes]
-                position += segment.num_bytes
-            continue
-        (segment,) = batch
-        view = byte_view(sources[segment.source].tensor)[segment.start : segment.start + segment.num_bytes]
+    for segment in own.segments:
+        tensor = sources[segment.source].tensor
+        if segment.num_bytes < _SMALL_BYTES:  # there may be thousands of them
+            data = _view_of(tensor)
+            if data is not None and data.nbytes == segment.num_bytes:
+                yield segment, data
+                continue
+        view = byte_view(tensor)[segment.start : segment.start + segment.num_bytes]
         if view.device.type == "cpu":
             yield segment, view.numpy().data
-            continue
-        yield from _brought(view, segment, own)
+        else:
+            yield from _brought(view, segment, own)
+
+
+def _view_of(tensor: torch.Tensor) -> memoryview | None:
+    """The bytes of a tensor that numpy knows and that lies in one run of the host's memory; None for others."""
+    if tensor.dtype not in _OF_NUMPY or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.dim():
+        return None
+    if tensor.is_neg():
+        return None
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    return plain.numpy().data.cast("B") if plain.numel() else None
 
 
 def copy_to(buffer: torch.Tensor, sources: Sequence[Replicated | Shard], own: OwnBytes) -> None:
@@ -169,8 +178,9 @@ def _batches(sources: Sequence[Replicated | Shard], segments: Sequence[Segment])
 
 def _joined(sources: Sequence[Replicated | Shard], batch: Sequence[Segment]) -> torch.Tensor:
     """The bytes of whole tensors of one dtype on one device, one after the other."""
-    flat = [sources[segment.source].tensor.detach().reshape(-1) for segment in batch]
-    return torch.cat(flat).view(torch.uint8)
+    tensors = [sources[segment.source].tensor for segment in batch]
+    with torch.no_grad():
+        return torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in tensors]).view(torch.uint8)
 
 
 def _brought(view: torch.Tensor, segment: Segment, own: OwnBytes) -> Iterator[tuple[Segment, memoryview]]:
