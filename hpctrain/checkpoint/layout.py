@@ -26,6 +26,7 @@ from hpctrain.checkpoint.state import Replicated, Shard, State
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,9 +95,13 @@ def _signature(
 
 
 def _has_room(layout: Layout, *, header: Metadata) -> bool:
+    """Whether rank 0's metadata fits where it was. What is wrong with it is told by `_lay_out`, on all ranks."""
     assert layout.text is not None
     assert layout.skeleton is not None
-    needed = room_for(_encoded(header), layout.text, num_parts=layout.plan.num_files)
+    try:
+        needed = room_for(_encoded(header), layout.text, num_parts=layout.plan.num_files)
+    except CheckpointError:
+        return False
     return needed <= layout.skeleton.metadata_bytes
 
 

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.seal import SEAL_BYTES
 from hpctrain.errors import CheckpointError
 
 TENSOR_GROUP = "tensors"
-MAX_METADATA_BYTES = 256 << 20  # about 6 million extents, 24 TB of state
+MAX_METADATA_BYTES = 64 << 20  # about 1.4 million extents, 6 TB of state; read in some 2 s
 _MAX_DIMS = 32  # HDF5's limit
 _MAX_INT = 2**63
 _MAX_FILES = 100_000  # a part's name has five digits

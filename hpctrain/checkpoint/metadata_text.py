@@ -95,8 +95,16 @@ def tensors_text(plan: WritePlan) -> TensorsText:
 
 
 def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
-    """Bytes to leave for the metadata: what it takes, and some for a document that grows from save to save."""
+    """Bytes to leave for the metadata: what it takes, and some for a document that grows from save to save.
+
+    Raises CheckpointError where it is more than a reader takes.
+    """
     needed = len(json.dumps(header)) + len(tensors.text) + 80 * num_parts + _PADDING_BYTES // 2
+    if needed > MAX_METADATA_BYTES:
+        raise CheckpointError(
+            f"the metadata takes {needed} bytes, {len(tensors.text)} of them for the list of tensors; the limit is "
+            f"{MAX_METADATA_BYTES}"
+        )
     return -(-needed // _PADDING_BYTES) * _PADDING_BYTES
 
 

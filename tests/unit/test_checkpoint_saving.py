@@ -168,6 +168,23 @@ def test_a_limit_on_file_sizes_is_an_error_and_the_process_goes_on(tmp_path: Pat
     )
 
 
+def test_metadata_that_no_reader_takes_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.checkpoint.metadata_text.MAX_METADATA_BYTES", 20_000)
+
+    def rank_main(world: ThreadsWorld) -> None:
+        def state(note: str) -> State:
+            return State(items=[Replicated(name="w", tensor=torch.zeros(8))], document={"note": note})
+
+        save(state("x"), directory=tmp_path, step=1, comm=world)
+        with pytest.raises(CheckpointError, match="the limit is 20000"):
+            save(state("x" * 30_000), directory=tmp_path, step=2, comm=world)
+
+    run_threads(2, rank_main)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.h5"]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [({"files": 0}, "files = 0"), ({"files": "nodes"}, "files = 'nodes'"), ({"files": "node"}, "node_of_rank names 0"),
