@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from hpctrain.checkpoint.batch import Stretch, paced
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of
-from hpctrain.checkpoint.mpio_engine import HINTS, files_of, obstacle_to_mpio, write_together
+from hpctrain.checkpoint.mpio_engine import HINTS, files_of, obstacle_to_mpio, own_group, write_together
 from hpctrain.checkpoint.probe import probe
 from hpctrain.checkpoint.striping import alignment_of, stripes_for
 from hpctrain.checkpoint.write_direct import write_direct
@@ -33,13 +33,13 @@ class EngineChoice:
         stretches: Iterable[Stretch],
         *,
         comm: Collective,
-        members: Sequence[int],
+        groups: Sequence[Sequence[int]],
         limit_bytes_per_s: float | None = None,
     ) -> None:
         """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when
         it returns.
 
-        With MPIO collective over the world ranks `members` (see `write_together`), with DIRECT not at all.
+        With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all.
         limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an error: the caller votes.
         """
         if self.engine is Engine.MPIO:
@@ -47,9 +47,10 @@ class EngineChoice:
                 stretches = paced(stretches, limit_bytes_per_s=limit_bytes_per_s)
             hints = dict(HINTS)
             if self.filesystem.is_lustre:
-                hints.update(stripes_for(_size_of(path)).hints(num_ranks=len(members)))
+                num_ranks = len(own_group(comm, groups=groups))
+                hints.update(stripes_for(_size_of(path)).hints(num_ranks=num_ranks))
             write_together(
-                path, stretches, comm=comm, members=members, hints=hints,
+                path, stretches, comm=comm, groups=groups, hints=hints,
                 block_bytes=alignment_of(self.filesystem),
             )  # fmt: skip
         else:

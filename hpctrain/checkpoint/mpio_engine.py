@@ -29,7 +29,10 @@ BATCH_BYTES = 32 << 20
 HINTS: Mapping[str, str] = {"romio_ds_write": "disable"}
 _FAILED, _GOING_ON = 1, 0
 
-_opened: WeakKeyDictionary[Collective, dict[tuple[int, ...], CollectiveFiles | None]] = WeakKeyDictionary()
+# By how all ranks are grouped, not by a rank's own group: that one may be the same where the others' are not.
+_opened: WeakKeyDictionary[Collective, dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def obstacle_to_mpio(comm: Collective) -> str | None:
@@ -39,14 +42,20 @@ def obstacle_to_mpio(comm: Collective) -> str | None:
     return None
 
 
-def files_of(comm: Collective, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
-    """The group's files, opened once and kept as long as `comm`; None where MPI is not there. Collective over
-    `comm` the first time; every rank asks for the same groups in the same order."""
-    ranks = comm.members if members is None else tuple(members)
+def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
+    """The files of this rank's group, opened once and kept as long as `comm`; None where MPI is not there.
+    Collective over `comm` the first time; every rank asks for the same groups in the same order."""
+    key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
     known = _opened.setdefault(comm, {})
-    if ranks not in known:
-        known[ranks] = comm.collective_files(members=ranks)
-    return known[ranks]
+    if key not in known:
+        known[key] = comm.collective_files(members=own_group(comm, groups=groups))
+    return known[key]
+
+
+def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
+    """World ranks of this rank's group; with no groups, all of `comm`. Pure."""
+    mine = comm.members[comm.rank]
+    return tuple(comm.members) if groups is None else next(tuple(group) for group in groups if mine in group)
 
 
 def write_together(
@@ -54,22 +63,23 @@ def write_together(
     stretches: Iterable[Stretch],
     *,
     comm: Collective,
-    members: Sequence[int] | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
     hints: Mapping[str, str] = HINTS,
     batch_bytes: int = BATCH_BYTES,
     block_bytes: int = PAGE_BYTES,
 ) -> None:
     """Write this rank's `stretches` of the file at `path`, which is there. On disk (fsync) when it returns.
 
-    members: the world ranks that share the file, this one among them; None: all of `comm`. Collective over
-    `comm` (each rank with its own file) the first time, then over `members`; a rank may have no stretches.
+    groups: of world ranks, each with a file of its own, all ranks in one of them, the same on every rank; None: all
+    of `comm` share one file. Collective over `comm` the first time, then over the group; a rank may have no stretches.
     stretches: do not overlap, on one rank or between ranks; ascending is fastest. Views must keep their bytes
-    until the call returns. hints: for MPI, the same on all members; cb_nodes also says how many ranks small pieces
+    until the call returns. hints: for MPI, the same in all of a group; cb_nodes also says how many ranks small pieces
     are brought to, else all. block_bytes: a filesystem's unit of locking, where their parts of the file meet.
     CheckpointError on the ranks that met an error, on all where the file cannot be opened: the caller votes. Nothing
     hangs: a rank that fails says so to the others, and all stop.
     """
-    files = files_of(comm, members=members)
+    files = files_of(comm, groups=groups)
+    num_ranks = len(own_group(comm, groups=groups))
     try:
         writer = None if files is None else files.writer(path, hints=hints)
     except CommunicationError as error:
@@ -77,14 +87,14 @@ def write_together(
         with explained(action="write", path=path):
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         raise CheckpointError(str(error)) from error
-    if writer is None and len(comm.members if members is None else members) == 1:
+    if writer is None and num_ranks == 1:
         write_direct(path, stretches)  # nobody to write together with
         return
     if writer is None:
         raise CheckpointError("the engine mpio needs MPI ranks: use the engine direct")
     _Writing(
         path, writer, batch=Batch(stretches, max_bytes=batch_bytes), block_bytes=block_bytes,
-        num_writers=int(hints.get("cb_nodes", len(comm.members if members is None else members))),
+        num_writers=int(hints.get("cb_nodes", num_ranks)),
     ).run()  # fmt: skip
 
 

@@ -37,14 +37,14 @@ from hpctrain.checkpoint.layout import Layout, devices_of, layout_for
 from hpctrain.checkpoint.listing import file_name, folder_name, part_name, partial_name, remove
 from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
 from hpctrain.checkpoint.metadata_text import metadata_text
-from hpctrain.checkpoint.own_bytes import content_in, content_of, copy_to
+from hpctrain.checkpoint.own_bytes import OwnBytes, Segment, content_in, content_of, copy_to
 from hpctrain.checkpoint.retain import retain
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank, retention_of
 from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.skeleton import structure_hash
 from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.state import State
+from hpctrain.checkpoint.state import Replicated, Shard, State, encode_document
 from hpctrain.checkpoint.striping import alignment_of, set_stripes, stripes_for
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
@@ -141,6 +141,10 @@ class Saving:
             partial, unique, note = _make_room(
                 directory, name, layout=layout, choice=choice, comm=comm, options=options
             )
+            if executor is not None:
+                # It is written later: what the caller changes in it meanwhile belongs to a later step.
+                frozen = json.loads(encode_document({"document": state.document, "parent": state.parent}))
+                header = replace(header, document=frozen["document"], parent=frozen["parent"])
             saving = cls(
                 final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
                 header=replace(header, id=unique), executor=executor, begin_s=begin_s,
@@ -149,12 +153,13 @@ class Saving:
             if buffers is None:
                 content = content_of(sources, layout.own)
             else:
-                devices = devices_of(sources)
-                memory = buffers.take(layout.own.num_bytes, pinned=bool(devices))
-                copy_to(memory, sources, layout.own)
-                for device in devices:
-                    torch.cuda.current_stream(device).synchronize()
-                content = content_in(memory, layout.own)
+                try:
+                    content = _copied(sources, layout.own, buffers=buffers)
+                except (RuntimeError, MemoryError) as error:  # torch's, when there is no memory
+                    # Of this rank alone, perhaps: all hear of it in the next vote.
+                    saving._work = Future()
+                    saving._work.set_exception(_no_memory(layout.own.num_bytes, error))
+                    return saving
             saving._start(lambda: saving._write_content(content))
             return saving
 
@@ -239,7 +244,7 @@ class Saving:
         limit = self._options.limit_mb_per_s
         self._choice.write(
             _file_in(self._partial, self._file, options=self._options), stretches,
-            comm=self._comm, members=self._members,
+            comm=self._comm, groups=self._groups,
             limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
         if self._options.local and self._leads_folder:
@@ -299,10 +304,13 @@ class Saving:
         return self._layout.plan.file_of_rank[self._comm.rank]
 
     @property
-    def _members(self) -> tuple[int, ...]:
-        """World ranks that write to this rank's file."""
-        members = self._comm.members
-        return tuple(members[r] for r, f in enumerate(self._layout.plan.file_of_rank) if f == self._file)
+    def _groups(self) -> list[list[int]]:
+        """World ranks that write to each of the files."""
+        plan = self._layout.plan
+        groups: list[list[int]] = [[] for _ in range(plan.num_files)]
+        for member, file in zip(self._comm.members, plan.file_of_rank, strict=True):
+            groups[file].append(member)
+        return groups
 
     @property
     def _leads_folder(self) -> bool:
@@ -310,6 +318,25 @@ class Saving:
         if self._options.local:
             return self._layout.skeleton is not None
         return self._comm.rank == 0
+
+
+def _copied(
+    sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers
+) -> Iterator[tuple[Segment, memoryview]]:
+    """This rank's bytes as they are now. Raises RuntimeError, MemoryError where there is no memory for them."""
+    devices = devices_of(sources)
+    memory = buffers.take(own.num_bytes, pinned=bool(devices))
+    copy_to(memory, sources, own)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return content_in(memory, own)
+
+
+def _no_memory(num_bytes: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the copy of this rank's {num_bytes} bytes, to be saved in the background, cannot be made: "
+        f"{type(error).__name__}: {error}. Save with mode = \"sync\", or leave more memory free"
+    )
 
 
 def _make_room(

@@ -61,8 +61,7 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
 
     wrong: on rank 0, which files differ from what was meant. errors, choices: what each rank was told.
     """
-    if world.backend == "horovod":
-        world = Monitored(world, timeout_s=60)  # as runs have it
+    world = Monitored(world, timeout_s=60)  # as runs have it
     wrong = []
     for num_ranks in range(1, world.num_ranks):
         group = world.split([range(num_ranks)])
@@ -76,8 +75,7 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
         "saved": _saved_by_columns(world, Path(directory)),
         "choices": _choices(world, Path(directory)),
     }
-    if isinstance(world, Monitored):
-        world.close()
+    world.close()
     return found
 
 
@@ -110,8 +108,8 @@ def write_every_pattern(comm: Any, directory: Path) -> list[str]:
                 write_direct(paths[number], stretches)
             else:
                 write_together(
-                    paths[number], stretches, comm=comm, members=[comm.members[r] for r in files[number]],
-                    batch_bytes=batch_bytes,
+                    paths[number], stretches, comm=comm, batch_bytes=batch_bytes,
+                    groups=[[comm.members[r] for r in members] for members in files],
                 )  # fmt: skip
             comm.barrier()
             if comm.rank == 0:
@@ -133,7 +131,7 @@ def expected_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, members
 
 def _saved_by_columns(world: Any, directory: Path) -> dict[str, list[str]]:
     """A matrix sharded by columns, rows of 100 bytes a rank: hashes of the content of each file, saved by each engine
-    into one file and into two."""
+    into one file, two and three."""
     columns = 25
     mine = torch.arange(3000)[:, None] * 1000 + world.rank * columns + torch.arange(columns)
     state = State(
@@ -146,7 +144,7 @@ def _saved_by_columns(world: Any, directory: Path) -> dict[str, list[str]]:
     )  # fmt: skip
     found = {}
     for engine in ("direct", "mpio"):
-        for files in (1, 2):
+        for files in (1, 2, 3):  # with 4 ranks, two share a file both times
             place = directory / f"columns-{engine}-{files}"
             result = save(state, directory=place, step=1, comm=world, engine=engine, files=files)
             paths = sorted(result.path.iterdir()) if result.path.is_dir() else [result.path]

@@ -26,6 +26,7 @@ def test_both_engines_write_the_same_bytes_and_every_rank_hears_of_an_error(
         saved = output["saved"]
         assert saved["direct 1"] == saved["mpio 1"]
         assert saved["direct 2"] == saved["mpio 2"]
+        assert saved["direct 3"] == saved["mpio 3"]
         assert (len(saved["direct 1"]), len(saved["direct 2"])) == (1, 2)
     errors, choices = outputs[0]["errors"], outputs[0]["choices"]
     assert errors["source"].startswith(f"CheckpointError: rank {num_ranks - 1} (")
