@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test test-fast lint demo docs bench-reduction bench-data bench-checkpoint clean distclean
+.PHONY: help setup plan cluster-setup test trials test-fast lint demo docs bench-reduction bench-data bench-checkpoint clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -34,7 +34,12 @@ lint: setup ## ruff, mypy, import-linter
 	$(BIN)lint-imports
 
 test: lint ## all tests, with real MPI ranks
-	$(BIN)python -m pytest tests
+	$(BIN)python -m pytest tests/unit tests/contract -n 2 --dist loadfile
+	$(BIN)python -m pytest tests/ranks tests/faults tests/cluster
+
+trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; some ten minutes
+	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/test_checkpoint_mounts.py \
+	  tests/faults/test_checkpoint_crashes.py tests/unit/test_checkpoint_fuzz.py
 
 test-fast: setup ## the tests that start no MPI ranks
 	$(BIN)python -m pytest tests/unit tests/contract -m "not launches"

@@ -26,7 +26,6 @@ from hpctrain.checkpoint.state import Replicated, Shard, State
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
-from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
