@@ -156,10 +156,9 @@ class Saving:
                 try:
                     content = _copied(sources, layout.own, buffers=buffers)
                 except (RuntimeError, MemoryError) as error:  # torch's, when there is no memory
-                    # Of this rank alone, perhaps: all hear of it in the next vote.
-                    saving._work = Future()
-                    saving._work.set_exception(_no_memory(layout.own.num_bytes, error))
-                    return saving
+                    # Of this rank alone, perhaps: it is met where the bytes are asked for, so that an engine that
+                    # writes with all ranks tells the others, and all hear of it in the next vote.
+                    content = _failing(_no_memory(layout.own.num_bytes, error))
             saving._start(lambda: saving._write_content(content))
             return saving
 
@@ -332,10 +331,15 @@ def _copied(
     return content_in(memory, own)
 
 
+def _failing(error: CheckpointError) -> Iterator[tuple[Segment, memoryview]]:
+    yield from ()
+    raise error
+
+
 def _no_memory(num_bytes: int, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"the copy of this rank's {num_bytes} bytes, to be saved in the background, cannot be made: "
-        f"{type(error).__name__}: {error}. Save with mode = \"sync\", or leave more memory free"
+        f'{type(error).__name__}: {error}. Save with mode = "sync", or leave more memory free'
     )
 
 
