@@ -117,7 +117,7 @@ def export_state_dict(
     """Write a plain state dict, name -> tensor, with torch.save: for `torch.load(..., weights_only=True)`. Collective.
 
     As `export_safetensors`, but rank 0 does it alone and holds all of the chosen tensors in memory, once: torch.save
-    takes them together. All dtypes can be stored.
+    takes them together. Raises CheckpointError also for a dtype that torch.save does not take (int1 and its kin).
     """
     target = Path(target)
     checkpoint = open_checkpoint(source, comm=comm)
@@ -137,6 +137,8 @@ def export_state_dict(
                 partial.unlink()
             if isinstance(error, RuntimeError):  # torch's writer: a disk that is full, among others
                 raise CheckpointError(f"cannot write {partial}: {str(error).splitlines()[0]}") from error
+            if isinstance(error, KeyError):  # torch's, too: a type it has no kind of storage for
+                raise CheckpointError(f"torch.save does not take this: {error.args[0]}") from error
             raise
         return num_bytes
 

@@ -25,6 +25,8 @@ from hpctrain.errors import CheckpointError, UsageError
 INDEX_SUFFIX = ".safetensors.index.json"
 STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MAX_INDEX_BYTES = 256 << 20
+MAX_REPEATED = 16
+MIN_CLAIM_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -181,7 +183,25 @@ def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor
         raise CheckpointError(
             f"{where} is no plain state dict: {_entries(value)}. Name the one to take with --key"
         )
+    _refuse_odd(value, source=source)
     return {str(name): tensor for name, tensor in value.items()}
+
+
+def _refuse_odd(tensors: Mapping[Any, torch.Tensor], *, source: Path) -> None:
+    """What would be lost, or never end, if it were stored. Raises CheckpointError."""
+    if len({str(name) for name in tensors}) < len(tensors):
+        raise CheckpointError(f"{source}: two of its names are the same as text, such as 1 and '1'")
+    nested = [name for name, tensor in tensors.items() if tensor.is_nested]
+    if nested:
+        raise CheckpointError(f"{source}: {nested[0]!r} is a nested tensor: only dense ones can be stored")
+    # A tensor may repeat its few bytes without end (by strides of 0), and several may share them.
+    claimed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    file_bytes = source.stat().st_size
+    if claimed_bytes > max(MAX_REPEATED * file_bytes, MIN_CLAIM_BYTES):
+        raise CheckpointError(
+            f"{source} is {file_bytes} bytes long, and its tensors are said to be {claimed_bytes}: more than "
+            f"{MAX_REPEATED} times as long"
+        )
 
 
 def _entries(value: Any) -> str:

@@ -56,7 +56,7 @@ def delete_checkpoint(path: Path) -> None:
     A folder first gets the name of one that is being written: half deleted, it is never taken for a
     checkpoint, and the next save removes what is left of it.
     """
-    if not path.is_dir():
+    if path.is_symlink() or not path.is_dir():  # of a link the name goes, not what it leads to
         path.unlink(missing_ok=True)
         return
     doomed = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")

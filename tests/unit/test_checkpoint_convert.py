@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+import warnings
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,21 @@ def test_tensors_that_cannot_be_stored_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
+def test_what_would_be_lost_or_never_end_is_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # nested tensors are called a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for tensors, expected in (
+        ({1: torch.ones(2), "1": torch.zeros(2)}, "the same as text"),
+        ({"a": torch.ones(1).expand(2**45)}, "more than 16 times as long"),
+        ({"a": nested}, "nested tensor"),
+    ):
+        torch.save(tensors, tmp_path / "x.pt")
+        with pytest.raises(CheckpointError, match=expected):
+            import_tensors(tmp_path / "x.pt", tmp_path / "back", comm=SERIAL, step=0)
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
 def test_files_that_hold_something_else_are_explained(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.ones(1)}, "epoch": 3}, tmp_path / "x.pt")
     torch.save(torch.ones(2), tmp_path / "tensor.pt")
@@ -251,6 +267,13 @@ def test_what_safetensors_cannot_say_is_refused_and_nothing_is_left(tmp_path: Pa
     with pytest.raises(CheckpointError, match="cannot write"):
         export_safetensors(tmp_path / "one", tmp_path / "none" / "x.safetensors", comm=SERIAL, prefix="b")
     assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
+
+def test_a_type_that_torch_cannot_write_is_an_error_and_nothing_is_left(tmp_path: Path) -> None:
+    path = saved(tmp_path / "one", {"a": torch.ones(2, dtype=torch.uint8).view(torch.uint4)})  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"torch\.save does not take this: .*uint4"):
+        export_state_dict(path, tmp_path / "x.pt", comm=SERIAL)
+    assert os.listdir(tmp_path) == ["one"]
 
 
 def test_where_there_is_no_room_nothing_is_left(tmp_path: Path) -> None:

@@ -347,6 +347,19 @@ def test_the_best_by_its_metric_stays_and_files_and_folders_go(tmp_path: Path, f
         open_checkpoint(path, comm=SerialWorld())
 
 
+def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_deleted(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    saved: list[Saved] = []
+    with saver_into(run, mode=SaveMode.SYNC, options=SaveOptions(keep=1, files=1), saved=saved) as saver:
+        (run / "step-00000001").parent.mkdir()
+        (run / "step-00000001").symlink_to(elsewhere)
+        saver.save(state_with(torch.zeros(1, 3)), step=2)
+    assert steps_in(run) == ["step-00000002.h5"]
+    assert elsewhere.is_dir()
+    assert "could not delete" not in saved[0].result.note
+
+
 def test_what_cannot_be_read_is_kept_where_it_might_be_the_best(tmp_path: Path) -> None:
     saved: list[Saved] = []
     options = SaveOptions(keep=Retention(last=1, best=Best(metric="accuracy", mode="max")))

@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
 from hpctrain.checkpoint.listing import finished_newest_first, partial_files
+from hpctrain.checkpoint.structure import read_structure
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import ThreadsWorld, run_threads
@@ -74,6 +75,47 @@ def test_a_state_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) -> 
     assert buffers.num_bytes == sum(tensor.nbytes for tensor in whole_tensors().values())
     _, tensors = load(result.path, comm=world)
     assert all(same_bits(tensors[name], tensor) for name, tensor in whole_tensors().items())
+
+
+def test_a_document_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) -> None:
+    losses = [3.0]
+    state = State(
+        items=[Replicated(name="w", tensor=torch.ones(3))],
+        document={"losses": losses},
+        parent={"step": losses},
+    )
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(gate.wait)
+        saving = Saving.begin(
+            state, directory=tmp_path, step=1, comm=SerialWorld(), buffers=HostBuffers(), executor=executor
+        )
+        losses.append(2.0)
+        gate.set()
+        result = saving.finish()
+    metadata = read_structure(result.path).metadata
+    assert metadata.document == {"losses": [3.0]}
+    assert metadata.parent == {"step": [3.0]}
+
+
+def test_no_memory_for_the_copy_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    def rank_main(world: ThreadsWorld) -> str:
+        buffers = HostBuffers()
+        if world.rank == 1:
+            # The real thing, from torch: more than the machine has addresses for.
+            buffers.take = lambda num_bytes, *, pinned=False: torch.empty(2**60, dtype=torch.uint8)  # type: ignore[method-assign]
+        saving = Saving.begin(
+            state_of(world.rank, 2), directory=tmp_path, step=1, comm=world, buffers=buffers
+        )
+        with pytest.raises(CheckpointError) as error:
+            saving.finish()
+        return str(error.value)
+
+    told = run_threads(2, rank_main, timeout_s=60)
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]
+    assert "cannot be made" in told[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
