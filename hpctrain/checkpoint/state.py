@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import torch
@@ -99,11 +100,17 @@ def header_of(item: Replicated | Shard) -> Header:
     dtype = dtype_name(item.tensor.dtype)
     if isinstance(item, Replicated):
         return Header(name=item.name, dtype=dtype, shape=tuple(item.tensor.shape), box=None)
-    if not item.box.lies_within(item.global_shape):
+    try:  # numpy's whole numbers are no JSON
+        shape, offset = tuple(map(index, item.global_shape)), tuple(map(index, item.offset))
+    except TypeError as error:
         raise CheckpointError(
-            f"shard of {item.name!r}: {item.box} does not lie inside shape {list(item.global_shape)}"
-        )
-    return Header(name=item.name, dtype=dtype, shape=tuple(item.global_shape), box=item.box)
+            f"shard of {item.name!r}: its place is whole numbers, not offset {item.offset!r} in shape "
+            f"{item.global_shape!r}"
+        ) from error
+    box = Box(offset=offset, shape=tuple(item.tensor.shape))
+    if not box.lies_within(shape):
+        raise CheckpointError(f"shard of {item.name!r}: {box} does not lie inside shape {list(shape)}")
+    return Header(name=item.name, dtype=dtype, shape=shape, box=box)
 
 
 def encode_document(document: Mapping[str, Any]) -> str:

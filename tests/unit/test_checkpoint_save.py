@@ -141,6 +141,16 @@ def test_every_dtype_of_torch_is_stored_bit_for_bit(tmp_path: Path) -> None:
         assert file["tensors/bool"].dtype == np.bool_
 
 
+def test_the_place_of_a_shard_may_be_of_numpy_numbers(tmp_path: Path) -> None:
+    def rank_main(world: World) -> Path:
+        offset, shape = (np.int64(2 * world.rank),), (np.int32(4),)
+        shard = Shard(name="s", tensor=torch.full((2,), world.rank), global_shape=shape, offset=offset)  # type: ignore[arg-type]
+        return save(State(items=[shard]), directory=tmp_path, step=1, comm=world).path
+
+    _, tensors = load(run_threads(2, rank_main)[0], comm=SerialWorld())
+    assert tensors["s"].tolist() == [0, 0, 1, 1]
+
+
 def test_names_with_any_characters_are_stored(tmp_path: Path) -> None:
     names = ["", ".", "..", "/", "a/b/c", "//", "%", "%2F", "größe", "重み", "🙂", " ", "a b", "\n", "\0x"]
     names += ["\ud800", "x" * 4000, "..a", "'\"\\", "metadata", "tensors"]
@@ -247,6 +257,10 @@ def test_ranks_whose_states_differ_all_fail_and_name_the_tensor(tmp_path: Path) 
         offset = (world.rank,) if world.rank == 1 else (world.rank, 0)
         return State(items=[Shard(name="s", tensor=torch.ones(1, 2), global_shape=(3, 2), offset=offset)])
 
+    def fraction(world: World) -> State:
+        offset = 1.0 if world.rank == 1 else world.rank
+        return State(items=[Shard(name="s", tensor=torch.ones(1), global_shape=(3,), offset=(offset,))])  # type: ignore[arg-type]
+
     def document(world: World) -> State:
         return State(items=[], document={"seed": 1, "place": world.rank // 2})
 
@@ -259,6 +273,7 @@ def test_ranks_whose_states_differ_all_fail_and_name_the_tensor(tmp_path: Path) 
         gap: "shards of 's', [4], do not hold every element exactly once: 3 elements",
         outside: "does not lie inside shape [3]",
         flat: "a box at [1] of shape [1, 2] does not lie inside shape [3, 2]",
+        fraction: "its place is whole numbers, not offset (1.0,) in shape (3,)",
         document: "'place' of rank 2 differs from rank 0's",
         not_json: "must be JSON",
     }
