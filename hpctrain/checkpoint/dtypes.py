@@ -85,7 +85,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental at every touch
-        return plain.contiguous().reshape(-1).view(torch.uint8)
+        # Not reshape: of one element with a stride of its own, which counts as contiguous, it would keep that.
+        return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def empty_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:

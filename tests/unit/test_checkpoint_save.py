@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, load, load_newest_good, open_checkpoint, save
+from hpctrain.checkpoint import (
+    HostBuffers,
+    Replicated,
+    Saving,
+    Shard,
+    State,
+    load,
+    load_newest_good,
+    open_checkpoint,
+    save,
+)
 from hpctrain.checkpoint.dtypes import _BY_NAME, byte_view
 from hpctrain.checkpoint.names import escape
 from hpctrain.comm.communicator import World
@@ -176,6 +186,18 @@ def test_conjugate_negative_and_tied_tensors_are_stored_as_they_read(tmp_path: P
     checkpoint = open_checkpoint(save_alone(tensors, tmp_path), comm=SerialWorld())
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.read(name), tensor.detach()), name
+
+
+def test_one_element_out_of_many_is_stored_whatever_its_stride(tmp_path: Path) -> None:
+    values = torch.arange(12.0).view(3, 4)
+    tensors = {str(dtype): values.to(dtype).view(-1)[1::5][:1] for dtype in (torch.bfloat16, torch.float64)}
+    tensors["column"] = values.to(torch.complex64).t()[1:2, 2:]
+    assert [tensor.stride()[-1] for tensor in tensors.values()] == [5, 5, 4]
+    for buffers in (None, HostBuffers()):
+        state = State(items=[Replicated(name=name, tensor=tensor) for name, tensor in tensors.items()])
+        saving = Saving.begin(state, directory=tmp_path, step=1, comm=SerialWorld(), buffers=buffers)
+        _, loaded = load(saving.finish().path, comm=SerialWorld())
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def test_tensors_without_plain_memory_are_refused_in_words(tmp_path: Path) -> None:
