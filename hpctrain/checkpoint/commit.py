@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
@@ -23,16 +24,20 @@ from hpctrain.checkpoint.skeleton import Skeleton
 from hpctrain.checkpoint.structure import check_sealed
 
 
-def make_room(directory: Path, partial: Path, *, folder: bool) -> None:
-    """Make the directory, remove what killed saves left in it, and begin the partial checkpoint, if it is a folder."""
+def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
+    """Make the directory, remove what killed saves left in it, and begin the partial checkpoint, if it is a folder.
+
+    What could not be removed is returned as text: it is no reason not to save.
+    """
     with explained(action="write checkpoints to", path=directory):
         missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
         directory.mkdir(parents=True, exist_ok=True)
         for place in missing:  # the names of all of them, not only of the last
             sync_directory(place.parent)
-        remove_partial_files(directory)
+        notes = remove_partial_files(directory)
         if folder:
             partial.mkdir()
+    return notes
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
@@ -77,23 +82,30 @@ def flush_folder(folder: Path) -> None:
 def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
     """The commit: before it nothing has changed for anyone who looks for checkpoints, after it all has.
 
-    A checkpoint of the same step keeps a name under which it is found until the new one has its own.
+    A checkpoint of the same step keeps a name under which it is found until the new one has its own. What is left of
+    it afterwards, the next save removes.
     """
     step_forms = [final.with_name(name) for name in _forms(final.name)]
-    replaced: list[Path] = []
+    replaced: list[tuple[Path, Path]] = []
     with explained(action="rename the finished checkpoint to", path=final):
         for existing in step_forms:
             # A file takes a file's place in one step; a folder cannot.
             if (existing != final or final.is_dir()) and existing.exists():
                 aside = existing.with_name(replaced_name(existing.name, unique=unique))
                 os.rename(existing, aside)
-                replaced.append(aside)
-        os.rename(partial, final)
+                replaced.append((existing, aside))
+        try:
+            os.rename(partial, final)
+        except OSError:
+            for existing, aside in replaced:
+                with suppress(OSError):
+                    os.rename(aside, existing)
+            raise
     with explained(action="write to disk that the checkpoint is called", path=final):
         sync_directory(final.parent)
-    for path in replaced:
-        with explained(action="remove the checkpoint that was replaced,", path=path):
-            remove(path)
+    for _, aside in replaced:
+        with suppress(OSError):
+            remove(aside)
 
 
 def _forms(name: str) -> Sequence[str]:

@@ -6,7 +6,6 @@ has a name that begins with a dot.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -90,15 +89,18 @@ def partial_files(directory: Path) -> list[Path]:
     )
 
 
-def remove_partial_files(directory: Path) -> list[Path]:
-    """Remove them; the ones that are gone. Only whoever writes to the directory may do this: the partial
+def remove_partial_files(directory: Path) -> list[str]:
+    """Remove them; what could not be removed, in words. Only whoever writes to the directory may do this: the partial
     file may be another process's save that is still going on."""
-    removed = []
+    notes = []
     for path in partial_files(directory):
-        with contextlib.suppress(FileNotFoundError):
+        try:
             remove(path)
-            removed.append(path)
-    return removed
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # over NFS, one whose files somebody still has open
+            notes.append(f"could not remove {path.name}, which an earlier save has left: {reason_of(error)}")
+    return notes
 
 
 def remove(path: Path) -> None:

@@ -9,7 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from hpctrain.checkpoint.file_bytes import sync_directory
-from hpctrain.checkpoint.listing import finished_newest_first, main_file, step_of
+from hpctrain.checkpoint.listing import (
+    finished_newest_first,
+    folder_name,
+    main_file,
+    partial_name,
+    step_of,
+)
 from hpctrain.checkpoint.retention import Best, Retention, steps_to_delete
 from hpctrain.checkpoint.structure import read_structure
 from hpctrain.errors import HpctrainError
@@ -59,7 +65,8 @@ def delete_checkpoint(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():  # of a link the name goes, not what it leads to
         path.unlink(missing_ok=True)
         return
-    doomed = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
+    name = folder_name(step_of(path) or 0)  # also of one that was being replaced
+    doomed = path.with_name(partial_name(name, unique=secrets.token_hex(8)))
     os.rename(path, doomed)
     sync_directory(path.parent)
     shutil.rmtree(doomed)

@@ -357,9 +357,8 @@ def _make_room(
     unique = on_rank_0(comm, lambda: secrets.token_hex(8))
     partial = directory / partial_name(name, unique=unique)
 
-    def make() -> None:
-        if leads:
-            make_room(directory, partial, folder=options.files != 1)
+    def make() -> list[str]:
+        return make_room(directory, partial, folder=options.files != 1) if leads else []
 
     def create() -> str:
         if layout.skeleton is None:
@@ -371,8 +370,9 @@ def _make_room(
         return note or ""
 
     try:
-        agreed(comm, make, os_error=CheckpointError)
-        return partial, unique, agreed(comm, create, os_error=CheckpointError)
+        notes = agreed(comm, make, os_error=CheckpointError)
+        notes += [agreed(comm, create, os_error=CheckpointError)]
+        return partial, unique, "; ".join(filter(None, notes))
     except HpctrainError:
         if leads:
             with suppress(OSError):

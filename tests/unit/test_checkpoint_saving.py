@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import shutil
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +15,15 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
-from hpctrain.checkpoint.listing import finished_newest_first, partial_files
+from hpctrain.checkpoint.commit import rename_finished
+from hpctrain.checkpoint.listing import (
+    finished_newest_first,
+    folder_name,
+    partial_files,
+    partial_name,
+    replaced_name,
+)
+from hpctrain.checkpoint.retain import delete_checkpoint
 from hpctrain.checkpoint.structure import read_structure
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.serial import SerialWorld
@@ -165,6 +176,52 @@ def test_one_that_was_being_replaced_counts_until_the_new_one_has_its_name(tmp_p
     assert finished_newest_first(tmp_path) == [path]
     save(state, directory=tmp_path, step=4, comm=world, files=2)
     assert not aside.exists()
+
+
+def test_a_commit_that_fails_leaves_the_older_one_its_name(tmp_path: Path) -> None:
+    for options in ({}, {"files": 2}):
+        kept = save(state_of(0, 1), directory=tmp_path, step=5, comm=SerialWorld(), **options).path
+        lost = tmp_path / partial_name(folder_name(5), unique="0" * 16)
+        with pytest.raises(CheckpointError, match="No such file"):
+            rename_finished(lost, tmp_path / folder_name(5), unique="0" * 16)
+        assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_what_cannot_be_removed_is_told_and_no_reason_not_to_save() -> None:
+    state = state_of(0, 1)
+    with tempfile.TemporaryDirectory() as name:  # pytest's own lets nobody else in
+        directory = Path(name)
+        save(state, directory=directory, step=4, comm=SerialWorld())
+        left = directory / partial_name(folder_name(5), unique="0" * 16)
+        left.mkdir()
+        (left / "data-00000.h5").touch()
+        left.chmod(0o555)
+        root = os.geteuid() == 0
+        try:
+            if root:  # may remove everything
+                os.chown(directory, 65534, -1)
+                os.seteuid(65534)
+            result = save(state, directory=directory, step=5, comm=SerialWorld())
+        finally:
+            if root:
+                os.seteuid(0)
+            left.chmod(0o755)
+        assert (
+            f"could not remove {left.name}, which an earlier save has left: Permission denied" in result.note
+        )
+        assert finished_newest_first(directory)[0] == result.path
+        save(state, directory=directory, step=6, comm=SerialWorld())
+        assert not left.exists()
+
+
+def test_half_of_a_replaced_folder_that_is_no_longer_kept_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    replaced = tmp_path / replaced_name(folder_name(5), unique="0" * 16)
+    (replaced / "data-00000.h5").mkdir(parents=True)  # what is there does not matter
+    doomed: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", doomed.append)  # killed before
+        delete_checkpoint(replaced)
+    assert doomed == partial_files(tmp_path)
 
 
 def test_an_error_in_the_background_reaches_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
