@@ -205,6 +205,14 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+def of_its_own(value: Any) -> Any:
+    """A copy, so that a later change inside it does not put it into itself; what is too deep to copy stays."""
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        return value
+
+
 def changed(metadata: dict[str, Any], changes: list[tuple[str, int, int, Any]]) -> dict[str, Any]:
     """Replace, remove, repeat, or take from elsewhere; places are counted in what is there then."""
     result = copy.deepcopy(metadata)
@@ -217,18 +225,18 @@ def changed(metadata: dict[str, Any], changes: list[tuple[str, int, int, Any]]) 
         for step in path:
             parent = parent[step]
         if kind == "replace":
-            parent[key] = hostile
+            parent[key] = of_its_own(hostile)
         elif kind == "remove":
             del parent[key]
         elif kind == "repeat" and isinstance(parent, list):
-            parent[key:key] = [copy.deepcopy(parent[key])] * (1 + other % 3)
+            parent[key:key] = [of_its_own(parent[key]) for _ in range(1 + other % 3)]
         elif kind == "add" and isinstance(parent, dict):
-            parent[str(hostile)[:50]] = hostile
+            parent[str(hostile)[:50]] = of_its_own(hostile)
         else:
             source: Any = result
             for step in places[other % len(places)]:
                 source = source[step]
-            parent[key] = copy.deepcopy(source)
+            parent[key] = of_its_own(source)
     return result
 
 
