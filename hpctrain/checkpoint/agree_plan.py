@@ -37,6 +37,7 @@ def agree_on_plan(
     document = agreed(comm, lambda: _shared_text(state))
     mine = {
         "step": step,
+        "files": None if file_of_rank is None else list(file_of_rank),
         "document": hash_of(document.encode()),
         "replicated": hash_of(json.dumps(replicated).encode()),
         "shards": shards,
@@ -45,6 +46,9 @@ def agree_on_plan(
     if any(entry["step"] != by_rank[0]["step"] for entry in by_rank):
         steps = ", ".join(f"{entry['step']} on rank {place}" for place, entry in enumerate(by_rank))
         raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
+    if any(entry["files"] != by_rank[0]["files"] for entry in by_rank):
+        files = "; ".join(f"rank {place} as {entry['files']}" for place, entry in enumerate(by_rank[:8]))
+        raise CheckpointError(f"the ranks number each rank's file differently: {files}", agreed=True)
     if any(entry["document"] != by_rank[0]["document"] for entry in by_rank):
         shared = json.loads(document)
         raise CheckpointError(

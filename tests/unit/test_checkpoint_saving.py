@@ -109,6 +109,26 @@ def test_a_document_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) 
     assert metadata.parent == {"step": [3.0]}
 
 
+def test_ranks_that_mean_other_files_all_fail(tmp_path: Path) -> None:
+    def rank_main(world: ThreadsWorld) -> str:
+        save(state_of(world.rank, 3), directory=tmp_path, step=1, comm=world, files=2)
+        nodes = [0, 0, 1] if world.rank == 0 else [0, 1, 1]
+        with pytest.raises(CheckpointError) as error:
+            save(
+                state_of(world.rank, 3),
+                directory=tmp_path,
+                step=2,
+                comm=world,
+                files="node",
+                node_of_rank=nodes,
+            )
+        return str(error.value)
+
+    (told,) = set(run_threads(3, rank_main, timeout_s=60))
+    assert "rank 0 as [0, 0, 1]; rank 1 as [0, 1, 1]" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_no_memory_for_the_copy_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     def rank_main(world: ThreadsWorld) -> str:
         buffers = HostBuffers()
