@@ -198,8 +198,10 @@ class Saving:
         self._start(lambda: self._commit(told))
 
     def _end_commit(self) -> SaveResult:
-        notes = self._agreed_work()
-        told = on_rank_0(self._comm, lambda: notes)
+        done = self._agreed_work()
+        if self._options.local and self._leads_folder:
+            done["notes"] += self._retain()  # not before: another node's file may not have been written
+        told = on_rank_0(self._comm, lambda: done)
         self._phase = _Phase.DONE
         return SaveResult(
             path=self.path, bytes=told["bytes"], seconds=time.perf_counter() - self._begin_s,
@@ -267,8 +269,12 @@ class Saving:
                 flush_folder(self._partial)
         if self._leads_folder:
             rename_finished(self._partial, self.path, unique=self._id)
-            notes = retain(self.path.parent, saved=self.path, retention=retention_of(self._options.keep))
+            if not self._options.local:
+                notes = self._retain()
         return {"bytes": total_bytes, "notes": notes}
+
+    def _retain(self) -> list[str]:
+        return retain(self.path.parent, saved=self.path, retention=retention_of(self._options.keep))
 
     def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
         """The parts, and the hashes of all ranks' extents."""

@@ -129,6 +129,31 @@ def test_ranks_that_mean_other_files_all_fail(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_on_the_nodes_own_storage_no_older_one_is_deleted_before_all_have_the_new_one(tmp_path: Path) -> None:
+    options = SaveOptions(files="node", node_of_rank=[0, 1], local=True, keep=1)
+
+    def rank_main(world: ThreadsWorld) -> list[list[str]]:
+        directory = tmp_path / f"node{world.rank}"
+        found = []
+        for step, lost in ((1, False), (2, True), (3, False)):
+            saving = Saving.begin(
+                state_of(world.rank, 2), directory=directory, step=step, comm=world, options=options
+            )
+            if lost and world.rank == 0:  # what it cannot be committed without
+                (partial,) = partial_files(directory)
+                (partial / "data-00000.h5").unlink()
+            if lost:
+                with pytest.raises(CheckpointError):
+                    saving.finish()
+            else:
+                saving.finish()
+            found.append([path.name for path in directory.iterdir()])
+        return found
+
+    expected = [["step-00000001"], ["step-00000001"], ["step-00000003"]]
+    assert run_threads(2, rank_main, timeout_s=60) == [expected, expected]
+
+
 def test_no_memory_for_the_copy_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     def rank_main(world: ThreadsWorld) -> str:
         buffers = HostBuffers()
