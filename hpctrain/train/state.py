@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -104,6 +104,9 @@ class TrainingState:
             self._check_identity(document, identity, where=str(checkpoint.path))
             self._check_model(tensors, where=str(checkpoint.path))
             optimizer_state = self._optimizer_state_dict(document, tensors)
+            position = _position_in(document)
+            saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
+            updater_state["loss_scale"]  # without it nothing is changed either
         except CheckpointError as found:
             error = found
         except (KeyError, TypeError, ValueError) as found:
@@ -113,9 +116,8 @@ class TrainingState:
         raise_together(comm, error)
         self.model.load_state_dict(_under("model/", tensors))
         self.optimizer.load_state_dict(optimizer_state)
-        self.updater.load_state(document["updater"], _under("updater/", tensors))
-        position = Position(**document["position"])
-        if document["num_ranks"] == comm.num_ranks:
+        self.updater.load_state(updater_state, _under("updater/", tensors))
+        if saved_ranks == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, which a row of a larger tensor is not aligned for.
             rows = {name: t[comm.rank].clone() for name, t in _under("generators/", tensors).items()}
             restore_generators(rows, otherwise=derive_seed(self.seed, "resume", position.step, comm.rank))
@@ -218,6 +220,15 @@ class TrainingState:
 
 
 SEPARATOR = "::"
+
+
+def _position_in(document: Mapping[str, Any]) -> Position:
+    """Raises KeyError, TypeError, ValueError for anything but four whole numbers from 0 on."""
+    found = {field.name: document["position"][field.name] for field in fields(Position)}
+    wrong = {name: n for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
+    if wrong:
+        raise ValueError(f"its position is {wrong!r:.100}")
+    return Position(**found)
 
 
 def _saved(held: StateTensor) -> Replicated | Shard:

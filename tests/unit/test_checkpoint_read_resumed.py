@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +69,33 @@ def test_a_run_resumes_from_a_folder_named_or_found_and_its_checkpoints_have_a_p
     newest = open_checkpoint(run_threads(2, third, timeout_s=60)[0], comm=SerialWorld())
     assert newest.metadata.parent == parent
     assert newest.metadata.id != parent["id"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"position": {"step": 2, "start": 0, "samples": 0}}, "epoch"),
+        ({"position": {"step": "2", "epoch": 0, "start": 0, "samples": 0}}, "its position is {'step': '2'}"),
+        ({"position": {"step": 2, "epoch": -1, "start": 0, "samples": 0}}, "its position is {'epoch': -1}"),
+        ({"updater": {}}, "loss_scale"),
+        ({"num_ranks": None}, "TypeError"),
+    ],
+)
+def test_a_document_that_says_too_little_is_an_error_and_changes_nothing(
+    tmp_path: Path, changed: dict[str, Any], expected: str
+) -> None:
+    world = SerialWorld()
+    other = training_state(world, value=4.0)
+    captured = other.capture(Position(step=2), comm=world, identity=IDENTITY)
+    other.updater.close()
+    path = save(
+        replace(captured, document={**captured.document, **changed}), directory=tmp_path, step=2, comm=world
+    ).path
+    state = training_state(world, value=0.0)
+    with pytest.raises(CheckpointError, match=f"lacks training state: .*{re.escape(expected)}"):
+        resume(state, source=path, named=True, comm=world, identity=IDENTITY)
+    assert all(not parameter.any() for parameter in state.model.parameters())
+    state.updater.close()
 
 
 def test_a_named_folder_that_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
