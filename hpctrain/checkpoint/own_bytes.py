@@ -106,8 +106,16 @@ def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -
 
 def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Iterator[tuple[Segment, memoryview]]:
     """Each segment's bytes, straight from the tensors. A tensor that is not contiguous, or not in the host's
-    memory, is brought there piece by piece."""
-    for segment in own.segments:
+    memory, is brought there piece by piece; a device's small tensors are brought many at once."""
+    on_host = all(source.tensor.is_cpu for source in sources)
+    for batch in ([segment] for segment in own.segments) if on_host else _batches(sources, own.segments):
+        if len(batch) > 1:
+            joined, position = _joined(sources, batch).cpu().numpy().data, 0
+            for segment in batch:
+                yield segment, joined[position : position + segment.num_bytes]
+                position += segment.num_bytes
+            continue
+        (segment,) = batch
         tensor = sources[segment.source].tensor
         if segment.num_bytes < _SMALL_BYTES:  # there may be thousands of them
             data = _view_of(tensor)
