@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.checkpoint.disk import allocate
 from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.checkpoint.listing import (
@@ -41,11 +42,12 @@ def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
-    """Create a file of its full length, without content; it may be there already, made to be striped."""
+    """Create a file of its full length, without content, with room on disk for it. It may be there already, made to be
+    striped."""
     with explained(action="create", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            os.ftruncate(fd, file_bytes)
+            allocate(fd, num_bytes=file_bytes)
         finally:
             os.close(fd)
 

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.agree_plan import agree_on_plan, document_hash
 from hpctrain.checkpoint.metadata import Metadata, encode_header
 from hpctrain.checkpoint.metadata_text import TensorsText, room_for, tensors_text
 from hpctrain.checkpoint.own_bytes import OwnBytes, own_bytes
-from hpctrain.checkpoint.plan import WritePlan
+from hpctrain.checkpoint.plan import Files, WritePlan
 from hpctrain.checkpoint.seal import empty_part_block
 from hpctrain.checkpoint.skeleton import Skeleton, SkeletonDataset, make_skeleton
 from hpctrain.checkpoint.state import Replicated, Shard, State
@@ -30,9 +30,10 @@ from hpctrain.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what this rank writes."""
+    """What is left of a plan. skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what
+    this rank writes."""
 
-    plan: WritePlan
+    files: Files
     skeleton: Skeleton | None
     text: TensorsText | None
     own: OwnBytes
@@ -40,12 +41,16 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Remembered:
+    """number: counts a communicator's layouts, the same on all of its ranks."""
+
+    number: int
     signature: list[Any]
     layout: Layout
 
 
-# The last layout of each communicator: what a function of the state's names and shapes once gave.
-_LAST: weakref.WeakKeyDictionary[Collective, _Remembered] = weakref.WeakKeyDictionary()
+# The last layouts of each communicator, newest last: what a function of the state's names and shapes once gave.
+_LAST: weakref.WeakKeyDictionary[Collective, list[_Remembered]] = weakref.WeakKeyDictionary()
+_REMEMBERED = 2  # a run saves one kind of state, or all of it and its weights
 
 
 def layout_for(
@@ -65,17 +70,20 @@ def layout_for(
     HDF5 cannot hold them.
     """
     signature = _signature(sources, file_of_rank=file_of_rank, alignment=alignment)
-    last = _LAST.get(comm)
-    known = last is not None and last.signature == signature
+    remembered = _LAST.setdefault(comm, [])
+    last = next((entry for entry in remembered if entry.signature == signature), None)
     mine = document_hash(state, comm=comm)
-    if known and comm.rank == 0:
-        known = _has_room(last.layout, header=header)  # type: ignore[union-attr]
-    votes = comm.all_gather_bytes(b"%d %d %b" % (known, step, mine.encode()))
-    if last is not None and votes == [b"1 %d %b" % (step, mine.encode())] * comm.num_ranks:
+    if last is not None and comm.rank == 0 and not _has_room(last.layout, header=header):
+        last = None
+    vote = b"%d %d %b" % (last.number if last is not None else -1, step, mine.encode())
+    votes = comm.all_gather_bytes(vote)
+    if last is not None and votes == [vote] * comm.num_ranks:
         return last.layout
     plan = agree_on_plan(state, step=step, comm=comm, file_of_rank=file_of_rank)
     layout = _lay_out(plan, comm=comm, alignment=alignment, header=header)
-    _LAST[comm] = _Remembered(signature=signature, layout=layout)
+    number = remembered[-1].number + 1 if remembered else 0
+    del remembered[: -(_REMEMBERED - 1)]
+    remembered.append(_Remembered(number=number, signature=signature, layout=layout))
     return layout
 
 
@@ -98,7 +106,7 @@ def _has_room(layout: Layout, *, header: Metadata) -> bool:
     assert layout.text is not None
     assert layout.skeleton is not None
     try:
-        needed = room_for(_encoded(header), layout.text, num_parts=layout.plan.num_files)
+        needed = room_for(_encoded(header), layout.text, num_parts=layout.files.count)
     except CheckpointError:
         return False
     return needed <= layout.skeleton.metadata_bytes
@@ -110,14 +118,14 @@ def _encoded(header: Metadata) -> dict[str, Any]:
 
 def _lay_out(plan: WritePlan, *, comm: Collective, alignment: int, header: Metadata) -> Layout:
     """Collective."""
-    file = plan.file_of_rank[comm.rank]
-    leads = plan.leader_of(file) == comm.rank
+    file = plan.files.of_rank[comm.rank]
+    leads = plan.files.leader_of(file) == comm.rank
 
     def lead() -> tuple[Skeleton | None, TensorsText | None]:
         text = tensors_text(plan) if comm.rank == 0 else None
         if not leads:
             return None, text
-        room = 0 if text is None else room_for(_encoded(header), text, num_parts=plan.num_files)
+        room = 0 if text is None else room_for(_encoded(header), text, num_parts=plan.files.count)
         block = b"" if file == 0 else empty_part_block()
         datasets = _datasets(plan, file=file)
         return make_skeleton(datasets, metadata_bytes=room, user_block=block, alignment=alignment), text
@@ -125,14 +133,14 @@ def _lay_out(plan: WritePlan, *, comm: Collective, alignment: int, header: Metad
     skeleton, text = agreed(comm, lead, os_error=CheckpointError)
     told = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
     by_file = [
-        iter(np.frombuffer(told[plan.leader_of(number)], dtype=np.int64).tolist())
-        for number in range(plan.num_files)
+        iter(np.frombuffer(told[plan.files.leader_of(number)], dtype=np.int64).tolist())
+        for number in range(plan.files.count)
     ]
     offsets = [[next(by_file[piece.file]) for piece in tensor.pieces] for tensor in plan.tensors]
     if text is not None:
         text = text.with_offsets([offset for places in offsets for offset in places])
     return Layout(
-        plan=plan, skeleton=skeleton, text=text, own=own_bytes(plan, rank=comm.rank, offsets=offsets)
+        files=plan.files, skeleton=skeleton, text=text, own=own_bytes(plan, rank=comm.rank, offsets=offsets)
     )
 
 

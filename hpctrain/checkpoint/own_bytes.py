@@ -18,10 +18,9 @@ from hpctrain.checkpoint.state import Replicated, Shard
 # Small tensors are taken by the shortest way, and copied many by one call: their calls cost more than their bytes.
 _SMALL_BYTES = 1 << 16
 _JOINED_BYTES = 4 << 20
-_OF_NUMPY = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+_JOINABLE = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
 })  # fmt: skip
-_JOINABLE = _OF_NUMPY | {torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +54,12 @@ class OwnBytes:
         bytes are handed out: they are in the processor's cache when they are written."""
         digest, sizes, runs = xxhash.xxh3_64_intdigest, self.extent_bytes, self.runs
         for segment, data in content:
-            position = 0
-            for number in range(*segment.extents):
+            position, (first, stop) = 0, segment.extents
+            if stop == first + 1 and len(runs[first]) == 1:  # a small tensor: one of thousands, perhaps
+                hashes[first] = digest(data)
+                yield runs[first][0][0], data
+                continue
+            for number in range(first, stop):
                 extent = data[position : position + sizes[number]]
                 position += sizes[number]
                 hashes[number] = digest(extent)
@@ -131,12 +134,15 @@ def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Iterator
 
 def _view_of(tensor: torch.Tensor) -> memoryview | None:
     """The bytes of a tensor that numpy knows and that lies in one run of the host's memory; None for others."""
-    if tensor.dtype not in _OF_NUMPY or not tensor.is_cpu or not tensor.is_contiguous() or not tensor.dim():
-        return None
-    if tensor.is_neg():
-        return None
     plain = tensor.detach() if tensor.requires_grad else tensor
-    return plain.numpy().data.cast("B") if plain.numel() else None
+    try:
+        return plain.numpy().data.cast("B")
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # another device, a type of torch's own, not contiguous, 0-d
+        return None
 
 
 def copy_to(buffer: torch.Tensor, sources: Sequence[Replicated | Shard], own: OwnBytes) -> None:

@@ -76,18 +76,25 @@ class Extent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WritePlan:
-    tensors: tuple[PlannedTensor, ...]  # sorted by name
-    extents_by_rank: tuple[tuple[Extent, ...], ...]
-    file_of_rank: tuple[int, ...]
+class Files:
+    """of_rank: the file that each rank writes to, numbered from 0."""
+
+    of_rank: tuple[int, ...]
 
     @property
-    def num_files(self) -> int:
-        return max(self.file_of_rank) + 1
+    def count(self) -> int:
+        return max(self.of_rank) + 1
 
     def leader_of(self, file: int) -> int:
         """The rank that makes the file: the lowest one that writes to it."""
-        return self.file_of_rank.index(file)
+        return self.of_rank.index(file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritePlan:
+    tensors: tuple[PlannedTensor, ...]  # sorted by name
+    extents_by_rank: tuple[tuple[Extent, ...], ...]
+    files: Files
 
     def bytes_of(self, rank: int) -> int:
         """Bytes that `rank` writes."""
@@ -142,7 +149,7 @@ def make_plan(
     return WritePlan(
         tensors=tuple(tensor.planned() for tensor in tensors),
         extents_by_rank=tuple(tuple(planning.extents[rank]) for rank in range(num_ranks)),
-        file_of_rank=files,
+        files=Files(of_rank=files),
     )
 
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.checkpoint.collector import collector_paused
 from hpctrain.checkpoint.commit import create_file, flush_folder, make_room, rename_finished, seal_file
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import EngineChoice, choose_engine
@@ -116,7 +117,7 @@ class Saving:
         Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
         state does not fit together or the directory cannot be written; UsageError for a bad argument.
         """
-        with doing(comm, f"saving checkpoint step {step}: beginning"):
+        with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
             begin_s = time.perf_counter()
             directory = Path(directory)
             requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
@@ -172,7 +173,10 @@ class Saving:
         Waits for this rank's work; ask `ready` before. Raises the error of any rank on all of them, with nothing left
         behind and older checkpoints untouched.
         """
-        with doing(self._comm, f"saving checkpoint step {self.step}: {self._phase.value}"):
+        with (
+            doing(self._comm, f"saving checkpoint step {self.step}: {self._phase.value}"),
+            collector_paused(),
+        ):
             if self._phase is _Phase.CONTENT:
                 self._end_content()
                 return None
@@ -278,11 +282,11 @@ class Saving:
 
     def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
         """The parts, and the hashes of all ranks' extents."""
-        plan = self._layout.plan
+        files = self._layout.files
         entries = [data.partition(b"\n") for data in told]
         parts = []
-        for number in range(1, plan.num_files):
-            about = json.loads(entries[plan.leader_of(number)][0])
+        for number in range(1, files.count):
+            about = json.loads(entries[files.leader_of(number)][0])
             parts.append(
                 StoredPart(
                     name=part_name(number), num_bytes=about["bytes"], structure_hash=about["structure"]
@@ -298,7 +302,7 @@ class Saving:
         stretches = list(skeleton.stretches)
         if self._file:  # the part's seal is in its first stretch
             seal = PartSeal(
-                id=self._id, step=self.step, number=self._file, num_files=self._layout.plan.num_files
+                id=self._id, step=self.step, number=self._file, num_files=self._layout.files.count
             )
             offset, data = stretches[0]
             stretches[0] = (offset, encode_part_seal(seal) + data[SEAL_BYTES:])
@@ -306,14 +310,14 @@ class Saving:
 
     @property
     def _file(self) -> int:
-        return self._layout.plan.file_of_rank[self._comm.rank]
+        return self._layout.files.of_rank[self._comm.rank]
 
     @property
     def _groups(self) -> list[list[int]]:
         """World ranks that write to each of the files."""
-        plan = self._layout.plan
-        groups: list[list[int]] = [[] for _ in range(plan.num_files)]
-        for member, file in zip(self._comm.members, plan.file_of_rank, strict=True):
+        files = self._layout.files
+        groups: list[list[int]] = [[] for _ in range(files.count)]
+        for member, file in zip(self._comm.members, files.of_rank, strict=True):
             groups[file].append(member)
         return groups
 
@@ -369,7 +373,7 @@ def _make_room(
     def create() -> str:
         if layout.skeleton is None:
             return ""
-        path = _file_in(partial, layout.plan.file_of_rank[comm.rank], options=options)
+        path = _file_in(partial, layout.files.of_rank[comm.rank], options=options)
         file_bytes = layout.skeleton.file_bytes
         note = set_stripes(path, stripes=stripes_for(file_bytes), filesystem=choice.filesystem)
         create_file(path, file_bytes=file_bytes)

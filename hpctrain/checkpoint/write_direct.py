@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from hpctrain.checkpoint.disk import begin_writing_back
 from hpctrain.checkpoint.file_bytes import explained, write_fully
 
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
 _BATCH_BYTES = 1 << 20
 _MAX_VIEWS = 512  # the least that systems allow in one call is 1024
-_PACED_BATCH_BYTES = 8 << 20
+_WRITTEN_BACK_BYTES = _PACED_BATCH_BYTES = 8 << 20
 
 
 def write_direct(
@@ -32,12 +33,11 @@ def write_direct(
         try:
             batch: list[memoryview] = []
             begin = end = 0
-            pace = _Pace(fd, limit_bytes_per_s) if limit_bytes_per_s is not None else None
+            flow = _Flow(fd) if limit_bytes_per_s is None else _Pace(fd, limit_bytes_per_s)
             for offset, data in stretches:
                 if batch and (offset != end or end - begin >= _BATCH_BYTES or len(batch) == _MAX_VIEWS):
                     _write(fd, batch, offset=begin)
-                    if pace is not None:
-                        pace.written(end - begin)
+                    flow.written(begin, end)
                     batch = []
                 if not batch:
                     begin = end = offset
@@ -61,6 +61,22 @@ def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
         offset += data.nbytes
 
 
+class _Flow:
+    """Has the disk work from the first bytes on, not from the flush at the end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._begin = self._end = 0
+
+    def written(self, begin: int, end: int) -> None:
+        if begin != self._end:
+            self._begin = begin
+        self._end = end
+        if end - self._begin >= _WRITTEN_BACK_BYTES:
+            begin_writing_back(self._fd, offset=self._begin, num_bytes=end - self._begin)
+            self._begin = end
+
+
 class _Pace:
     """Keeps a rank below so many bytes a second."""
 
@@ -71,9 +87,9 @@ class _Pace:
         self._bytes = 0
         self._unflushed = 0
 
-    def written(self, num_bytes: int) -> None:
-        self._bytes += num_bytes
-        self._unflushed += num_bytes
+    def written(self, begin: int, end: int) -> None:
+        self._bytes += end - begin
+        self._unflushed += end - begin
         if self._unflushed >= _PACED_BATCH_BYTES:
             os.fdatasync(self._fd)
             self._unflushed = 0
