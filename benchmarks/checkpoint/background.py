@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any, final
@@ -27,6 +26,7 @@ from hpctrain.bench.checkpoint_ways import (
     remove,
     slowest_since,
 )
+from hpctrain.checkpoint.background_thread import BackgroundThread
 from hpctrain.checkpoint.saving import SaveOptions, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.comm import Collective, all_gather_json
@@ -140,7 +140,7 @@ def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]
     buffers = HostBuffers()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings["limits"]}
     order = Random(settings["seed"])
-    with ThreadPoolExecutor(1) as executor:
+    with BackgroundThread(name="hpctrain-checkpoint") as executor:
 
         def ours(limit: float | None) -> tuple[list[float], float]:
             options = SaveOptions(keep=None, limit_mb_per_s=limit)

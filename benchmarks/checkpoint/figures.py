@@ -53,12 +53,15 @@ def beside_records(by_case: Mapping[str, Seconds]) -> list[Record]:
     return records
 
 
-def load_records(warm: Seconds, cold: Seconds) -> list[Record]:
+def load_records(warm: Seconds, cold: Seconds, beside: Seconds) -> list[Record]:
     """Figure 2."""
     return [
         _ratio(f"checkpoint.2{letter}", f"load of 512 MiB with verification, 2 ranks, {label}: hpctrain / raw read",
                seconds, (LOAD, RAW_READ), 0.8)
         for letter, label, seconds in (("a", "in the page cache", warm), ("b", "cold", cold))
+    ] + [
+        _ratio("checkpoint.2c", "load of 512 MiB with verification, 2 ranks, in the page cache: hpctrain / torch DCP",
+               beside, (LOAD, "dcp"), 1.0)
     ]  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar, final
 from hpctrain.bench.checkpoint_raw import RawShare
 from hpctrain.bench.page_cache import evict
 from hpctrain.checkpoint import State, load, save
+from hpctrain.checkpoint.background_thread import BackgroundThread
 from hpctrain.checkpoint.file_bytes import sync_directory
 from hpctrain.checkpoint.saving import SaveOptions, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
@@ -120,7 +120,7 @@ class AsyncSaving:
         self._state, self._comm = state, comm
         self._options = SaveOptions(keep=None, engine=engine)
         self._directory = directory / f"async-{engine}"
-        self._buffers, self._executor = HostBuffers(), ThreadPoolExecutor(1)
+        self._buffers, self._executor = HostBuffers(), BackgroundThread(name="hpctrain-checkpoint")
         self.name = f"save async, {engine}"
         self.engine: str | None = None
 

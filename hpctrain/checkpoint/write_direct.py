@@ -16,7 +16,7 @@ from hpctrain.checkpoint.file_bytes import explained, write_fully
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
 _BATCH_BYTES = 1 << 20
 _MAX_VIEWS = 512  # the least that systems allow in one call is 1024
-_WRITTEN_BACK_BYTES = _PACED_BATCH_BYTES = 8 << 20
+_WRITTEN_BACK_BYTES = 8 << 20
 
 
 def write_direct(
@@ -25,8 +25,8 @@ def write_direct(
     """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when it
     returns. Not collective.
 
-    limit_bytes_per_s: leave that much of the disk and no more to this rank; it is then also flushed as it goes, so
-    that no long flush comes at the end. Raises CheckpointError.
+    The disk begins to work while this goes on, so that no long flush comes at the end. limit_bytes_per_s: this rank
+    takes no more of it. Raises CheckpointError.
     """
     with explained(action="write", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -77,22 +77,18 @@ class _Flow:
             self._begin = end
 
 
-class _Pace:
+class _Pace(_Flow):
     """Keeps a rank below so many bytes a second."""
 
     def __init__(self, fd: int, limit_bytes_per_s: float) -> None:
-        self._fd = fd
+        super().__init__(fd)
         self._limit = limit_bytes_per_s
         self._begin_s = time.monotonic()
         self._bytes = 0
-        self._unflushed = 0
 
     def written(self, begin: int, end: int) -> None:
+        super().written(begin, end)
         self._bytes += end - begin
-        self._unflushed += end - begin
-        if self._unflushed >= _PACED_BATCH_BYTES:
-            os.fdatasync(self._fd)
-            self._unflushed = 0
         ahead_s = self._bytes / self._limit - (time.monotonic() - self._begin_s)
         if ahead_s > 0:
             time.sleep(ahead_s)

@@ -42,7 +42,7 @@ def all_records() -> list[results_file.Record]:
         *figures.save_records(SAVES),
         *figures.small_records(SMALL, what="10,000 tensors"),
         *figures.beside_records(dict.fromkeys(figures.BESIDE, SAVES)),
-        *figures.load_records(LOADS, COLD),
+        *figures.load_records(LOADS, COLD, LOADS),
         figures.stall_record(STALLS),
         figures.memory_record(MEMORY),
         *figures.steps_records(STEPS, limit_mb_per_s=100.0),
@@ -59,6 +59,7 @@ def test_each_number_is_held_against_its_bar() -> None:
         **{f"checkpoint.1.{case}": (2.0, True) for case in figures.BESIDE},
         "checkpoint.2a": (0.9, True),
         "checkpoint.2b": (0.6, False),
+        "checkpoint.2c": (1.625, True),  # 0.5 / 0.25 and 0.5 / 0.4
         "checkpoint.3a": (1.25, True),
         "checkpoint.3b": (1.04, True),  # the rank with most
         "checkpoint.3c": (1.5, False),
