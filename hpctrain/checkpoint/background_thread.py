@@ -76,7 +76,9 @@ class BackgroundThread(Executor):
 def _lower_priority() -> None:
     """Of the calling thread; Linux has it for each thread. A system that refuses is left as it is."""
     with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        thread = threading.get_native_id()
+        lower = min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+        os.setpriority(os.PRIO_PROCESS, thread, lower)
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         with suppress(OSError, AttributeError):

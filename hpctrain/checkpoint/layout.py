@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from hpctrain.checkpoint.agree_plan import agree_on_plan, document_hash
 from hpctrain.checkpoint.metadata import Metadata, encode_header
@@ -154,8 +153,3 @@ def _datasets(plan: WritePlan, *, file: int) -> list[SkeletonDataset]:
         for piece in tensor.pieces
         if piece.file == file
     ]  # fmt: skip
-
-
-def devices_of(sources: Sequence[Replicated | Shard]) -> set[torch.device]:
-    """The devices that the state lies on, the host left out."""
-    return {s.tensor.device for s in sources if s.tensor.device.type != "cpu"}

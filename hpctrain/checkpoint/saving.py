@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,26 +26,27 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.collector import collector_paused
-from hpctrain.checkpoint.commit import create_file, flush_folder, make_room, rename_finished, seal_file
+from hpctrain.checkpoint.commit import flush_folder, rename_finished, seal_file
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import EngineChoice, choose_engine
-from hpctrain.checkpoint.layout import Layout, devices_of, layout_for
-from hpctrain.checkpoint.listing import file_name, folder_name, part_name, partial_name, remove
+from hpctrain.checkpoint.layout import Layout, layout_for
+from hpctrain.checkpoint.listing import file_name, folder_name, part_name, remove
 from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
 from hpctrain.checkpoint.metadata_text import metadata_text
-from hpctrain.checkpoint.own_bytes import OwnBytes, Segment, content_in, content_of, copy_to
+from hpctrain.checkpoint.own_bytes import content_of
 from hpctrain.checkpoint.retain import retain
 from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.room import begin_partial, file_in
 from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank, retention_of
 from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.skeleton import structure_hash
-from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.state import Replicated, Shard, State, encode_document
-from hpctrain.checkpoint.striping import alignment_of, set_stripes, stripes_for
+from hpctrain.checkpoint.snapshot import HostBuffers, content_copied
+from hpctrain.checkpoint.state import State, encode_document
+from hpctrain.checkpoint.striping import alignment_of
+from hpctrain.checkpoint.work import submit
 from hpctrain.comm.agreement import agreed, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.doing import doing
@@ -139,7 +139,7 @@ class Saving:
             )  # fmt: skip
             folder = options.files != 1
             name = folder_name(step) if folder else file_name(step)
-            partial, unique, note = _make_room(
+            partial, unique, note = begin_partial(
                 directory, name, layout=layout, choice=choice, comm=comm, options=options
             )
             if executor is not None:
@@ -154,12 +154,7 @@ class Saving:
             if buffers is None:
                 content = content_of(sources, layout.own)
             else:
-                try:
-                    content = _copied(sources, layout.own, buffers=buffers)
-                except (RuntimeError, MemoryError) as error:  # torch's, when there is no memory
-                    # Of this rank alone, perhaps: it is met where the bytes are asked for, so that an engine that
-                    # writes with all ranks tells the others, and all hear of it in the next vote.
-                    content = _failing(_no_memory(layout.own.num_bytes, error))
+                content = content_copied(sources, layout.own, buffers=buffers)
             saving._start(lambda: saving._write_content(content))
             return saving
 
@@ -225,15 +220,8 @@ class Saving:
                         remove(path)
             raise
 
-    def _start(self, work: Any) -> None:
-        if self._executor is not None:
-            self._work = self._executor.submit(work)
-            return
-        self._work = Future()
-        try:
-            self._work.set_result(work())
-        except (HpctrainError, OSError) as error:
-            self._work.set_exception(error)
+    def _start(self, work: Callable[[], Any]) -> None:
+        self._work = submit(self._executor, work)
 
     # ------------------------------------------------------------------ work on files, without communication
 
@@ -248,7 +236,7 @@ class Saving:
             )
         limit = self._options.limit_mb_per_s
         self._choice.write(
-            _file_in(self._partial, self._file, options=self._options), stretches,
+            file_in(self._partial, self._file, options=self._options), stretches,
             comm=self._comm, groups=self._groups,
             limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
@@ -267,7 +255,7 @@ class Saving:
             assert text is not None
             header = encode_header(replace(self._header, parts=parts), byte_order=sys.byteorder)
             metadata = metadata_text(header, text.with_hashes(hashes), room=skeleton.metadata_bytes)
-            seal_file(_file_in(self._partial, 0, options=self._options), skeleton=skeleton, metadata=metadata)
+            seal_file(file_in(self._partial, 0, options=self._options), skeleton=skeleton, metadata=metadata)
             total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
             if self._options.files != 1:
                 flush_folder(self._partial)
@@ -327,72 +315,6 @@ class Saving:
         if self._options.local:
             return self._layout.skeleton is not None
         return self._comm.rank == 0
-
-
-def _copied(
-    sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers
-) -> Iterator[tuple[Segment, memoryview]]:
-    """This rank's bytes as they are now. Raises RuntimeError, MemoryError where there is no memory for them."""
-    devices = devices_of(sources)
-    memory = buffers.take(own.num_bytes, pinned=bool(devices))
-    copy_to(memory, sources, own)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return content_in(memory, own)
-
-
-def _failing(error: CheckpointError) -> Iterator[tuple[Segment, memoryview]]:
-    yield from ()
-    raise error
-
-
-def _no_memory(num_bytes: int, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the copy of this rank's {num_bytes} bytes, to be saved in the background, cannot be made: "
-        f'{type(error).__name__}: {error}. Save with mode = "sync", or leave more memory free'
-    )
-
-
-def _make_room(
-    directory: Path,
-    name: str,
-    *,
-    layout: Layout,
-    choice: EngineChoice,
-    comm: Collective,
-    options: SaveOptions,
-) -> tuple[Path, str, str]:
-    """Make the partial checkpoint with its files, without content. Collective. Its path, its id, and a note."""
-    leads = layout.skeleton is not None if options.local else comm.rank == 0
-    unique = on_rank_0(comm, lambda: secrets.token_hex(8))
-    partial = directory / partial_name(name, unique=unique)
-
-    def make() -> list[str]:
-        return make_room(directory, partial, folder=options.files != 1) if leads else []
-
-    def create() -> str:
-        if layout.skeleton is None:
-            return ""
-        path = _file_in(partial, layout.files.of_rank[comm.rank], options=options)
-        file_bytes = layout.skeleton.file_bytes
-        note = set_stripes(path, stripes=stripes_for(file_bytes), filesystem=choice.filesystem)
-        create_file(path, file_bytes=file_bytes)
-        return note or ""
-
-    try:
-        notes = agreed(comm, make, os_error=CheckpointError)
-        notes += [agreed(comm, create, os_error=CheckpointError)]
-        return partial, unique, "; ".join(filter(None, notes))
-    except HpctrainError:
-        if leads:
-            with suppress(OSError):
-                remove(partial)
-        raise
-
-
-def _file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
-    """File `number` of the checkpoint that is being written; the filesystem is not asked."""
-    return partial if options.files == 1 else partial / part_name(number)
 
 
 def save(

@@ -86,25 +86,6 @@ def empty_part_block() -> bytes:
     return bytes(SEAL_BYTES)
 
 
-def decode_part_seal(block: bytes) -> PartSeal:
-    """Raises CheckpointError when it is none, or damaged."""
-    lines = block.split(b"\n", 3)
-    if len(block) != SEAL_BYTES or len(lines) != 4 or lines[0] + b"\n" != _PART_MAGIC:
-        raise CheckpointError("not a part of an hpctrain checkpoint: it does not begin with a part's seal")
-    if lines[2] != hash_of(lines[0] + b"\n" + lines[1] + b"\n").encode() or any(lines[3]):
-        raise CheckpointError("the seal at the begin of the part is damaged: its hash does not fit")
-    try:
-        values = json.loads(lines[1])
-        return PartSeal(
-            id=str(values["id"]),
-            step=_natural(values["step"]),
-            number=_natural(values["number"]),
-            num_files=_natural(values["files"]),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the part's seal cannot be understood: {error}") from error
-
-
 def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
     """The seal of a file that is `file_bytes` long now.
 

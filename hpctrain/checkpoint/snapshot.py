@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
+
+from hpctrain.checkpoint.own_bytes import OwnBytes, Segment, content_in, copy_to
+from hpctrain.checkpoint.state import Replicated, Shard
+from hpctrain.errors import CheckpointError
 
 
 @final
@@ -33,3 +38,30 @@ class HostBuffers:
     def release(self) -> None:
         """Give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def content_copied(
+    sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers
+) -> Iterator[tuple[Segment, memoryview]]:
+    """This rank's bytes as they are now: the tensors may change when this returns. Not collective.
+
+    Where there is no memory for them, perhaps on this rank alone, that is met where the bytes are asked for: so an
+    engine that writes with all ranks tells the others, and all hear of it in the next vote.
+    """
+    devices = {source.tensor.device for source in sources if not source.tensor.is_cpu}
+    try:
+        memory = buffers.take(own.num_bytes, pinned=bool(devices))
+        copy_to(memory, sources, own)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+    except (RuntimeError, MemoryError) as error:  # torch's, when there is no memory
+        return _failing(
+            f"the copy of this rank's {own.num_bytes} bytes, to be saved in the background, cannot be made: "
+            f'{type(error).__name__}: {error}. Save with mode = "sync", or leave more memory free'
+        )
+    return content_in(memory, own)
+
+
+def _failing(text: str) -> Iterator[tuple[Segment, memoryview]]:
+    yield from ()
+    raise CheckpointError(text)

@@ -25,6 +25,7 @@ from hpctrain.checkpoint.saving import SaveResult, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.checkpoint.state import State
 from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.checkpoint.work import submit
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.doing import doing
@@ -165,7 +166,7 @@ class TwoTier:
         self._copying = True
         if self._tiers.is_leader:
             work = functools.partial(self._copy, local.path, save_id=local.id, partial=partial)
-            self._work = _submit(self._executor, work)
+            self._work = submit(self._executor, work)
 
     def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> str:
         """A leader's work in the background: what to warn of, or "". No communication but with the partner."""
@@ -215,7 +216,7 @@ class TwoTier:
         self._warnings = [text for text in all_gather_json(self._comm, warning) if text]
         self._copying = False
         if self._comm.rank == 0:
-            self._work = _submit(self._executor, self._commit)
+            self._work = submit(self._executor, self._commit)
 
     def _commit(self) -> dict[str, Any]:
         """Rank 0's work: where it is now, how many bytes, and notes."""
@@ -273,15 +274,3 @@ def saving_through(
         )
 
     return begin
-
-
-def _submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
-    """Run `work` in the executor, or now; what it raises is raised by `Future.result`."""
-    if executor is not None:
-        return executor.submit(work)
-    done: Future[Any] = Future()
-    try:
-        done.set_result(work())
-    except (OSError, HpctrainError) as error:
-        done.set_exception(error)
-    return done

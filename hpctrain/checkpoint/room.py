@@ -1,0 +1,59 @@
+"""The partial checkpoint, before anything is in it: agreed, made, striped, with room on disk."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.checkpoint.commit import create_file, make_room
+from hpctrain.checkpoint.engine_choice import EngineChoice
+from hpctrain.checkpoint.layout import Layout
+from hpctrain.checkpoint.listing import part_name, partial_name, remove
+from hpctrain.checkpoint.save_options import SaveOptions
+from hpctrain.checkpoint.striping import set_stripes, stripes_for
+from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.communicator import Collective
+from hpctrain.errors import CheckpointError, HpctrainError
+
+
+def begin_partial(
+    directory: Path,
+    name: str,
+    *,
+    layout: Layout,
+    choice: EngineChoice,
+    comm: Collective,
+    options: SaveOptions,
+) -> tuple[Path, str, str]:
+    """Make the partial checkpoint with its files, without content. Collective. Its path, its id, and a note."""
+    leads = layout.skeleton is not None if options.local else comm.rank == 0
+    unique = on_rank_0(comm, lambda: secrets.token_hex(8))
+    partial = directory / partial_name(name, unique=unique)
+
+    def make() -> list[str]:
+        return make_room(directory, partial, folder=options.files != 1) if leads else []
+
+    def create() -> str:
+        if layout.skeleton is None:
+            return ""
+        path = file_in(partial, layout.files.of_rank[comm.rank], options=options)
+        file_bytes = layout.skeleton.file_bytes
+        note = set_stripes(path, stripes=stripes_for(file_bytes), filesystem=choice.filesystem)
+        create_file(path, file_bytes=file_bytes)
+        return note or ""
+
+    try:
+        notes = agreed(comm, make, os_error=CheckpointError)
+        notes += [agreed(comm, create, os_error=CheckpointError)]
+        return partial, unique, "; ".join(filter(None, notes))
+    except HpctrainError:
+        if leads:
+            with suppress(OSError):
+                remove(partial)
+        raise
+
+
+def file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
+    """File `number` of the checkpoint that is being written; the filesystem is not asked."""
+    return partial if options.files == 1 else partial / part_name(number)
