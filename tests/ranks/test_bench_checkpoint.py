@@ -62,7 +62,15 @@ def test_a_stop_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
 def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path) -> None:
     names = ["dcp", "dcp, no fsync", "torch.save", "safetensors", "h5py mpio"]
     limits = {"free": None, "dcp async": None}
-    asked = {"num_bytes": 1 << 20, "num_tensors": 4, "warmup": 0, "repeats": 1, "seed": 0, "cold": False}
+    asked = {
+        "num_bytes": 1 << 20,
+        "num_tensors": 4,
+        "warmup": 0,
+        "repeats": 1,
+        "seed": 0,
+        "cold": False,
+        "touched_bytes": 1 << 20,
+    }
     found = measured(
         "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=200,
         waiting=Waiting.PATIENT,
