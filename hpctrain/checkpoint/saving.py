@@ -335,4 +335,5 @@ def save(
     options: the others of `SaveOptions`. Raises as `Saving.begin` and `Saving.advance`.
     """
     chosen = SaveOptions(keep=keep, engine=engine, **options)
-    return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()
+    with collector_paused():  # between the phases too
+        return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()
