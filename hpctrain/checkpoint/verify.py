@@ -10,7 +10,7 @@ from hpctrain.checkpoint.content import find_damage
 from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.listing import finished_newest_first
 from hpctrain.checkpoint.read import from_rank_0
-from hpctrain.checkpoint.structure import MAIN_FILE, is_checkpoint, read_structure
+from hpctrain.checkpoint.structure import is_checkpoint, read_structure
 from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.comm.doing import doing
@@ -77,5 +77,5 @@ def _verify_file(path: Path, *, comm: Collective, progress: Callable[[int, int],
 
 def _bytes_found(path: Path) -> int:
     """How much there is of a checkpoint that cannot be understood."""
-    files = [path] if path.is_file() else [path / MAIN_FILE, *path.glob("data-*.h5")]
-    return sum(file.stat().st_size for file in set(files) if file.is_file())
+    files = [path] if path.is_file() else path.glob("data-*.h5")
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import h5py
 import pytest
 
 from hpctrain.checkpoint import load_newest_good, save
@@ -22,7 +21,7 @@ from tests.ranks_launcher import REPOSITORY, run_ranks, start_command
 
 pytestmark = pytest.mark.launches
 
-ENGINES = ["direct", "mpio"] if h5py.get_config().mpi else ["direct"]
+ENGINES = ["direct", "mpio"]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small filesystem")
 
 
@@ -73,8 +72,6 @@ def test_a_full_disk_fails_all_ranks_and_older_checkpoints_stay(small_disk: Path
 def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
     tmp_path: Path, engine: str, victims: str
 ) -> None:
-    if engine == "mpio" and not h5py.get_config().mpi:
-        pytest.skip("h5py is without parallel HDF5")
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     program = (
