@@ -53,7 +53,8 @@ class CheckpointSection(Section):
     )
     engine: Literal["auto", "direct", "mpio"] = Field(
         "auto",
-        description="`mpio`: through MPI, small pieces brought together first. `direct`: every rank writes at its places.",
+        description="`mpio`: through MPI, small pieces brought together first. `direct`: every rank writes at its "
+        "places.",
     )
     directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
 
