@@ -42,7 +42,7 @@ class ReadAhead:
         self._manifest = dataset.manifest
         self._order = order
         self._first_samples = np.cumsum([0, *(shard.samples for shard in dataset.manifest.shards)])
-        self._next_window = 0
+        self._next_window: int | None = None  # of the first span: perhaps in mid-epoch
         self._lock = threading.Lock()
 
     def before(self, span: Span) -> None:
@@ -51,9 +51,10 @@ class ReadAhead:
         if not reached:
             return
         with self._lock:
-            first = max(self._next_window, reached.start)
-            wanted = range(first, min(reached.stop + 1, self._order.num_windows))
-            self._next_window = max(self._next_window, wanted.stop)
+            # Threads may come out of order: what lies between is asked for by whoever comes first.
+            first = reached.start if self._next_window is None else self._next_window
+            wanted = range(first, max(first, min(reached.stop + 1, self._order.num_windows)))
+            self._next_window = wanted.stop
         for window in wanted:
             _ask(self._directory, list(self.stretches(window)))
 
