@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import zlib
@@ -22,14 +23,24 @@ _BLOCK_BYTES = 1 << 20
 
 
 class StoredChunks:
-    """HDF5 chunks: the place from HDF5 (once), the bytes by pread, decoded outside h5py's lock."""
+    """HDF5 chunks: the place from HDF5 (once), the bytes from a map or by pread, decoded outside h5py's lock."""
 
-    def __init__(self, reader: hdf5.RowReader, *, file: OpenFile, dataset: str, layout: hdf5.Layout) -> None:
+    def __init__(
+        self,
+        reader: hdf5.RowReader,
+        *,
+        file: OpenFile,
+        dataset: str,
+        layout: hdf5.Layout,
+        mapped: mmap.mmap | None = None,
+    ) -> None:
+        """mapped: the whole of the file, if it is mapped. It must not become shorter while chunks are read."""
         assert layout.chunks is not None
         self.shape = layout.shape
         self.chunk_shape = layout.chunks
         self._reader = reader
         self._file = file
+        self._mapped = None if mapped is None else memoryview(mapped)
         self._dataset = dataset
         self._layout = layout
         # HDF5 1.10 tells places without the user block that files may begin with.
@@ -66,7 +77,7 @@ class StoredChunks:
             return None
         return data if len(data) == self._chunk_bytes else None
 
-    def _stored(self, first: tuple[int, ...]) -> tuple[int, bytes] | None:
+    def _stored(self, first: tuple[int, ...]) -> tuple[int, filters.Bytes] | None:
         if not self._look_up:
             try:
                 return self._reader.stored_chunk(self._dataset, first=first)
@@ -79,6 +90,10 @@ class StoredChunks:
         place = self._place(first)
         if place is None:
             return None
+        if self._mapped is not None:  # a place behind the map's end: reading it tells by how much
+            view = self._mapped[place.offset : place.offset + place.num_bytes]
+            if len(view) == place.num_bytes:
+                return place.filter_mask, view
         data = os.pread(self._file.descriptor, place.num_bytes, place.offset)
         if len(data) == place.num_bytes:
             return place.filter_mask, data

@@ -64,8 +64,9 @@ class OpenShard:
             self._file = OpenFile(path)
             self.check_size()
             # A map of a file with a single sample costs more than reading that.
-            if io is IoMode.MAP and ends and self._entry.samples > 1:
+            if io is IoMode.MAP and self._entry.samples > 1:
                 self._map = mmap.mmap(self._file.descriptor, 0, access=mmap.ACCESS_READ)
+                self._needed_bytes = len(self._map)
             self._fields = {name: self._field_reader(name) for name in self._entry.fields}
         except FileNotFoundError:
             raise DataError(
@@ -159,7 +160,9 @@ class OpenShard:
         source: StoredChunks | NumberBlocks
         plain = stored.member is None and not layout.dtype.hasobject and spec.kind != "classes"
         if plain and layout.chunks is not None and filters.can_undo(layout.filters):
-            source = StoredChunks(self._reader, file=self._file, dataset=stored.dataset, layout=layout)
+            source = StoredChunks(
+                self._reader, file=self._file, mapped=self._map, dataset=stored.dataset, layout=layout
+            )
         else:
             try:
                 filters.require_plugins(layout.filters)
