@@ -34,17 +34,19 @@ class EngineChoice:
         *,
         comm: Collective,
         groups: Sequence[Sequence[int]],
+        bypass_cache: bool = False,
         limit_bytes_per_s: float | None = None,
     ) -> None:
         """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when
         it returns.
 
-        With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all.
-        limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an error: the caller votes.
+        With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all. bypass_cache: with
+        DIRECT, see `write_direct`. limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an error:
+        the caller votes.
         """
+        if limit_bytes_per_s is not None:
+            stretches = paced(stretches, limit_bytes_per_s=limit_bytes_per_s)
         if self.engine is Engine.MPIO:
-            if limit_bytes_per_s is not None:
-                stretches = paced(stretches, limit_bytes_per_s=limit_bytes_per_s)
             hints = dict(HINTS)
             if self.filesystem.is_lustre:
                 num_ranks = len(own_group(comm, groups=groups))
@@ -54,7 +56,7 @@ class EngineChoice:
                 block_bytes=alignment_of(self.filesystem),
             )  # fmt: skip
         else:
-            write_direct(path, stretches, limit_bytes_per_s=limit_bytes_per_s)
+            write_direct(path, stretches, bypass_cache=bypass_cache)
 
 
 def _size_of(path: Path) -> int:

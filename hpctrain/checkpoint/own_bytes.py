@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -14,32 +16,48 @@ from hpctrain.checkpoint.boxes import Box, runs_of
 from hpctrain.checkpoint.dtypes import byte_view
 from hpctrain.checkpoint.plan import WritePlan
 from hpctrain.checkpoint.state import Replicated, Shard
+from hpctrain.checkpoint.uncached import BLOCK_BYTES
 
-# Small tensors are taken by the shortest way, and copied many by one call: their calls cost more than their bytes.
+# Small tensors are taken many at once: their calls cost more than their bytes. So many that they stay in the
+# processor's cache until they are written.
 _SMALL_BYTES = 1 << 16
-_JOINED_BYTES = 4 << 20
-_JOINABLE = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
-})  # fmt: skip
+_JOINED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Extents that follow each other in one source. start, num_bytes: of the source's row-major memory.
-    extents: numbers of the rank's extents, first and one beyond the last."""
+    """Bytes of one source. start, num_bytes: of its row-major memory."""
 
     source: int
     start: int
     num_bytes: int
-    extents: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """What is taken in one go: one segment, or small ones that follow each other in the file.
+
+    extents: numbers of the rank's extents that it holds, end to end. offset: where in the file it begins, if all of it
+    follows each other there and is small; None: each extent has its runs.
+    """
+
+    segments: tuple[Segment, ...]
+    extents: Sequence[int]
+    num_bytes: int
+    offset: int | None
+
+
+# A group's bytes, as they are handed on: they are not changed until the save is finished.
+Content: TypeAlias = Iterator[tuple[Group, memoryview]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnBytes:
-    """What one rank writes to its file. extent_bytes: of each of its extents, in the plan's order. runs: of each
-    extent, (offset in the file, number of bytes) of its stretches, in the order of its bytes."""
+    """What one rank writes to its file. groups: as they lie in the file. extent_bytes: of each of its extents, in the
+    plan's order. runs: of each extent, (offset in the file, number of bytes) of its stretches, in the order of its
+    bytes."""
 
-    segments: tuple[Segment, ...]
+    groups: tuple[Group, ...]
     extent_bytes: tuple[int, ...]
     runs: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -47,24 +65,27 @@ class OwnBytes:
     def num_bytes(self) -> int:
         return sum(self.extent_bytes)
 
-    def stretches(
-        self, content: Iterator[tuple[Segment, memoryview]], *, hashes: NDArray[np.uint64]
-    ) -> Iterator[tuple[int, memoryview]]:
+    def stretches(self, content: Content, *, hashes: NDArray[np.uint64]) -> Iterator[tuple[int, memoryview]]:
         """(offset in the file, bytes) of all content. Each extent is hashed, into `hashes`, just before its
         bytes are handed out: they are in the processor's cache when they are written."""
-        digest, sizes, runs = xxhash.xxh3_64_intdigest, self.extent_bytes, self.runs
-        for segment, data in content:
-            position, (first, stop) = 0, segment.extents
-            if stop == first + 1 and len(runs[first]) == 1:  # a small tensor: one of thousands, perhaps
-                hashes[first] = digest(data)
-                yield runs[first][0][0], data
+        digest, sizes = xxhash.xxh3_64_intdigest, self.extent_bytes
+        for group, data in content:
+            position = 0
+            if group.offset is not None:
+                found = []
+                for number in group.extents:
+                    end = position + sizes[number]
+                    found.append(digest(data[position:end]))
+                    position = end
+                hashes[group.extents] = found
+                yield group.offset, data
                 continue
-            for number in range(first, stop):
+            for number in group.extents:
                 extent = data[position : position + sizes[number]]
                 position += sizes[number]
                 hashes[number] = digest(extent)
                 begin = 0
-                for offset, num_bytes in runs[number]:
+                for offset, num_bytes in self.runs[number]:
                     yield offset, extent[begin : begin + num_bytes]
                     begin += num_bytes
 
@@ -73,7 +94,7 @@ def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -
     """The plan of one rank, with places in the file. offsets: of each tensor's pieces."""
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
-    segments: list[Segment] = []
+    segments: list[tuple[Segment, range]] = []  # each with its extents
     for number, extent in enumerate(plan.extents_by_rank[rank]):
         tensor = plan.tensors[extent.tensor]
         piece = tensor.pieces[extent.piece]
@@ -93,118 +114,134 @@ def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -
             run_bytes = found.run_elems * elem_bytes
             runs.append(tuple((base + first * elem_bytes, run_bytes) for first in found.starts.tolist()))
         extent_bytes.append(num_bytes)
-        last = segments[-1] if segments else None
+        last, numbers = segments[-1] if segments else (None, range(0))
         if last is not None and last.source == extent.source and last.start + last.num_bytes == start:
-            segments[-1] = Segment(
-                source=last.source, start=last.start, num_bytes=last.num_bytes + num_bytes,
-                extents=(last.extents[0], number + 1),
-            )  # fmt: skip
+            last = Segment(source=last.source, start=last.start, num_bytes=last.num_bytes + num_bytes)
+            segments[-1] = last, range(numbers.start, number + 1)
         else:
-            segments.append(
-                Segment(source=extent.source, start=start, num_bytes=num_bytes, extents=(number, number + 1))
-            )
-    segments.sort(key=lambda segment: runs[segment.extents[0]][0][0])  # as they lie in the file
-    return OwnBytes(segments=tuple(segments), extent_bytes=tuple(extent_bytes), runs=tuple(runs))
+            segment = Segment(source=extent.source, start=start, num_bytes=num_bytes)
+            segments.append((segment, range(number, number + 1)))
+    segments.sort(key=lambda entry: runs[entry[1][0]][0][0])  # as they lie in the file
+    return OwnBytes(
+        groups=tuple(_grouped(segments, runs)), extent_bytes=tuple(extent_bytes), runs=tuple(runs)
+    )
 
 
-def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Iterator[tuple[Segment, memoryview]]:
-    """Each segment's bytes, straight from the tensors. A tensor that is not contiguous, or not in the host's
-    memory, is brought there piece by piece; a device's small tensors are brought many at once."""
-    on_host = all(source.tensor.is_cpu for source in sources)
-    for batch in ([segment] for segment in own.segments) if on_host else _batches(sources, own.segments):
-        if len(batch) > 1:
-            joined, position = _joined(sources, batch).cpu().numpy().data, 0
-            for segment in batch:
-                yield segment, joined[position : position + segment.num_bytes]
-                position += segment.num_bytes
+def _grouped(
+    segments: Sequence[tuple[Segment, range]], runs: Sequence[tuple[tuple[int, int], ...]]
+) -> Iterator[Group]:
+    small: list[Segment] = []
+    extents: list[int] = []
+    begin = end = 0
+    for segment, numbers in segments:
+        is_small = segment.num_bytes < _SMALL_BYTES and len(numbers) == 1 and len(runs[numbers[0]]) == 1
+        offset = runs[numbers[0]][0][0]
+        if small and (not is_small or offset != end or end + segment.num_bytes - begin > _JOINED_BYTES):
+            yield Group(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
+            small, extents = [], []
+        if not is_small:
+            yield Group(segments=(segment,), extents=numbers, num_bytes=segment.num_bytes, offset=None)
             continue
-        (segment,) = batch
-        tensor = sources[segment.source].tensor
-        if segment.num_bytes < _SMALL_BYTES:  # there may be thousands of them
-            data = _view_of(tensor)
-            if data is not None and data.nbytes == segment.num_bytes:
-                yield segment, data
-                continue
-        view = byte_view(tensor)[segment.start : segment.start + segment.num_bytes]
+        if not small:
+            begin = end = offset
+        small.append(segment)
+        extents.append(numbers[0])
+        end += segment.num_bytes
+    if small:
+        yield Group(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
+
+
+def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Content:
+    """Each group's bytes. Large tensors are handed out as they lie in memory; one that is not contiguous is made so,
+    one of a device is brought to the host extent by extent: the host never holds a second copy of it."""
+    for group in own.groups:
+        if group.offset is not None:
+            joined = torch.empty(group.num_bytes, dtype=torch.uint8)
+            _copy_group(joined, sources, group)
+            yield group, joined.numpy().data
+            continue
+        view = _view(sources, group.segments[0])
         if view.device.type == "cpu":
-            yield segment, view.numpy().data
-        else:
-            yield from _brought(view, segment, own)
-
-
-def _view_of(tensor: torch.Tensor) -> memoryview | None:
-    """The bytes of a tensor that numpy knows and that lies in one run of the host's memory; None for others."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    try:
-        return plain.numpy().data.cast("B")
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # another device, a type of torch's own, not contiguous, 0-d
-        return None
+            yield group, view.numpy().data
+            continue
+        position = 0
+        for number in group.extents:
+            num_bytes = own.extent_bytes[number]
+            part = replace(group, extents=(number,), num_bytes=num_bytes)
+            yield part, view[position : position + num_bytes].cpu().numpy().data
+            position += num_bytes
 
 
 def copy_to(buffer: torch.Tensor, sources: Sequence[Replicated | Shard], own: OwnBytes) -> None:
-    """Copy all of this rank's bytes, segment after segment, into `buffer`, bytes on the host. From a device the
-    copies are queued on its present stream: wait for it before the buffer is read or a tensor is changed."""
+    """Copy all of this rank's bytes, group after group, into `buffer`, bytes on the host, `copy_bytes` of them.
+    From a device the copies are queued on its present stream: wait for it before the buffer is read or a tensor is
+    changed."""
+    for group, position in zip(own.groups, _places(own), strict=True):
+        _copy_group(buffer[position : position + group.num_bytes], sources, group)
+
+
+def content_in(buffer: torch.Tensor, own: OwnBytes) -> Content:
+    """Each group's bytes out of a buffer that `copy_to` filled."""
+    data = buffer.numpy().data
+    for group, position in zip(own.groups, _places(own), strict=True):
+        yield group, data[position : position + group.num_bytes]
+
+
+def copy_bytes(own: OwnBytes) -> int:
+    """Bytes of the buffer that `copy_to` fills."""
+    end = 0
+    for group, position in zip(own.groups, _places(own), strict=True):
+        end = position + group.num_bytes
+    return end
+
+
+def _places(own: OwnBytes) -> Iterator[int]:
+    """Where in a copy each group begins: large ones at the same byte of a block as in the file, so that they can be
+    written as they lie."""
     position = 0
-    for batch in _batches(sources, own.segments):
-        num_bytes = sum(segment.num_bytes for segment in batch)
-        target = buffer[position : position + num_bytes]
-        position += num_bytes
-        if len(batch) > 1:
-            target.copy_(_joined(sources, batch), non_blocking=True)
-            continue
-        (segment,) = batch
-        view = byte_view(sources[segment.source].tensor)
-        target.copy_(view[segment.start : segment.start + segment.num_bytes], non_blocking=True)
+    for group in own.groups:
+        if group.offset is None:
+            position += (own.runs[group.extents[0]][0][0] - position) % BLOCK_BYTES
+        yield position
+        position += group.num_bytes
 
 
-def content_in(buffer: torch.Tensor, own: OwnBytes) -> Iterator[tuple[Segment, memoryview]]:
-    """Each segment's bytes out of a buffer that `copy_to` filled."""
-    data, position = buffer.numpy().data, 0
-    for segment in own.segments:
-        yield segment, data[position : position + segment.num_bytes]
-        position += segment.num_bytes
-
-
-def _batches(sources: Sequence[Replicated | Shard], segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments one by one, but neighbouring small tensors of one kind together."""
-    batch: list[Segment] = []
-    kind, batch_bytes = None, 0
-    for segment in segments:
-        tensor = sources[segment.source].tensor
-        mine = None
-        if segment.num_bytes < _SMALL_BYTES and segment.num_bytes == tensor.nbytes:
-            mine = (tensor.dtype, tensor.device) if tensor.dtype in _JOINABLE else None
-        if batch and (mine is None or mine != kind or batch_bytes + segment.num_bytes > _JOINED_BYTES):
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(segment)
-        kind, batch_bytes = mine, batch_bytes + segment.num_bytes
-        if mine is None:
-            yield batch
-            batch, batch_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _joined(sources: Sequence[Replicated | Shard], batch: Sequence[Segment]) -> torch.Tensor:
-    """The bytes of whole tensors of one dtype on one device, one after the other."""
-    tensors = [sources[segment.source].tensor for segment in batch]
-    with torch.no_grad():
-        return torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in tensors]).view(torch.uint8)
-
-
-def _brought(view: torch.Tensor, segment: Segment, own: OwnBytes) -> Iterator[tuple[Segment, memoryview]]:
-    """A device's bytes, extent by extent: the host never holds a second copy of a large tensor."""
+def _copy_group(target: torch.Tensor, sources: Sequence[Replicated | Shard], group: Group) -> None:
+    """Into `target`, bytes on the host. What comes from a device is queued, all of it at once where it can be."""
+    if group.offset is None:
+        target.copy_(_view(sources, group.segments[0]), non_blocking=True)
+        return
+    tensors = [sources[segment.source].tensor for segment in group.segments]
+    devices = {tensor.device for tensor in tensors}
+    if devices == {_HOST}:
+        _copy_small(target.data_ptr(), tensors, group.segments)
+        return
+    views = [_view(sources, segment) for segment in group.segments]
+    if len(devices) == 1:
+        target.copy_(torch.cat(views), non_blocking=True)
+        return
     position = 0
-    for number in range(*segment.extents):
-        num_bytes = own.extent_bytes[number]
-        part = Segment(
-            source=segment.source, start=segment.start + position, num_bytes=num_bytes,
-            extents=(number, number + 1),
-        )  # fmt: skip
-        yield part, view[position : position + num_bytes].cpu().numpy().data
-        position += num_bytes
+    for view in views:
+        target[position : position + len(view)].copy_(view, non_blocking=True)
+        position += len(view)
+
+
+def _copy_small(address: int, tensors: Sequence[torch.Tensor], segments: Sequence[Segment]) -> None:
+    """There may be thousands of them: a copy through torch takes several times as long."""
+    for tensor, segment in zip(tensors, segments, strict=True):
+        if not (tensor.is_contiguous() and type(tensor) in _PLAIN) or tensor.is_neg() or tensor.is_conj():
+            tensor = byte_view(tensor)
+        _memmove(address, tensor.data_ptr() + segment.start, segment.num_bytes)
+        address += segment.num_bytes
+
+
+def _view(sources: Sequence[Replicated | Shard], segment: Segment) -> torch.Tensor:
+    return byte_view(sources[segment.source].tensor)[segment.start : segment.start + segment.num_bytes]
+
+
+_HOST = torch.device("cpu")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# PyDLL: keeps the interpreter's lock, which takes longer to give up and get back than to copy this little.
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = None

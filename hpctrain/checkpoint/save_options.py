@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from hpctrain.checkpoint.engine import Engine, engine_named
+from hpctrain.checkpoint.filesystem import Filesystem
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UsageError
 
 MAX_STEP = 10**18 - 1
+PageCache: TypeAlias = Literal["auto", "use", "bypass"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,8 @@ class SaveOptions:
     node_of_rank: each rank's node, numbered from 0 in the order of their first ranks; for "node".
     local: every node has a `directory` of its own, in which its file is kept; needs "node".
     limit_mb_per_s: a rank writes no faster, in 10^6 bytes a second.
+    page_cache: whether the engine `direct` writes through it; "auto" bypasses it where that is known to be faster,
+    unless the files are `local`: those are read again at once.
     """
 
     keep: Retention | int | None = 3
@@ -28,6 +32,13 @@ class SaveOptions:
     node_of_rank: Sequence[int] | None = None
     local: bool = False
     limit_mb_per_s: float | None = None
+    page_cache: PageCache = "auto"
+
+    def bypass_cache(self, filesystem: Filesystem) -> bool:
+        """Whether large writes go past the page cache."""
+        if self.page_cache == "auto":
+            return filesystem.is_written_past_cache and not self.local
+        return self.page_cache == "bypass"
 
 
 def check_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
@@ -46,6 +57,10 @@ def check_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
         )
     if options.local and options.files != "node":
         raise UsageError('a checkpoint on the nodes\' own storage is one file a node: files = "node"')
+    if options.page_cache not in get_args(PageCache):
+        raise UsageError(
+            f"page_cache = {options.page_cache!r}: choose one of {', '.join(get_args(PageCache))}"
+        )
     if options.limit_mb_per_s is not None and not options.limit_mb_per_s > 0:
         raise UsageError(f"limit_mb_per_s = {options.limit_mb_per_s}: a rate above 0")
     return engine_named(options.engine)

@@ -17,7 +17,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ from hpctrain.checkpoint.layout import Layout, layout_for
 from hpctrain.checkpoint.listing import file_name, folder_name, part_name, remove
 from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
 from hpctrain.checkpoint.metadata_text import metadata_text
-from hpctrain.checkpoint.own_bytes import content_of
+from hpctrain.checkpoint.own_bytes import Content, content_of
 from hpctrain.checkpoint.retain import retain
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.room import begin_partial, file_in
@@ -93,7 +93,8 @@ class Saving:
         self._header = header
         self._executor = executor
         self._begin_s = begin_s
-        self._notes = [choice.note, note]
+        self._bypass_cache = choice.engine is Engine.DIRECT and options.bypass_cache(choice.filesystem)
+        self._notes = [choice.note, "past the page cache" if self._bypass_cache else "", note]
         self._phase = _Phase.CONTENT
         self._work: Future[Any] = Future()
 
@@ -225,7 +226,7 @@ class Saving:
 
     # ------------------------------------------------------------------ work on files, without communication
 
-    def _write_content(self, content: Iterator[Any]) -> NDArray[np.uint64]:
+    def _write_content(self, content: Content) -> NDArray[np.uint64]:
         """Hashes of this rank's extents, in the plan's order. All it writes is on disk then."""
         own = self._layout.own
         hashes = np.zeros(len(own.extent_bytes), dtype=np.uint64)
@@ -238,7 +239,7 @@ class Saving:
         self._choice.write(
             file_in(self._partial, self._file, options=self._options), stretches,
             comm=self._comm, groups=self._groups,
-            limit_bytes_per_s=None if limit is None else limit * 1e6,
+            bypass_cache=self._bypass_cache, limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
         if self._options.local and self._leads_folder:
             flush_folder(self._partial)

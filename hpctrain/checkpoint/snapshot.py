@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
-from hpctrain.checkpoint.own_bytes import OwnBytes, Segment, content_in, copy_to
+from hpctrain.checkpoint.fresh_memory import fresh_tensor
+from hpctrain.checkpoint.own_bytes import Content, OwnBytes, content_in, copy_bytes, copy_to
 from hpctrain.checkpoint.state import Replicated, Shard
+from hpctrain.checkpoint.uncached import BLOCK_BYTES
 from hpctrain.errors import CheckpointError
 
 
@@ -25,24 +27,28 @@ class HostBuffers:
         return self._memory.numel()
 
     def take(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """`num_bytes` bytes, shape (num_bytes,), their content not set. What was taken before is used again.
+        """`num_bytes` bytes, shape (num_bytes,), from a block's border on, their content not set. What was taken before
+        is used again.
 
         pinned: for copies from a CUDA device, which are faster into pinned memory and do not wait for each other.
         """
-        if num_bytes > self._memory.numel() or (pinned and not self._memory.is_pinned()):
+        if num_bytes + BLOCK_BYTES > self._memory.numel() or (pinned and not self._memory.is_pinned()):
             self.release()  # before more is asked for
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            shape = (num_bytes + BLOCK_BYTES,)
+            if pinned:
+                self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._memory = fresh_tensor(shape, dtype="uint8")
             self._memory.zero_()  # page faults now, not in the first copy of every page
-        return self._memory[:num_bytes]
+        begin = -self._memory.data_ptr() % BLOCK_BYTES
+        return self._memory[begin : begin + num_bytes]
 
     def release(self) -> None:
         """Give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-def content_copied(
-    sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers
-) -> Iterator[tuple[Segment, memoryview]]:
+def content_copied(sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers) -> Content:
     """This rank's bytes as they are now: the tensors may change when this returns. Not collective.
 
     Where there is no memory for them, perhaps on this rank alone, that is met where the bytes are asked for: so an
@@ -50,7 +56,7 @@ def content_copied(
     """
     devices = {source.tensor.device for source in sources if not source.tensor.is_cpu}
     try:
-        memory = buffers.take(own.num_bytes, pinned=bool(devices))
+        memory = buffers.take(copy_bytes(own), pinned=bool(devices))
         copy_to(memory, sources, own)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
@@ -62,6 +68,6 @@ def content_copied(
     return content_in(memory, own)
 
 
-def _failing(text: str) -> Iterator[tuple[Segment, memoryview]]:
+def _failing(text: str) -> Content:
     yield from ()
     raise CheckpointError(text)

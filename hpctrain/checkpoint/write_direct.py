@@ -6,12 +6,13 @@ Works on any POSIX filesystem that all ranks see, without MPI. What follows each
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from hpctrain.checkpoint.disk import begin_writing_back
 from hpctrain.checkpoint.file_bytes import explained, write_fully
+from hpctrain.checkpoint.uncached import open_uncached, write_uncached
 
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
 _BATCH_BYTES = 1 << 20
@@ -20,34 +21,41 @@ _WRITTEN_BACK_BYTES = 8 << 20
 
 
 def write_direct(
-    path: Path, stretches: Iterable[tuple[int, memoryview]], *, limit_bytes_per_s: float | None = None
+    path: Path, stretches: Iterable[tuple[int, memoryview]], *, bypass_cache: bool = False
 ) -> None:
     """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when it
     returns. Not collective.
 
-    The disk begins to work while this goes on, so that no long flush comes at the end. limit_bytes_per_s: this rank
-    takes no more of it. Raises CheckpointError.
+    The disk works while this goes on, so that no long flush comes at the end. bypass_cache: past the page cache, where
+    the filesystem can. Raises CheckpointError.
     """
-    with explained(action="write", path=path):
+    with explained(action="write", path=path), ExitStack() as opened:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            batch: list[memoryview] = []
-            begin = end = 0
-            flow = _Flow(fd) if limit_bytes_per_s is None else _Pace(fd, limit_bytes_per_s)
-            for offset, data in stretches:
-                if batch and (offset != end or end - begin >= _BATCH_BYTES or len(batch) == _MAX_VIEWS):
-                    _write(fd, batch, offset=begin)
-                    flow.written(begin, end)
-                    batch = []
-                if not batch:
-                    begin = end = offset
-                batch.append(data)
-                end += data.nbytes
-            if batch:
-                _write(fd, batch, offset=begin)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        opened.callback(os.close, fd)
+        uncached = open_uncached(path) if bypass_cache else None
+        if uncached is None:
+            _write_cached(fd, stretches)
+        else:
+            opened.callback(os.close, uncached)
+            write_uncached(fd, uncached, stretches)
+        os.fsync(fd)
+
+
+def _write_cached(fd: int, stretches: Iterable[tuple[int, memoryview]]) -> None:
+    batch: list[memoryview] = []
+    begin = end = 0
+    flow = _Flow(fd)
+    for offset, data in stretches:
+        if batch and (offset != end or end - begin >= _BATCH_BYTES or len(batch) == _MAX_VIEWS):
+            _write(fd, batch, offset=begin)
+            flow.written(begin, end)
+            batch = []
+        if not batch:
+            begin = end = offset
+        batch.append(data)
+        end += data.nbytes
+    if batch:
+        _write(fd, batch, offset=begin)
 
 
 def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
@@ -75,20 +83,3 @@ class _Flow:
         if end - self._begin >= _WRITTEN_BACK_BYTES:
             begin_writing_back(self._fd, offset=self._begin, num_bytes=end - self._begin)
             self._begin = end
-
-
-class _Pace(_Flow):
-    """Keeps a rank below so many bytes a second."""
-
-    def __init__(self, fd: int, limit_bytes_per_s: float) -> None:
-        super().__init__(fd)
-        self._limit = limit_bytes_per_s
-        self._begin_s = time.monotonic()
-        self._bytes = 0
-
-    def written(self, begin: int, end: int) -> None:
-        super().written(begin, end)
-        self._bytes += end - begin
-        ahead_s = self._bytes / self._limit - (time.monotonic() - self._begin_s)
-        if ahead_s > 0:
-            time.sleep(ahead_s)

@@ -56,6 +56,11 @@ class CheckpointSection(Section):
         description="`mpio`: through MPI, small pieces brought together first. `direct`: every rank writes at its "
         "places.",
     )
+    page_cache: Literal["auto", "use", "bypass"] = Field(
+        "auto",
+        description="Whether checkpoints are written through the kernel's page cache. `bypass` costs less of the "
+        "processor; where the filesystem cannot, the cache is used. `auto`: bypassed on ext4 and xfs.",
+    )
     directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
 
     local: str | None = Field(

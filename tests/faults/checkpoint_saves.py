@@ -23,10 +23,14 @@ NUM_ELEMS = 400_000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a checkpoint is saved. form: "file" or "folder". mode: "sync" or "async"."""
+    """How a checkpoint is saved. form: "file" or "folder". mode: "sync" or "async", the latter past the page cache."""
 
     form: str
     mode: str
+
+    @property
+    def page_cache(self) -> str:
+        return "use" if self.mode == "sync" else "bypass"
 
 
 WAYS = tuple(
@@ -59,9 +63,12 @@ def save_state(
     """Save it in this way, and wait until it is committed; afterwards the state may have changed. Collective."""
     files = NUM_RANKS if way.form == "folder" else 1
     if way.mode == "sync":
-        save(state, directory=directory, step=step, comm=comm, keep=keep, files=files, engine=engine)
+        save(
+            state, directory=directory, step=step, comm=comm, keep=keep, files=files, engine=engine,
+            page_cache=way.page_cache,
+        )  # fmt: skip
         return
-    options = SaveOptions(keep=keep, files=files, engine=engine)
+    options = SaveOptions(keep=keep, files=files, engine=engine, page_cache=way.page_cache)
     with ThreadPoolExecutor(1) as executor:
         saving = Saving.begin(
             state, directory=directory, step=step, comm=comm, options=options, buffers=HostBuffers(),

@@ -83,7 +83,9 @@ def test_a_state_that_changes_after_begin_is_saved_as_it_was(tmp_path: Path) -> 
         assert saving.advance() is None
         result = saving.advance()
     assert result is not None
-    assert buffers.num_bytes == sum(tensor.nbytes for tensor in whole_tensors().values())
+    tensors = whole_tensors().values()
+    gaps = 4096 * (len(tensors) + 1)  # each may begin at the block's byte at which it lies in the file
+    assert buffers.num_bytes <= sum(tensor.nbytes for tensor in tensors) + gaps
     _, tensors = load(result.path, comm=world)
     assert all(same_bits(tensors[name], tensor) for name, tensor in whole_tensors().items())
 

@@ -1,0 +1,127 @@
+"""Writing past the page cache: the same bytes at the same places, whatever the filesystem makes of it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.uncached import BLOCK_BYTES
+from hpctrain.checkpoint.write_direct import write_direct
+from hpctrain.errors import CheckpointError
+
+FILE_BYTES = 12_000_001
+FILL = 0xAB
+RESULT_OF_PWRITE = os.pwrite
+
+
+def pieces(seed: int) -> Iterator[tuple[int, int, bool]]:
+    """(offset, number of bytes, whether its memory is aligned as its place): neighbours, gaps, small and large."""
+    chance = random.Random(seed)
+    offset = chance.choice((0, 1, BLOCK_BYTES, 777))
+    while True:
+        num_bytes = int(10 ** chance.uniform(0, 6.7))
+        if offset + num_bytes > FILE_BYTES:
+            return
+        yield offset, num_bytes, chance.random() < 0.5
+        offset += num_bytes
+        if chance.random() < 0.3:
+            offset += chance.choice((1, 100, BLOCK_BYTES, 50_000))
+        if chance.random() < 0.3:
+            offset += -offset % BLOCK_BYTES
+
+
+def memory(data: bytes, *, like: int | None) -> memoryview:
+    """The bytes, at an address with the remainder of `like`, or with another."""
+    pages = memoryview(mmap.mmap(-1, len(data) + 2 * BLOCK_BYTES))
+    begin = like % BLOCK_BYTES if like is not None else 64 + (len(data) % 7)
+    pages[begin : begin + len(data)] = data
+    return pages[begin : begin + len(data)]
+
+
+def written(path: Path, *, seed: int) -> tuple[bytes, bytes]:
+    """What is in the file, and what should be."""
+    path.write_bytes(bytes([FILL]) * FILE_BYTES)
+    expected = bytearray([FILL]) * FILE_BYTES
+    stretches = []
+    for offset, num_bytes, is_aligned in pieces(seed):
+        data = np.random.default_rng([seed, offset]).bytes(num_bytes)
+        expected[offset : offset + num_bytes] = data
+        stretches.append((offset, memory(data, like=offset if is_aligned else None)))
+    write_direct(path, iter(stretches), bypass_cache=True)
+    return path.read_bytes(), bytes(expected)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_written_is_there_and_nothing_else_has_changed(tmp_path: Path, seed: int) -> None:
+    found, expected = written(tmp_path / "file", seed=seed)
+    assert found == expected
+
+
+def test_large_stretches_do_go_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    past, through = [], []
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        with open(f"/proc/self/fdinfo/{fd}") as info:
+            flags = int(next(line for line in info if line.startswith("flags")).split()[1], 8)
+        (past if flags & os.O_DIRECT else through).append(len(data))
+        return RESULT_OF_PWRITE(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    data = np.random.default_rng(0).bytes(5_000_000)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(len(data) + 10))
+    write_direct(path, [(10, memory(data, like=None))], bypass_cache=True)
+    assert path.read_bytes() == bytes(10) + data
+    if not past:
+        pytest.skip("this filesystem has no way past the page cache")
+    assert sum(through) == (BLOCK_BYTES - 10) + (len(data) + 10) % BLOCK_BYTES  # the ends
+    assert sum(past) == len(data) - sum(through)
+
+
+@pytest.mark.parametrize("answer", ["refused when opened", "refused when written", "short"])
+def test_a_filesystem_that_will_not_have_it_gets_the_bytes_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    real_open, uncached = os.open, set()
+
+    def opened(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT and answer == "refused when opened":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real_open(path, flags & ~os.O_DIRECT, *rest)
+        if flags & os.O_DIRECT:
+            uncached.add(fd)
+        return fd
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if fd in uncached and answer == "refused when written":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if fd in uncached:
+            data = data[: len(data) // 2 + 1]
+        return RESULT_OF_PWRITE(fd, data, offset)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    found, expected = written(tmp_path / "file", seed=3)
+    assert found == expected
+    assert bool(uncached) == (answer != "refused when opened")
+
+
+def test_an_error_in_a_thread_that_writes_is_told_and_leaves_no_thread(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    data = memory(bytes(9_000_000), like=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match="a limit on file sizes"):
+            write_direct(path, [(0, data)], bypass_cache=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
