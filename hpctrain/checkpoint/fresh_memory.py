@@ -25,7 +25,7 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
     kind = dtype_named(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
     if num_bytes >= 2 * _LARGE_PAGE_BYTES and kind is not torch.complex32:
-        memory = _in_large_pages(num_bytes)
+        memory = in_large_pages(num_bytes)
         if memory is not None:
             return torch.frombuffer(memory, dtype=kind, count=math.prod(shape)).reshape(shape)
     try:
@@ -34,7 +34,7 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
         raise CheckpointError(f"there is no memory for a tensor of {num_bytes} bytes: {error}") from error
 
 
-def _in_large_pages(num_bytes: int) -> mmap.mmap | None:
+def in_large_pages(num_bytes: int) -> mmap.mmap | None:
     """Memory whose whole large pages are asked for as such; None where the system gives none."""
     if _ADVICE is None:
         return None

@@ -90,14 +90,16 @@ def _signature(
     sources: Sequence[Replicated | Shard], *, file_of_rank: Sequence[int], alignment: int
 ) -> list[Any]:
     """Compared with the last save's: all that the layout depends on, of this rank."""
-    tensors = [
-        (s.name, t.dtype, t.shape, t.layout)
-        if isinstance(s, Replicated)
-        else (s.name, t.dtype, t.shape, t.layout, s.offset, s.global_shape)
-        for s in sources
-        for t in (s.tensor,)
+    tensors = [s.tensor for s in sources]  # lists, not a tuple each: there may be thousands
+    return [
+        alignment,
+        tuple(file_of_rank),
+        [s.name for s in sources],
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.layout for t in tensors],
+        [(s.offset, s.global_shape) if isinstance(s, Shard) else None for s in sources],
     ]
-    return [alignment, tuple(file_of_rank), tensors]
 
 
 def _has_room(layout: Layout, *, header: Metadata) -> bool:

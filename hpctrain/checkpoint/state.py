@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
+from operator import attrgetter, index
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class State:
         """The items in the order in which the write plan counts them: replicated by name, then shards."""
         replicated = [item for item in self.items if isinstance(item, Replicated)]
         shards = [item for item in self.items if isinstance(item, Shard)]
-        return [*sorted(replicated, key=lambda item: item.name), *shards]
+        return [*sorted(replicated, key=attrgetter("name")), *shards]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -176,14 +176,21 @@ def check_sealed(path: Path, *, seal: Seal, structure: Sequence[tuple[int, int]]
     with opened(path) as fd, explained(action="read back", path=path):
         file_bytes = os.fstat(fd).st_size
         found = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=file_bytes)
-        metadata = bytearray(seal.metadata_bytes)
-        read_fully(fd, memoryview(metadata), offset=seal.metadata_offset)
-        digest = xxhash.xxh3_64()
-        for offset, num_bytes in structure:
-            data = bytearray(num_bytes)
-            read_fully(fd, memoryview(data), offset=offset)
-            digest.update(data)
-    if found != seal or hash_of(metadata) != seal.metadata_hash or digest.hexdigest() != seal.structure_hash:
+        metadata_hash = _hash_in(fd, [(seal.metadata_offset, seal.metadata_bytes)])
+        read_back = replace(seal, metadata_hash=metadata_hash, structure_hash=_hash_in(fd, structure))
+    if found != seal or read_back != seal:
         raise CheckpointError(
             f"{path} reads back otherwise than it was written: the storage is not to be trusted"
         )
+
+
+def _hash_in(fd: int, stretches: Sequence[tuple[int, int]]) -> str:
+    """Of the file's bytes in the stretches, (offset, bytes), one after the other."""
+    digest = xxhash.xxh3_64()
+    memory = memoryview(bytearray(_CHUNK_BYTES))
+    for offset, num_bytes in stretches:
+        for done in range(0, num_bytes, len(memory)):
+            part = memory[: num_bytes - done]
+            read_fully(fd, part, offset=offset + done)
+            digest.update(part)
+    return digest.hexdigest()

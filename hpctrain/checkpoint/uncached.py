@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.checkpoint.file_bytes import write_fully
+from hpctrain.checkpoint.fresh_memory import in_large_pages
 
 # Of memory and of file: what filesystems ask of places and lengths. One that asks for more says so (EINVAL).
 BLOCK_BYTES = 4096
@@ -148,4 +149,4 @@ class _Windows:
 
 def _pages(num_bytes: int) -> _Memory:
     """Memory that begins with a page."""
-    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+    return np.frombuffer(in_large_pages(num_bytes) or mmap.mmap(-1, num_bytes), dtype=np.uint8)
