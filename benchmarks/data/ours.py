@@ -43,14 +43,15 @@ def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
 class Ours:
     """`Loader` as `hpctrain train` uses it. In order for datasets whose name says so.
 
-    Compressed ones get a small cache: no more than a batch's chunks are decoded for less than their whole price.
+    Compressed ones get a small cache: no more than a batch's chunks are decoded for less than their whole price. Their
+    files are mapped all the same, as they are where nobody bounds the memory.
     """
 
     def __init__(self, kind: Kind, directory: Path, *, num_threads: int, io: str) -> None:
         self._field = field_of(kind)
         options: dict[str, Any] = {"io": io}
         if "gzip" in directory.name:
-            options["cache_bytes"] = SMALL_CACHE_BYTES
+            options |= {"cache_bytes": SMALL_CACHE_BYTES, "io": "map"}
         self._loader = Loader(
             Dataset.open(directory, **options), global_batch=kind.batch, num_threads=num_threads,
             shuffle="in-order" not in directory.name,

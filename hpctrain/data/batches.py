@@ -25,7 +25,7 @@ class Batches:
         self._loader = loader
         self._counted_wait_s = 0.0
         self.num_batches = -(-loader.remaining_batches(start=start) // every)
-        read_ahead = read_ahead_for(loader.dataset, order)
+        read_ahead = read_ahead_for(loader.dataset, order, start=start)
         order = ahead_for(order, num_ranks=loader.num_ranks)
 
         def make(number: int) -> Batch:

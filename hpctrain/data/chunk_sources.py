@@ -13,17 +13,19 @@ from numpy.typing import NDArray
 
 from hpctrain.data import filters, hdf5
 from hpctrain.data.chunk_cache import Chunk
+from hpctrain.data.chunk_index import ChunkIndex, read_chunk_index
 from hpctrain.data.class_names import class_texts
 from hpctrain.data.open_file import OpenFile
 from hpctrain.errors import DataError
 
-# HDF5 1.10 finds a chunk's place by looking through all of them; from so many on it is asked for the bytes.
+# Where the index cannot be read, HDF5 is asked. 1.10 looks through all chunks for each; from so many on it is asked
+# for the bytes.
 _MAX_LOOKED_UP = 4096
 _BLOCK_BYTES = 1 << 20
 
 
 class StoredChunks:
-    """HDF5 chunks: the place from HDF5 (once), the bytes from a map or by pread, decoded outside h5py's lock."""
+    """HDF5 chunks: the place from the file's index, the bytes from a map or by pread, decoded outside h5py's lock."""
 
     def __init__(
         self,
@@ -45,6 +47,8 @@ class StoredChunks:
         self._layout = layout
         # HDF5 1.10 tells places without the user block that files may begin with.
         self._look_up = layout.num_chunks <= _MAX_LOOKED_UP and not reader.user_block_bytes
+        self._index: ChunkIndex | None = None
+        self._index_is_read = False
         self._places: dict[tuple[int, ...], hdf5.ChunkPlace | None] = {}
         self._lock = threading.Lock()
         codes = [each.code for each in layout.filters]
@@ -68,17 +72,31 @@ class StoredChunks:
         """The bytes of row `row`, where that is a chunk that is only deflated; None: ask `load`, which tells errors."""
         if not self._only_deflated:
             return None
+        index = self._index
         try:
-            stored = self._stored((row, *self._no_other))
-            if stored is None or stored[0]:
-                return None
-            data = zlib.decompress(stored[1], bufsize=self._chunk_bytes)
+            if index is not None:  # the shortest way: there are many
+                begin, num_bytes = index.offsets[row], index.sizes[row]
+                if begin < 0 or index.masks[row]:
+                    return None
+                stored: filters.Bytes
+                if self._mapped is not None:
+                    stored = self._mapped[begin : begin + num_bytes]
+                else:
+                    stored = os.pread(self._file.descriptor, num_bytes, begin)
+            else:
+                found = self._stored((row, *self._no_other))
+                if found is None or found[0]:
+                    return None
+                stored = found[1]
+            data = zlib.decompress(stored, bufsize=self._chunk_bytes)
         except (DataError, OSError, RuntimeError, zlib.error):
             return None
         return data if len(data) == self._chunk_bytes else None
 
     def _stored(self, first: tuple[int, ...]) -> tuple[int, filters.Bytes] | None:
-        if not self._look_up:
+        if not self._index_is_read:
+            self._read_index()
+        if self._index is None and not self._look_up:
             try:
                 return self._reader.stored_chunk(self._dataset, first=first)
             except (OSError, RuntimeError):
@@ -109,7 +127,21 @@ class StoredChunks:
             missing -= len(part)
         return place.filter_mask, parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _read_index(self) -> None:
+        with self._lock:
+            if not self._index_is_read:
+                header = self._reader.header_offset(self._dataset)
+                self._index = read_chunk_index(
+                    self._file.descriptor,
+                    header=header,
+                    layout=self._layout,
+                    base=self._reader.user_block_bytes,
+                )
+                self._index_is_read = True
+
     def _place(self, first: tuple[int, ...]) -> hdf5.ChunkPlace | None:
+        if self._index is not None:
+            return self._index.place(tuple(f // c for f, c in zip(first, self.chunk_shape, strict=True)))
         if first in self._places:  # nothing is ever taken out
             return self._places[first]
         with self._lock:

@@ -149,6 +149,12 @@ class RowReader:
         mask, data = self._dataset(name).id.read_direct_chunk(first)
         return int(mask), data
 
+    def header_offset(self, name: str) -> int:
+        """Where the dataset's object header is, in bytes behind the user block."""
+        import h5py
+
+        return int(h5py.h5o.get_info(self._dataset(name).id).addr)
+
     def fill_value(self, name: str) -> Any:
         """What elements are that were never written."""
         return self._dataset(name).fillvalue

@@ -35,14 +35,14 @@ class Stretch(NamedTuple):
 
 
 class ReadAhead:
-    """Hints for one epoch of one loader. Safe in threads."""
+    """Hints for one epoch of one loader, from position `start` on. Safe in threads."""
 
-    def __init__(self, dataset: Dataset, *, order: BlockOrder) -> None:
+    def __init__(self, dataset: Dataset, *, order: BlockOrder, start: int = 0) -> None:
         self._directory = dataset.directory
         self._manifest = dataset.manifest
         self._order = order
         self._first_samples = np.cumsum([0, *(shard.samples for shard in dataset.manifest.shards)])
-        self._next_window: int | None = None  # of the first span: perhaps in mid-epoch
+        self._next_window = next(iter(order.windows_of(start, start + 1)), 0)
         self._lock = threading.Lock()
 
     def before(self, span: Span) -> None:
@@ -52,7 +52,7 @@ class ReadAhead:
             return
         with self._lock:
             # Threads may come out of order: what lies between is asked for by whoever comes first.
-            first = reached.start if self._next_window is None else self._next_window
+            first = self._next_window
             wanted = range(first, max(first, min(reached.stop + 1, self._order.num_windows)))
             self._next_window = wanted.stop
         for window in wanted:
@@ -69,11 +69,11 @@ class ReadAhead:
                 shard += 1
 
 
-def read_ahead_for(dataset: object, order: Order) -> ReadAhead | None:
+def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhead | None:
     """None where there is nothing to gain: another order, or samples that are not read from files as they stand."""
     if not isinstance(dataset, Dataset) or not isinstance(order, BlockOrder) or dataset.manifest.is_split:
         return None
-    return ReadAhead(dataset, order=order)
+    return ReadAhead(dataset, order=order, start=start)
 
 
 def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[Stretch]:

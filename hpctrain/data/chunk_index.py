@@ -1,0 +1,178 @@
+"""Where all chunks of an HDF5 dataset lie, read from the file's own index in one go.
+
+HDF5 1.10 tells one place at a time, and looks through all chunks for it. Source: HDF5 file format specification,
+version 3: III.A.1 (version 1 B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). This is the index that
+HDF5 makes unless it is told `libver="latest"`; other kinds are left to HDF5.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.data.hdf5 import ChunkPlace, Layout
+
+# 16 bytes each: a MiB for a dataset of an open file.
+MAX_CHUNKS = 1 << 16
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LAYOUT_MESSAGE, _CONTINUATION_MESSAGE, _SHARED_FLAG = 0x08, 0x10, 0x02
+_CHUNKED = 2
+_NOWHERE = (1 << 64) - 1
+_MAX_HEADER_BYTES, _MAX_HEADER_BLOCKS = 1 << 20, 64
+_MAX_DEPTH = 8
+_TREE_HEADER_BYTES = 24
+
+
+class _UnknownError(Exception):
+    """The file has something else where this was looked for."""
+
+
+class _Block(NamedTuple):
+    """Bytes of a file."""
+
+    offset: int
+    num_bytes: int
+
+
+@final
+class ChunkIndex:
+    """Places by the chunk's number, in row-major order. offsets: -1 where a chunk was never written."""
+
+    def __init__(self, places: NDArray[np.int64], *, counts: tuple[int, ...]) -> None:
+        """places: shape (chunks, 3): offset, bytes, filter mask. counts: chunks in each dimension."""
+        self.offsets = np.ascontiguousarray(places[:, 0]).data
+        self.sizes = places[:, 1].astype(np.int32).data
+        self.masks = places[:, 2].astype(np.uint32).data
+        self._strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
+
+    def place(self, numbers: tuple[int, ...]) -> ChunkPlace | None:
+        """Of the chunk with these numbers in each dimension; None if it was never written."""
+        number = sum(n * stride for n, stride in zip(numbers, self._strides, strict=True))
+        if self.offsets[number] < 0:
+            return None
+        return ChunkPlace(self.offsets[number], self.sizes[number], self.masks[number])
+
+
+def read_chunk_index(descriptor: int, *, header: int, layout: Layout, base: int = 0) -> ChunkIndex | None:
+    """The index of the dataset whose object header is at byte `header` behind the file's user block of `base` bytes.
+
+    None where there are more than MAX_CHUNKS, and where the file has another kind of index, or a damaged one: HDF5
+    says what it makes of that. Raises OSError.
+    """
+    if layout.chunks is None or not 0 < layout.num_chunks <= MAX_CHUNKS:
+        return None
+    try:
+        return _Reader(descriptor, base=base, layout=layout).index(header)
+    except (_UnknownError, struct.error, IndexError):
+        return None
+
+
+@final
+class _Reader:
+    def __init__(self, descriptor: int, *, base: int, layout: Layout) -> None:
+        assert layout.chunks is not None
+        self._descriptor = descriptor
+        self._base = base
+        self._file_bytes = os.fstat(descriptor).st_size
+        self._chunks = layout.chunks
+        self._counts = tuple(-(-n // c) for n, c in zip(layout.shape, layout.chunks, strict=True))
+
+    def index(self, header: int) -> ChunkIndex:
+        superblock = self._read(_Block(0, 16))
+        sizes = superblock[13:15] if superblock[8] < 2 else superblock[9:11]
+        if superblock[:8] != _SIGNATURE or bytes(sizes) != b"\x08\x08":
+            raise _UnknownError
+        root = self._tree_root(header)
+        places = np.full((math.prod(self._counts), 3), -1, dtype=np.int64)
+        strides = np.array([math.prod(self._counts[dim + 1 :]) for dim in range(len(self._counts))])
+        if root != _NOWHERE:  # else nothing was ever written
+            for offsets, found in self._leaves(root, depth=0):
+                numbers, rest = np.divmod(offsets, np.array(self._chunks, dtype=np.int64))
+                # Chunks outside of the extent stay in the index of a dataset that was made smaller.
+                inside = (numbers < self._counts).all(axis=1)
+                if rest.any() or (found[:, 0] + found[:, 1] > self._file_bytes).any():
+                    raise _UnknownError
+                places[(numbers * strides).sum(axis=1)[inside]] = found[inside]
+        return ChunkIndex(places, counts=self._counts)
+
+    def _tree_root(self, header: int) -> int:
+        for kind, flags, data in self._messages(header):
+            if kind == _LAYOUT_MESSAGE:
+                version, layout_class, num_dims = data[:3]
+                if version != 3 or layout_class != _CHUNKED or flags & _SHARED_FLAG:
+                    raise _UnknownError
+                root, *dims = struct.unpack_from(f"<Q{num_dims}I", data, 3)
+                if tuple(dims[:-1]) != self._chunks:
+                    raise _UnknownError
+                return int(root)
+        raise _UnknownError
+
+    def _messages(self, header: int) -> Iterator[tuple[int, int, bytes]]:
+        """(kind, flags, content) of the object header's messages."""
+        start = self._read(_Block(header, 16))
+        if start[:4] == b"OHDR":
+            flags = start[5]
+            begin = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+            width = 1 << (flags & 3)
+            size = int.from_bytes(self._read(_Block(header + begin, width)), "little")
+            blocks, head = [_Block(header + begin + width, size)], struct.Struct("<BHB")
+            skipped, around = (2 if flags & 4 else 0), 4
+        elif start[0] == 1:
+            blocks, head = (
+                [_Block(header + 16, int.from_bytes(start[8:12], "little"))],
+                struct.Struct("<HHB3x"),
+            )
+            skipped = around = 0
+        else:
+            raise _UnknownError
+        for block in blocks:  # continuations are appended
+            data = self._read(block)
+            position = 0
+            while position + head.size + skipped <= len(data):
+                kind, size, message_flags = head.unpack_from(data, position)
+                position += head.size + skipped
+                content = data[position : position + size]
+                position += size
+                if kind == _CONTINUATION_MESSAGE and len(blocks) < _MAX_HEADER_BLOCKS:
+                    offset, num_bytes = struct.unpack("<QQ", content[:16])
+                    # In headers of version 2: a signature before it, a checksum behind it.
+                    blocks.append(_Block(offset + around, num_bytes - 2 * around))
+                yield kind, message_flags, content
+
+    def _leaves(self, node: int, *, depth: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each leaf under the node: first elements of its chunks, shape (n, dims), and their places, (n, 3)."""
+        start = self._read(_Block(node, _TREE_HEADER_BYTES))
+        kind, level, used = struct.unpack_from("<BBH", start, 4)
+        if start[:4] != b"TREE" or kind != 1 or depth + level > _MAX_DEPTH:
+            raise _UnknownError
+        entry = np.dtype([("size", "<u4"), ("mask", "<u4"), ("offset", "<u8", (len(self._chunks) + 1,)),
+                          ("child", "<u8")])  # fmt: skip
+        found = np.frombuffer(
+            self._read(_Block(node + _TREE_HEADER_BYTES, used * entry.itemsize)), dtype=entry
+        )
+        if (found["child"] >= self._file_bytes).any() or (found["offset"] >> np.uint64(62)).any():
+            raise _UnknownError
+        if level:
+            for child in found["child"].tolist():
+                below = self._read(_Block(child, 8))
+                if below[5] != level - 1:
+                    raise _UnknownError
+                yield from self._leaves(child, depth=depth + 1)
+            return
+        places = np.stack([found["child"] + np.uint64(self._base), found["size"], found["mask"]], axis=1)
+        yield found["offset"][:, :-1].astype(np.int64), places.astype(np.int64)
+
+    def _read(self, block: _Block) -> bytes:
+        """Behind the user block. All of it, or it is unknown what this is."""
+        if not 0 <= block.num_bytes <= _MAX_HEADER_BYTES or not 0 <= block.offset <= self._file_bytes:
+            raise _UnknownError
+        data = os.pread(self._descriptor, block.num_bytes, self._base + block.offset)
+        if len(data) != block.num_bytes:
+            raise _UnknownError
+        return data
