@@ -42,7 +42,7 @@ class ReadAhead:
         self._manifest = dataset.manifest
         self._order = order
         self._first_samples = np.cumsum([0, *(shard.samples for shard in dataset.manifest.shards)])
-        self._next_window = next(iter(order.windows_of(start, start + 1)), 0)
+        self._next_window = next(iter(order.windows_of(start, min(start + 1, order.num_samples))), 0)
         self._lock = threading.Lock()
 
     def before(self, span: Span) -> None:
