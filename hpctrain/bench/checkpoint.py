@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from socket import gethostname
 from statistics import median
+from typing import get_args
 
 import psutil
 
@@ -28,6 +29,7 @@ from hpctrain.bench.checkpoint_ways import (
 )  # fmt: skip
 from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.checkpoint.engine import engine_named
+from hpctrain.checkpoint.save_options import PageCache
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
@@ -61,6 +63,7 @@ class CheckpointAsked:
     num_tensors: int = 32
     engines: tuple[str, ...] = ("auto",)
     modes: tuple[Mode, ...] = tuple(Mode)
+    page_cache: PageCache = "auto"
     repeats: int = 7
     warmup: int = 1
     cache: Cache = Cache.WARM
@@ -80,6 +83,10 @@ class CheckpointAsked:
             )
         for engine in self.engines:
             engine_named(engine)
+        if self.page_cache not in get_args(PageCache):
+            raise UsageError(
+                f"--page-cache {self.page_cache!r} is not one of {', '.join(get_args(PageCache))}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,11 +144,13 @@ def measure_checkpoint(
     behind: list[AsyncSaving] = []
     if Mode.SYNC in asked.modes:
         ways += [
-            SyncSaving(state.state, engine=name, comm=comm, directory=directory) for name in asked.engines
+            SyncSaving(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
+            for name in asked.engines
         ]
     if Mode.ASYNC in asked.modes:
         behind = [
-            AsyncSaving(state.state, engine=name, comm=comm, directory=directory) for name in asked.engines
+            AsyncSaving(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
+            for name in asked.engines
         ]
         ways += [*behind, Copying(raw, comm=comm)]
     ways += [

@@ -59,6 +59,7 @@ def checkpoint_document(
             "bytes": asked.num_bytes,
             "tensors": asked.num_tensors,
             "engines": list(asked.engines),
+            "page_cache": asked.page_cache,
             "modes": [mode.value for mode in asked.modes],
             "directory": directory,
             "cache": asked.cache.value,

@@ -14,6 +14,7 @@ from hpctrain.bench.page_cache import evict
 from hpctrain.checkpoint import State, load, save
 from hpctrain.checkpoint.background_thread import BackgroundThread
 from hpctrain.checkpoint.file_bytes import sync_directory
+from hpctrain.checkpoint.save_options import PageCache
 from hpctrain.checkpoint.saving import SaveOptions, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
 from hpctrain.comm import Collective, all_gather_json
@@ -74,8 +75,10 @@ class SyncSaving:
 
     raw = RAW_WRITE
 
-    def __init__(self, state: State, *, engine: str, comm: Collective, directory: Path) -> None:
-        self._state, self._asked, self._comm = state, engine, comm
+    def __init__(
+        self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto"
+    ) -> None:
+        self._state, self._asked, self._page_cache, self._comm = state, engine, page_cache, comm
         self._directory = directory / f"save-{engine}"
         self.name = f"save, {engine}"
         self.engine: str | None = None
@@ -84,7 +87,8 @@ class SyncSaving:
         make_folder(self._directory, comm=self._comm)
         begin_s = begin(self._comm)
         done = save(
-            self._state, directory=self._directory, step=1, comm=self._comm, keep=None, engine=self._asked
+            self._state, directory=self._directory, step=1, comm=self._comm, keep=None, engine=self._asked,
+            page_cache=self._page_cache,
         )  # fmt: skip
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
@@ -116,9 +120,11 @@ class AsyncSaving:
 
     raw = RAW_WRITE
 
-    def __init__(self, state: State, *, engine: str, comm: Collective, directory: Path) -> None:
+    def __init__(
+        self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto"
+    ) -> None:
         self._state, self._comm = state, comm
-        self._options = SaveOptions(keep=None, engine=engine)
+        self._options = SaveOptions(keep=None, engine=engine, page_cache=page_cache)
         self._directory = directory / f"async-{engine}"
         self._buffers, self._executor = HostBuffers(), BackgroundThread(name="hpctrain-checkpoint")
         self.name = f"save async, {engine}"

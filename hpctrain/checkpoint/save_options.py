@@ -63,7 +63,12 @@ def check_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
         )
     if options.limit_mb_per_s is not None and not options.limit_mb_per_s > 0:
         raise UsageError(f"limit_mb_per_s = {options.limit_mb_per_s}: a rate above 0")
-    return engine_named(options.engine)
+    engine = engine_named(options.engine)
+    if engine is Engine.MPIO and options.page_cache == "bypass":
+        raise UsageError(
+            'page_cache = "bypass" belongs to the engine direct: MPI has its own way to the file'
+        )
+    return engine
 
 
 def file_of_rank(options: SaveOptions, *, num_ranks: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional, cast
 
 import typer
 
@@ -35,6 +35,9 @@ def checkpoint_command(
     tensors: Annotated[int, typer.Option(min=1, help="Tensors that the state is made of.")] = 32,
     engines: Annotated[str, typer.Option(help="auto, direct, mpio; several with commas between.")] = "auto",
     modes: Annotated[str, typer.Option(help="sync, async, or both with a comma between.")] = "sync,async",
+    page_cache: Annotated[
+        str, typer.Option(help="Whether the engine direct writes through it: auto, use, bypass.")
+    ] = "auto",
     directory: Annotated[
         Path,
         typer.Option(
@@ -63,6 +66,7 @@ def checkpoint_command(
     hpctrain launch -n 2 -- hpctrain bench checkpoint --directory /scratch/me
     mpirun -n 8 hpctrain bench checkpoint --size 2GiB --engines direct,mpio --json checkpoint.json
     hpctrain launch -n 2 -- hpctrain bench checkpoint --size 40MiB --tensors 10000
+    srun hpctrain bench checkpoint --directory /lustre/me --page-cache bypass
 
     Every rank holds the whole state. raw write: each rank writes its part of the bytes into one plain file and
     flushes it to disk. save: hashed, flushed, read back and renamed. async: the same in the background; stall: how
@@ -74,6 +78,7 @@ def checkpoint_command(
     from hpctrain.bench.document import check_writable, write_document
     from hpctrain.bench.progress import Progress
     from hpctrain.bench.sizes import parse_size
+    from hpctrain.checkpoint.save_options import PageCache
     from hpctrain.run.record import working_commit
     from hpctrain.run.session import start
 
@@ -81,7 +86,7 @@ def checkpoint_command(
     asked = CheckpointAsked(
         num_bytes=parse_size(size), num_tensors=tensors, repeats=repeats, warmup=warmup, seed=seed,
         engines=tuple(dict.fromkeys(name.strip() for name in engines.split(","))), modes=_modes(modes),
-        cache=Cache.COLD if cold else Cache.WARM,
+        page_cache=cast(PageCache, page_cache), cache=Cache.COLD if cold else Cache.WARM,
     )  # fmt: skip
     if not directory.is_dir():
         raise UsageError(f"--directory {directory} is not a folder")

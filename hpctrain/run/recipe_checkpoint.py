@@ -94,6 +94,8 @@ class CheckpointSection(Section):
                 "engine = 'mpio' writes with all ranks at once, as fast as they can: it goes neither with mode = "
                 "'async' nor with limit_mb_per_s"
             )
+        if self.engine == "mpio" and self.page_cache == "bypass":
+            raise ValueError("page_cache = 'bypass' belongs to engine = 'direct' or 'auto'")
         if self.weights_from is None and (self.weights_map or not self.weights_strict):
             raise ValueError("weights_map and weights_strict belong to weights_from")
         if self.every is not None and self.failures_per_day is None:

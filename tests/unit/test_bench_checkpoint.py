@@ -144,6 +144,7 @@ def test_rounds_take_every_way_once_in_changing_order_and_the_first_do_not_count
         ({"num_bytes": 19}, "19 bytes cannot be 5 tensors"),
         ({"repeats": 0}, "--repeats is 0"),
         ({"engines": ("swift",)}, "swift"),
+        ({"page_cache": "never"}, "--page-cache 'never'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes: dict[str, object], words: str) -> None:

@@ -14,6 +14,7 @@ from hpctrain.checkpoint.batch import Batch, joined, paced
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import choose_engine
 from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of, kind_in
+from hpctrain.checkpoint.save_options import PageCache, SaveOptions
 from hpctrain.checkpoint.striping import Stripes, alignment_of, set_stripes, stripes_for
 from hpctrain.checkpoint.turns import Reach, dealt, domains, plan_turn
 from hpctrain.comm.serial import SerialWorld
@@ -54,6 +55,21 @@ def test_a_directory_that_is_not_there_yet_is_on_its_parents_filesystem(tmp_path
     assert filesystem_of(tmp_path / "not" / "yet") == filesystem_of(tmp_path)
     assert filesystem_of(Path("/dev/shm/checkpoints")).kind == "tmpfs"
     assert filesystem_of(tmp_path, mounts=tmp_path / "none").is_shared  # unknown: to be tried out
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_cache", "local", "bypassed"),
+    [
+        ("ext4", "auto", False, True), ("xfs", "auto", False, True), ("ext4", "auto", True, False),
+        ("ext4", "use", False, False), ("lustre", "auto", False, False), ("lustre", "bypass", False, True),
+        ("tmpfs", "auto", False, False), ("fuse.glusterfs", "auto", False, False),
+    ],
+)  # fmt: skip
+def test_the_page_cache_is_bypassed_where_that_is_known_to_pay_or_asked_for(
+    kind: str, page_cache: PageCache, local: bool, bypassed: bool
+) -> None:
+    options = SaveOptions(page_cache=page_cache, local=local, files="node")
+    assert options.bypass_cache(Filesystem(kind=kind)) is bypassed
 
 
 def reach(begin: int, end: int, *, scattered: bool = True) -> Reach:

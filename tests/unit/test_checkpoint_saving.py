@@ -334,7 +334,9 @@ def test_metadata_that_no_reader_takes_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("options", "text"),
     [({"files": 0}, "files = 0"), ({"files": "nodes"}, "files = 'nodes'"), ({"files": "node"}, "node_of_rank names 0"),
-     ({"local": True}, 'files = "node"'), ({"limit_mb_per_s": 0.0}, "limit_mb_per_s = 0.0")],
+     ({"local": True}, 'files = "node"'), ({"limit_mb_per_s": 0.0}, "limit_mb_per_s = 0.0"),
+     ({"page_cache": "never"}, "page_cache = 'never'"),
+     ({"engine": "mpio", "page_cache": "bypass"}, "belongs to the engine direct")],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
