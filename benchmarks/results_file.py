@@ -58,7 +58,7 @@ def write(
     records: Sequence[Record],
     *,
     repository: Path,
-    benchmark: str = "reduction",
+    benchmark: str,
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Put the records into the file; what it holds afterwards.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import all_ranks, progress
+from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import all_ranks, progress
+from hpctrain.cli.ranks import all_ranks, progress
 
 
 def copy_command(

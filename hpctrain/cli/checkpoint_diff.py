@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import all_ranks, progress
+from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:

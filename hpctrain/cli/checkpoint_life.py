@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import all_ranks, progress, this_rank
+from hpctrain.cli.ranks import all_ranks, progress, this_rank
 
 
 def prune_command(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.checkpoint_ranks import this_rank
+from hpctrain.cli.ranks import this_rank
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.cli.ranks import all_ranks
+from hpctrain.errors import UsageError
 
 
 def index_command(
@@ -55,8 +55,7 @@ def index_command(
     mpirun -n 8 hpctrain data index 'many/**/*.h5' --fields x=/x --samples file --hash --out data/many
     hpctrain data index 'text/*.h5' --fields tokens=/tokens --tokens 1024 --documents /starts --out data/text
     """
-    from hpctrain.cli.data import _Meter, _summary, _who_am_i
-    from hpctrain.comm.select import open_world
+    from hpctrain.cli.data import _Meter, _summary
     from hpctrain.data.index import OldIndex, Paths, Reading, index_files
     from hpctrain.data.index_request import SampleIs, parse_fields
     from hpctrain.data.index_tokens import TokenRequest
@@ -65,33 +64,21 @@ def index_command(
         raise UsageError(f"--samples {samples}: rows, file or groups is expected")
     if tokens is None and (stride is not None or documents is not None):
         raise UsageError("--stride and --documents belong to --tokens")
-    _, num_ranks = _who_am_i()
-    world = open_world("auto" if num_ranks > 1 else "serial").world
-    try:
-        with _Meter() as meter:
-            indexed = index_files(
-                out,
-                files=files,
-                fields=parse_fields(fields, padded=[name for name in pad.split(",") if name]),
-                samples=None if samples is None else SampleIs(samples),
-                tokens=None
-                if tokens is None
-                else TokenRequest(window=tokens, stride=stride or tokens, documents=documents),
-                reading=Reading.CONTENT if read_content else Reading.HEADERS,
-                paths=Paths.RELATIVE if relative else Paths.ABSOLUTE,
-                old=OldIndex.REPLACE if overwrite else OldIndex.REFUSE,
-                progress=meter.part(out) if world.rank == 0 else None,
-                comm=world,
-            )
-    except HpctrainError:
-        world.close()
-        raise
-    except BaseException:  # met by this rank alone: the others wait for it
-        if num_ranks > 1:
-            traceback.print_exc()
-            world.abort(1)
-        raise
-    world.close()
+    with all_ranks() as world, _Meter() as meter:
+        indexed = index_files(
+            out,
+            files=files,
+            fields=parse_fields(fields, padded=[name for name in pad.split(",") if name]),
+            samples=None if samples is None else SampleIs(samples),
+            tokens=None
+            if tokens is None
+            else TokenRequest(window=tokens, stride=stride or tokens, documents=documents),
+            reading=Reading.CONTENT if read_content else Reading.HEADERS,
+            paths=Paths.RELATIVE if relative else Paths.ABSOLUTE,
+            old=OldIndex.REPLACE if overwrite else OldIndex.REFUSE,
+            progress=meter.part(out) if world.rank == 0 else None,
+            comm=world,
+        )
     if world.rank != 0:
         return
     typer.echo(f"{out}: {_summary(indexed.manifest)}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.cli.ranks import all_ranks
+from hpctrain.errors import UsageError
 
 
 def pack_command(
@@ -77,8 +77,7 @@ def pack_command(
     hpctrain data pack table.parquet data/table --fields x=a+b:float32,y=kind
     mpirun -n 8 hpctrain data pack simulation:samples data/simulated --compress zstd --resume
     """
-    from hpctrain.cli.data import _Meter, _summary, _who_am_i
-    from hpctrain.comm.select import open_world
+    from hpctrain.cli.data import _Meter, _summary
     from hpctrain.data.compression import Codec
     from hpctrain.data.pack import Existing
     from hpctrain.data.pack_source import pack_source
@@ -99,39 +98,27 @@ def pack_command(
         num_parts=parts,
     )
     codec = None if compress is None else Codec(_one_of("--compress", compress, [c.value for c in Codec]))
-    _, num_ranks = _who_am_i()
-    world = open_world("auto" if num_ranks > 1 else "serial").world
-    try:
-        with _Meter() as meter:
-            manifests = pack_source(
-                source,
-                out=out,
-                window=window,
-                stride=stride,
-                boundaries=boundaries,  # type: ignore[arg-type]  # checked above
-                shard_bytes=int(shard_mb * 1e6),
-                held_out=held_out,
-                seed=seed,
-                shuffle=shuffle,
-                options=options,
-                codec=codec,
-                chunk_samples=chunk_samples,
-                existing=Existing.RESUME if resume else Existing.REPLACE if overwrite else Existing.REFUSE,
-                progress=meter.part,
-                comm=world,
-            )
-    except HpctrainError:
-        world.close()
-        raise
-    except BaseException:  # met by this rank alone: the others wait for it
-        if num_ranks > 1:
-            traceback.print_exc()
-            world.abort(1)
-        raise
+    with all_ranks() as world, _Meter() as meter:
+        manifests = pack_source(
+            source,
+            out=out,
+            window=window,
+            stride=stride,
+            boundaries=boundaries,  # type: ignore[arg-type]  # checked above
+            shard_bytes=int(shard_mb * 1e6),
+            held_out=held_out,
+            seed=seed,
+            shuffle=shuffle,
+            options=options,
+            codec=codec,
+            chunk_samples=chunk_samples,
+            existing=Existing.RESUME if resume else Existing.REPLACE if overwrite else Existing.REFUSE,
+            progress=meter.part,
+            comm=world,
+        )
     if world.rank == 0:
         for directory, manifest in manifests.items():
             typer.echo(f"{directory}: {_summary(manifest)}")
-    world.close()
 
 
 def _one_of(option: str, value: str, possible: list[str]) -> str:

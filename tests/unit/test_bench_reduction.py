@@ -131,7 +131,12 @@ def test_a_run_of_some_figures_keeps_the_others_with_their_commit() -> None:
 def test_the_file_is_json_with_what_the_issue_asks_for(tmp_path: Path) -> None:
     path = tmp_path / "results" / "reduction.json"
     repository = Path(__file__).resolve().parents[2]
-    records.write(path, [record("reduction.1.x"), record("reduction.2.y", 1.5)], repository=repository)
+    records.write(
+        path,
+        [record("reduction.1.x"), record("reduction.2.y", 1.5)],
+        repository=repository,
+        benchmark="reduction",
+    )
     content = json.loads(path.read_text())
     assert {"machine", "versions", "commit", "records"} == set(content)
     assert [r["holds"] for r in content["records"]] == [True, False]

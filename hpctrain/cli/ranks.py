@@ -1,4 +1,4 @@
-"""What the checkpoint commands share: the ranks that carry one out together, and the progress that rank 0 shows."""
+"""What commands that ranks carry out together share: the ranks, and the progress that rank 0 shows."""
 
 from __future__ import annotations
 

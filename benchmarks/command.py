@@ -1,0 +1,71 @@
+"""What the benchmarks' commands share: their options, the table at the end, and where the results go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results_file
+from benchmarks.results_file import Record
+from tests.ranks_launcher import REPOSITORY
+
+Refresh = Callable[[Path, Mapping[str, Any]], None]
+
+
+def parser_of(benchmark: str, *, description: str | None, figures: str) -> argparse.ArgumentParser:
+    """figures: all that can be measured, `1,2,3`."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=description)
+    parser.add_argument("--only", default=figures, metavar="1,2", help="figures to measure")
+    parser.add_argument("--quick", action="store_true", help="few rounds, small sizes: to see that it runs")
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH",
+        help=f"JSON to write; records of other figures in it stay. `make bench-{benchmark}` gives "
+        f"benchmarks/results/{benchmark}.json, and only then the page's tables are written too",
+    )  # fmt: skip
+    return parser
+
+
+def open_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def saying(console: Console) -> Callable[[str], None]:
+    """Prints what has been done, with the seconds since now."""
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        console.print(f"{time.monotonic() - began:4.0f} s  {what}", markup=False)
+
+    return say
+
+
+def finish(
+    console: Console,
+    made: Sequence[Record],
+    *,
+    benchmark: str,
+    output: Path | None,
+    versions: Mapping[str, str] = {},
+    refresh: Refresh,
+) -> None:
+    """Show the records, and write them. refresh: of the page's tables, where the results are the repository's own."""
+    table = Table("id", "what", "value", "bar", "holds")
+    for record in made:
+        holds = "yes" if record.holds else "[red]no[/red]"
+        table.add_row(record.id, record.what, f"{record.value:.3g}", f"{record.sense} {record.bar:g}", holds)
+    console.print(table)
+    if output is None:
+        return
+    content = results_file.write(
+        output, made, repository=REPOSITORY, benchmark=benchmark, versions=dict(versions)
+    )
+    console.print(f"written: {output}")
+    if output.resolve() == REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json":
+        refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
