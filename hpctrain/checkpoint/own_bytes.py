@@ -17,6 +17,7 @@ from hpctrain.checkpoint.dtypes import byte_view
 from hpctrain.checkpoint.plan import WritePlan
 from hpctrain.checkpoint.state import Replicated, Shard
 from hpctrain.checkpoint.uncached import BLOCK_BYTES
+from hpctrain.errors import CheckpointError
 
 # Small tensors are taken many at once: their calls cost more than their bytes. So many that they stay in the
 # processor's cache until they are written.
@@ -157,7 +158,7 @@ def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Content:
     for group in own.groups:
         if group.offset is not None:
             joined = torch.empty(group.num_bytes, dtype=torch.uint8)
-            _copy_group(joined, sources, group)
+            _copy_group(joined, sources, group, wait=True)
             yield group, joined.numpy().data
             continue
         view = _view(sources, group.segments[0])
@@ -177,7 +178,7 @@ def copy_to(buffer: torch.Tensor, sources: Sequence[Replicated | Shard], own: Ow
     From a device the copies are queued on its present stream: wait for it before the buffer is read or a tensor is
     changed."""
     for group, position in zip(own.groups, _places(own), strict=True):
-        _copy_group(buffer[position : position + group.num_bytes], sources, group)
+        _copy_group(buffer[position : position + group.num_bytes], sources, group, wait=False)
 
 
 def content_in(buffer: torch.Tensor, own: OwnBytes) -> Content:
@@ -200,16 +201,19 @@ def _places(own: OwnBytes) -> Iterator[int]:
     written as they lie."""
     position = 0
     for group in own.groups:
-        if group.offset is None:
+        if group.num_bytes >= _SMALL_BYTES and group.offset is None:
             position += (own.runs[group.extents[0]][0][0] - position) % BLOCK_BYTES
         yield position
         position += group.num_bytes
 
 
-def _copy_group(target: torch.Tensor, sources: Sequence[Replicated | Shard], group: Group) -> None:
-    """Into `target`, bytes on the host. What comes from a device is queued, all of it at once where it can be."""
+def _copy_group(
+    target: torch.Tensor, sources: Sequence[Replicated | Shard], group: Group, *, wait: bool
+) -> None:
+    """Into `target`, bytes on the host. What comes from a device comes at once where it can be, and is only queued if
+    nobody waits."""
     if group.offset is None:
-        target.copy_(_view(sources, group.segments[0]), non_blocking=True)
+        target.copy_(_view(sources, group.segments[0]), non_blocking=not wait)
         return
     tensors = [sources[segment.source].tensor for segment in group.segments]
     devices = {tensor.device for tensor in tensors}
@@ -218,11 +222,11 @@ def _copy_group(target: torch.Tensor, sources: Sequence[Replicated | Shard], gro
         return
     views = [_view(sources, segment) for segment in group.segments]
     if len(devices) == 1:
-        target.copy_(torch.cat(views), non_blocking=True)
+        target.copy_(torch.cat(views), non_blocking=not wait)
         return
     position = 0
     for view in views:
-        target[position : position + len(view)].copy_(view, non_blocking=True)
+        target[position : position + len(view)].copy_(view, non_blocking=not wait)
         position += len(view)
 
 
@@ -231,7 +235,13 @@ def _copy_small(address: int, tensors: Sequence[torch.Tensor], segments: Sequenc
     for tensor, segment in zip(tensors, segments, strict=True):
         if not (tensor.is_contiguous() and type(tensor) in _PLAIN) or tensor.is_neg() or tensor.is_conj():
             tensor = byte_view(tensor)
-        _memmove(address, tensor.data_ptr() + segment.start, segment.num_bytes)
+        source = tensor.data_ptr()
+        if not source:
+            raise CheckpointError(
+                f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} has no memory of its own: it was freed, or "
+                "is a wrapper of others. Save what it stands for"
+            )
+        _memmove(address, source + segment.start, segment.num_bytes)
         address += segment.num_bytes
 
 

@@ -60,7 +60,7 @@ def content_copied(sources: Sequence[Replicated | Shard], own: OwnBytes, *, buff
         copy_to(memory, sources, own)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-    except (RuntimeError, MemoryError) as error:  # torch's, when there is no memory
+    except (RuntimeError, MemoryError, CheckpointError) as error:  # there is no memory, or a tensor has none
         return _failing(
             f"the copy of this rank's {own.num_bytes} bytes, to be saved in the background, cannot be made: "
             f'{type(error).__name__}: {error}. Save with mode = "sync", or leave more memory free'

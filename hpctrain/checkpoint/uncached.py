@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias, final
@@ -30,11 +31,10 @@ _IN_FLIGHT = 2  # while a third window is filled
 _SHORTEST_BYTES = 1 << 18
 
 _Memory: TypeAlias = NDArray[np.uint8]
-_NOTHING: _Memory = np.empty(0, dtype=np.uint8)
 
 
 def open_uncached(path: Path) -> int | None:
-    """A descriptor that writes past the cache; None where the system or the filesystem has none."""
+    """One more descriptor of the file, that writes past the cache; None where the system or the filesystem has none."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None
@@ -53,26 +53,49 @@ def write_uncached(cached: int, uncached: int, stretches: Iterable[tuple[int, me
     rank may write to the same block at the same time other than through the cache. Views must keep their bytes until
     the call returns; large ones whose memory is aligned as their place in the file are not even copied.
     """
-    with _Windows(cached, uncached) as windows:
+    with _Writer(cached, uncached) as writer:
         for offset, data in stretches:
-            windows.put(offset, data)
+            writer.put(offset, data)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Aligned memory that stands for the file from byte `base` on; bytes `begin` to `end` of the file are filled."""
+
+    memory: _Memory
+    base: int = 0
+    begin: int = 0
+    end: int = 0
+
+    def start(self, offset: int) -> None:
+        self.base = offset - offset % BLOCK_BYTES
+        self.begin = self.end = offset
+
+    @property
+    def room_bytes(self) -> int:
+        return self.base + len(self.memory) - self.end
+
+    def add(self, data: memoryview) -> None:
+        at = self.end - self.base
+        # Others may run meanwhile: numpy gives up the interpreter's lock.
+        np.copyto(self.memory[at : at + data.nbytes], np.frombuffer(data, dtype=np.uint8))
+        self.end += data.nbytes
 
 
 @final
-class _Windows:
-    """Stretches that follow each other, gathered in aligned memory, which threads write when it is full."""
+class _Writer:
+    """Gathers stretches that follow each other in windows, which threads write."""
 
     def __init__(self, cached: int, uncached: int) -> None:
         self._cached = cached
         self._uncached: int | None = uncached
         self._threads = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="hpctrain-write")
+        self._has_threads = True
         self._in_flight: deque[tuple[_Memory | None, Future[None]]] = deque()
         self._free: list[_Memory] = []
-        self._window = _NOTHING
-        # Bytes of the file: where the window lies, and what of it is filled.
-        self._base = self._begin = self._end = -1
+        self._window: _Window | None = None
 
-    def __enter__(self) -> _Windows:
+    def __enter__(self) -> _Writer:
         return self
 
     def __exit__(
@@ -80,7 +103,7 @@ class _Windows:
     ) -> None:
         try:
             if error is None:
-                self._hand_over()
+                self._end_run()
                 while self._in_flight:
                     self._wait()
         finally:
@@ -90,38 +113,53 @@ class _Windows:
         if data.nbytes >= _SHORTEST_BYTES:
             memory = np.frombuffer(data, dtype=np.uint8)
             if (memory.ctypes.data - offset) % BLOCK_BYTES == 0:
-                self._hand_over()
+                self._end_run()
                 self._submit(memory, base=offset, begin=offset, end=offset + data.nbytes, is_ours=False)
                 return
         while data.nbytes:
-            if offset != self._end or self._end == self._base + _WINDOW_BYTES:
-                self._hand_over()
-                self._base = offset - offset % BLOCK_BYTES
-                self._begin = self._end = offset
-                self._window = self._free.pop() if self._free else _pages(_WINDOW_BYTES)
-            begin = offset - self._base
-            part = data[: _WINDOW_BYTES - begin]
-            target = self._window[begin : begin + part.nbytes]
-            np.copyto(target, np.frombuffer(part, dtype=np.uint8))  # others may run meanwhile
-            self._end = offset = offset + part.nbytes
-            data = data[part.nbytes :]
+            window = self._window_at(offset)
+            part = data[: window.room_bytes]
+            window.add(part)
+            data, offset = data[part.nbytes :], offset + part.nbytes
 
-    def _hand_over(self) -> None:
-        """Have a thread write what the window holds."""
-        if self._end > self._begin:
-            self._submit(self._window, base=self._base, begin=self._begin, end=self._end, is_ours=True)
-        self._begin = self._end = -1
+    def _window_at(self, offset: int) -> _Window:
+        """The window to go on in at `offset`, with room."""
+        window = self._window
+        if window is None or window.end != offset or not window.room_bytes:
+            self._end_run()
+            window = self._window  # kept, where what it held was short
+            if window is None:
+                window = self._window = _Window(self._free.pop() if self._free else _pages(_WINDOW_BYTES))
+            window.start(offset)
+        return window
+
+    def _end_run(self) -> None:
+        """Have what the window holds written: by a thread, unless that costs more than to do it here."""
+        window = self._window
+        if window is None:
+            return
+        base, begin, end = window.base, window.begin, window.end
+        if end - begin < _SHORTEST_BYTES:
+            write_fully(self._cached, window.memory[begin - base : end - base].data, offset=begin)
+            window.start(end)
+            return
+        self._submit(window.memory, base=base, begin=begin, end=end, is_ours=True)
+        self._window = None
 
     def _submit(self, memory: _Memory, *, base: int, begin: int, end: int, is_ours: bool) -> None:
         while len(self._in_flight) >= _IN_FLIGHT:
             self._wait()
-        try:
-            job = self._threads.submit(self._write, memory, base, begin, end)
-        except RuntimeError:  # the interpreter ends, and starts no threads any more
-            self._write(memory, base, begin, end)
-            job = Future()
-            job.set_result(None)
-        self._in_flight.append((memory if is_ours else None, job))
+        if self._has_threads:
+            try:
+                job = self._threads.submit(self._write, memory, base, begin, end)
+                self._in_flight.append((memory if is_ours else None, job))
+                return
+            except RuntimeError:  # no more of them: the interpreter ends, or the system has none
+                # It may be queued all the same, and be written once more: this memory is not used again.
+                self._has_threads = is_ours = False
+        self._write(memory, base, begin, end)
+        if is_ours:
+            self._free.append(memory)
 
     def _wait(self) -> None:
         """Until the oldest is written. Raises what its writing raised."""
@@ -133,18 +171,28 @@ class _Windows:
     def _write(self, memory: _Memory, base: int, begin: int, end: int) -> None:
         """Bytes `begin` to `end` of the file, from memory that stands for the file from `base` on."""
         first, last = -(-begin // BLOCK_BYTES) * BLOCK_BYTES, end - end % BLOCK_BYTES
-        if self._uncached is None or last - first < _SHORTEST_BYTES:
+        done = 0
+        if last - first >= _SHORTEST_BYTES:
+            done = self._write_blocks(memory[first - base : last - base], offset=first)
+        if not done:
             write_fully(self._cached, memory[begin - base : end - base].data, offset=begin)
             return
         write_fully(self._cached, memory[begin - base : first - base].data, offset=begin)
+        # After a short write the place need not be a block's.
+        write_fully(self._cached, memory[first + done - base : end - base].data, offset=first + done)
+
+    def _write_blocks(self, blocks: _Memory, *, offset: int) -> int:
+        """Past the cache; bytes written, perhaps not all, and none where the filesystem asks for larger blocks."""
+        uncached = self._uncached  # another thread may find out, too
+        if uncached is None:
+            return 0
         try:
-            done = os.pwrite(self._uncached, memory[first - base : last - base].data, first)
+            return os.pwrite(uncached, blocks.data, offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._uncached, done = None, 0  # it asks for larger blocks: then as ever
-        # After a short write the place need not be a block's.
-        write_fully(self._cached, memory[first + done - base : end - base].data, offset=first + done)
+            self._uncached = None
+            return 0
 
 
 def _pages(num_bytes: int) -> _Memory:

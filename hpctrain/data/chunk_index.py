@@ -47,7 +47,7 @@ class ChunkIndex:
     def __init__(self, places: NDArray[np.int64], *, counts: tuple[int, ...]) -> None:
         """places: shape (chunks, 3): offset, bytes, filter mask. counts: chunks in each dimension."""
         self.offsets = np.ascontiguousarray(places[:, 0]).data
-        self.sizes = places[:, 1].astype(np.int32).data
+        self.sizes = places[:, 1].astype(np.uint32).data
         self.masks = places[:, 2].astype(np.uint32).data
         self._strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
 
@@ -69,7 +69,7 @@ def read_chunk_index(descriptor: int, *, header: int, layout: Layout, base: int 
         return None
     try:
         return _Reader(descriptor, base=base, layout=layout).index(header)
-    except (_UnknownError, struct.error, IndexError):
+    except (_UnknownError, struct.error, IndexError, ValueError):
         return None
 
 
@@ -80,6 +80,9 @@ class _Reader:
         self._descriptor = descriptor
         self._base = base
         self._file_bytes = os.fstat(descriptor).st_size
+        # Nodes that refer to each other in circles would be read for ever.
+        entry_bytes = 8 * (len(layout.chunks) + 4)
+        self._left_bytes = (4 * layout.num_chunks + 10_000) * 2 * entry_bytes
         self._chunks = layout.chunks
         self._counts = tuple(-(-n // c) for n, c in zip(layout.shape, layout.chunks, strict=True))
 
@@ -173,6 +176,7 @@ class _Reader:
         if not 0 <= block.num_bytes <= _MAX_HEADER_BYTES or not 0 <= block.offset <= self._file_bytes:
             raise _UnknownError
         data = os.pread(self._descriptor, block.num_bytes, self._base + block.offset)
-        if len(data) != block.num_bytes:
+        self._left_bytes -= _TREE_HEADER_BYTES + len(data)
+        if len(data) != block.num_bytes or self._left_bytes < 0:
             raise _UnknownError
         return data

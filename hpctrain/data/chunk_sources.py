@@ -65,6 +65,8 @@ class StoredChunks:
             return Chunk(values=np.full(self.chunk_shape, fill, dtype=dtype.newbyteorder("=")))
         mask, data = stored
         decoded = filters.undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
+        if isinstance(decoded, memoryview) and self._mapped is not None:
+            decoded = bytes(decoded)  # the cache would keep the map, and with it the file open
         values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
         return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
 

@@ -5,6 +5,7 @@ Making files is in `hdf5_write`. h5py is imported when it is first needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Layout:
     @property
     def num_chunks(self) -> int:
         """Chunks of the whole extent, at its borders also those that are cut."""
-        return int(np.prod([-(-n // c) for n, c in zip(self.shape, self.chunks or (), strict=False)]))
+        return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunks or (), strict=False))
 
 
 def _open(path: Path) -> h5py.File:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class IoMode(str, Enum):
-    """Of contiguous data. Chunks are always read."""
+    """Of contiguous data, and of the stored bytes of chunks that are decoded here."""
 
     AUTO = "auto"  # see `choose`
     MAP = (

@@ -101,8 +101,8 @@ class Dataset:
         self._windows = read_windows(directory, manifest=manifest)
         self._layouts: dict[int, dict[str, hdf5.Layout]] = {}
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # A shard takes up to two descriptors; the process needs others for sockets and files.
-        self._max_open = 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, max(8, soft_limit // 4))
+        # A shard takes up to three descriptors; the process needs others for sockets and files.
+        self._max_open = 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, max(8, soft_limit // 5))
         self._reset()
 
     is_thread_safe: Final = True

@@ -342,3 +342,55 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, o
     with pytest.raises(UsageError, match=re.escape(text)):
         save(state_of(0, 1), directory=tmp_path, step=1, comm=SerialWorld(), **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_memory_for_the_copy_is_an_error_on_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
+        raise CheckpointError("there is no memory for a tensor")
+
+    monkeypatch.setattr("hpctrain.checkpoint.snapshot.fresh_tensor", no_memory)
+
+    def rank_main(world: ThreadsWorld) -> None:
+        buffers = HostBuffers()
+        if world.rank == 0:
+            monkeypatch.setattr(
+                buffers, "take", lambda num_bytes, **_: torch.empty(num_bytes, dtype=torch.uint8)
+            )
+        with ThreadPoolExecutor(1) as executor:
+            saving = Saving.begin(
+                state_of(world.rank, 2),
+                directory=tmp_path,
+                step=1,
+                comm=world,
+                buffers=buffers,
+                executor=executor,
+            )
+            with pytest.raises(CheckpointError, match=r"rank 1.*no memory for a tensor"):
+                saving.finish()
+
+    run_threads(2, rank_main)
+    assert finished_newest_first(tmp_path) == []
+
+
+def test_small_tensors_without_memory_of_their_own_are_refused_and_odd_ones_saved(tmp_path: Path) -> None:
+    freed = torch.rand(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointError, match="no memory of its own"):
+        save(
+            State(items=[Replicated(name="freed", tensor=freed)]),
+            directory=tmp_path,
+            step=1,
+            comm=SerialWorld(),
+        )
+    base = torch.randn(6, 8, dtype=torch.complex64)
+    odd = {
+        "conjugate": base.conj(), "negative": base.conj().imag, "turned": torch.rand(5, 7).T,
+        "spread": torch.rand(1, 3).expand(4, 3), "parameter": torch.nn.Parameter(torch.rand(9)),
+        "later": torch.arange(50)[20:], "scalar": torch.tensor(3.0), "half": torch.rand(11).bfloat16(),
+    }  # fmt: skip
+    items = [Replicated(name=name, tensor=tensor) for name, tensor in odd.items()]
+    save(State(items=items), directory=tmp_path, step=2, comm=SerialWorld())
+    _, tensors = load(tmp_path / "step-00000002.h5", comm=SerialWorld())
+    assert all(same_bits(tensors[name], tensor.detach().contiguous()) for name, tensor in odd.items())

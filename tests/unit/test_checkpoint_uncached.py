@@ -7,6 +7,8 @@ import mmap
 import os
 import random
 import resource
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,3 +127,55 @@ def test_an_error_in_a_thread_that_writes_is_told_and_leaves_no_thread(tmp_path:
             write_direct(path, [(0, data)], bypass_cache=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("refused", [{1}, {2}, set(range(2, 100))])
+def test_a_system_that_has_no_more_threads_gets_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: set[int]
+) -> None:
+    real_start, begun = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("hpctrain-write"):
+            begun.append(thread.name)
+            if len(begun) in refused:
+                raise RuntimeError("can't start new thread")
+        real_start(thread)
+
+    def slow_pwrite(fd: int, data: memoryview, offset: int) -> int:
+        time.sleep(0.01 if len(data) > 1 << 18 else 0)  # so that what was queued all the same is written late
+        return RESULT_OF_PWRITE(fd, data, offset)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(os, "pwrite", slow_pwrite)
+    data = np.random.default_rng(0).bytes(40 << 20)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(len(data)))
+    whole = memory(data, like=None)
+    pieces_of_it = ((at, whole[at : at + (4 << 20)]) for at in range(0, len(data), 4 << 20))
+    write_direct(path, pieces_of_it, bypass_cache=True)
+    assert path.read_bytes() == data
+    assert begun
+
+
+def test_two_threads_that_are_refused_at_once_both_go_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=5)
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        with open(f"/proc/self/fdinfo/{fd}") as info:
+            flags = int(next(line for line in info if line.startswith("flags")).split()[1], 8)
+        if flags & os.O_DIRECT:
+            both.wait()
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return RESULT_OF_PWRITE(fd, data, offset)
+
+    data = np.random.default_rng(0).bytes(4 << 20)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(len(data)))
+    descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT)  # else there is nothing to be refused
+    os.close(descriptor)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    write_direct(path, [(0, memory(data, like=None))], bypass_cache=True)
+    assert path.read_bytes() == data

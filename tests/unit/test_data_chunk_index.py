@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,28 @@ def test_a_damaged_index_ends_in_nothing_or_in_places_within_the_file(tmp_path: 
             for offset, size in zip(index.offsets, index.sizes, strict=True):
                 assert offset == -1 or 0 <= offset <= offset + size <= len(damaged)
     assert 50 < unknown < 400
+
+
+def test_nodes_that_refer_to_the_same_ones_over_and_over_are_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=VALUES[:300], chunks=(1, 8, 6), compression="gzip")
+    reader = hdf5.RowReader(path)
+    header = reader.header_offset("x")
+    reader.close()
+    layout = hdf5.inspect(path, names=["x"])["x"]
+    content = bytearray(path.read_bytes())
+    nodes = [place for place in range(len(content)) if content.startswith(b"TREE\x01", place)]
+    child = next(place for place in nodes if content[place + 5] == 0)
+    for level in range(1, 8):
+        node = struct.pack("<4sBBHQQ", b"TREE", 1, level, 64, 2**64 - 1, 2**64 - 1)
+        node += 64 * struct.pack("<II4QQ", 10, 0, 0, 0, 0, 0, child)
+        child = len(content)
+        content += node
+    root = struct.pack("<Q", next(place for place in nodes if content[place + 5] == 1))
+    place = content.index(root, header)
+    content[place : place + 8] = struct.pack("<Q", child)
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDONLY)
+    assert read_chunk_index(descriptor, header=header, layout=layout) is None
+    os.close(descriptor)

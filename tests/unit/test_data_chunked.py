@@ -412,3 +412,23 @@ def test_chunks_of_one_sample_are_read_past_a_small_cache_and_damage_is_named(
         os.utime(tmp_path / "a.h5", ns=(status.st_atime_ns, status.st_mtime_ns))
         with pytest.raises(DataError, match=r"sample 7 .*a\.h5"):
             Dataset.open(tmp_path / "index", cache_bytes=1000).gather(order)
+
+
+def test_decoded_chunks_do_not_keep_the_files_of_shards_open_that_were_closed(tmp_path: Path) -> None:
+    pack_arrays(tmp_path, {"x": np.arange(400, dtype=np.int64).reshape(200, 2)}, shard_samples=10)
+    for path in tmp_path.glob("shard-*.h5"):
+        with h5py.File(path) as file:
+            content = file["x"][:]
+        with h5py.File(path, "w") as file:  # not compressed: what is stored is what is handed out
+            file.create_dataset("x", data=content, chunks=(5, 2))
+    dataset = Dataset.open(tmp_path, io="map")
+    dataset._max_open = 2
+
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    dataset.gather(np.arange(20))
+    before = num_open()
+    assert np.array_equal(dataset.gather(np.arange(200))["x"].ravel(), np.arange(400))
+    assert dataset._cache.num_made == 40
+    assert num_open() <= before
