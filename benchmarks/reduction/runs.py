@@ -42,9 +42,8 @@ class Scale:
     steps_per_block: int = 10
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
-    sweep_rounds: int = 15
-    # On one node small buckets take a fifth of a millisecond and their means vary by 40 %: that of 15 rounds by 10 %.
-    one_node_rounds: int = 101
+    # The same choice measured twice differs by 10 to 20 % over 15 rounds: so as many as the budget has time for.
+    sweep_rounds: int = 101
     # It may choose a wire as well, never lossier than 16 bits; it is held against both.
     auto: Choice = ("auto", "auto")
     budget_s: float = 25.0
@@ -54,7 +53,7 @@ class Scale:
 FULL = Scale()
 QUICK = replace(
     FULL, bytes_numel=50_000, times_numel=50_000, time_rounds=1, step_rounds=1, steps_per_block=1,
-    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, one_node_rounds=3, timeout_s=120.0,
+    workloads=("mlp",), sweep_numels=(1000,), sweep_rounds=3, timeout_s=120.0,
 )  # fmt: skip
 
 Run = Callable[[OneNode, OnCluster | None, Scale], list[Record]]
@@ -112,8 +111,7 @@ def _sweep(rate: str | None) -> Run:
     def run(one_node: OneNode, cluster: OnCluster | None, scale: Scale) -> list[Record]:
         settings = {
             "choices": FIXED, "auto": scale.auto, "numels": list(scale.sweep_numels),
-            "num_rounds": scale.sweep_rounds if rate else scale.one_node_rounds,
-            "budget_s": scale.budget_s, "seed": SEED,
+            "num_rounds": scale.sweep_rounds, "budget_s": scale.budget_s, "seed": SEED,
         }  # fmt: skip
         if rate is None:
             found = one_node.run("sweep", settings, timeout_s=scale.timeout_s)
