@@ -112,7 +112,7 @@ class _Writer:
     def put(self, offset: int, data: memoryview) -> None:
         if data.nbytes >= _SHORTEST_BYTES:
             memory = np.frombuffer(data, dtype=np.uint8)
-            if (memory.ctypes.data - offset) % BLOCK_BYTES == 0:
+            if (memory.__array_interface__["data"][0] - offset) % BLOCK_BYTES == 0:
                 self._end_run()
                 self._submit(memory, base=offset, begin=offset, end=offset + data.nbytes, is_ours=False)
                 return
