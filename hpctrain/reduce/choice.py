@@ -107,10 +107,14 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """The wire that takes least time for these buckets; one that rounds more only if it saves 20%."""
+        """The wire that takes least time for these buckets; one that rounds more only if it saves 20%.
+
+        A wire all of whose candidates were left behind before the largest of them is not taken: what is measured
+        there may have met a busy moment, what is extrapolated never does.
+        """
         sizes = list(bucket_bytes)
-        wires = dict.fromkeys(c.wire for c in (self.costs or self.candidates))
-        ordered = sorted(wires, key=roundings)
+        among = eligible(self.costs, max(sizes, default=0)) if self.costs else self.candidates
+        ordered = sorted(dict.fromkeys(c.wire for c in among), key=roundings)
         chosen = ordered[0]
         if not self.costs:
             return chosen
