@@ -119,14 +119,16 @@ class _Reader:
     def _messages(self, header: int) -> Iterator[tuple[int, int, bytes]]:
         """(kind, flags, content) of the object header's messages."""
         start = self._read(_Block(header, 16))
-        if start[:4] == b"OHDR":
+        if (
+            start[:4] == b"OHDR"
+        ):  # version 2: signature, version, flags, perhaps times and limits, size of the block
             flags = start[5]
             begin = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
             width = 1 << (flags & 3)
             size = int.from_bytes(self._read(_Block(header + begin, width)), "little")
             blocks, head = [_Block(header + begin + width, size)], struct.Struct("<BHB")
             skipped, around = (2 if flags & 4 else 0), 4
-        elif start[0] == 1:
+        elif start[0] == 1:  # version 1: version, number of messages, references, size of the block at byte 8
             blocks, head = (
                 [_Block(header + 16, int.from_bytes(start[8:12], "little"))],
                 struct.Struct("<HHB3x"),
@@ -143,7 +145,7 @@ class _Reader:
                 content = data[position : position + size]
                 position += size
                 if kind == _CONTINUATION_MESSAGE and len(blocks) < _MAX_HEADER_BLOCKS:
-                    offset, num_bytes = struct.unpack("<QQ", content[:16])
+                    offset, num_bytes = struct.unpack_from("<QQ", content)
                     # In headers of version 2: a signature before it, a checksum behind it.
                     blocks.append(_Block(offset + around, num_bytes - 2 * around))
                 yield kind, message_flags, content
@@ -163,8 +165,8 @@ class _Reader:
             raise _UnknownError
         if level:
             for child in found["child"].tolist():
-                below = self._read(_Block(child, 8))
-                if below[5] != level - 1:
+                _, level_below = self._read(_Block(child, 6))[4:]
+                if level_below != level - 1:
                     raise _UnknownError
                 yield from self._leaves(child, depth=depth + 1)
             return
