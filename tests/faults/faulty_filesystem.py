@@ -196,7 +196,8 @@ class Passthrough(mfusepy.Operations):
         return int(self.close(fh)) if fh in self.writable else 0
 
     def open(self, path: str, flags: int) -> int:
-        fh = os.open(self._real(path), flags & ~os.O_CREAT)
+        # Whoever opens it past the cache has aligned memory; what arrives here has not.
+        fh = os.open(self._real(path), flags & ~(os.O_CREAT | os.O_DIRECT))
         self.paths[fh] = path
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self.writable.add(fh)
