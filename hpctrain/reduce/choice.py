@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from hpctrain.errors import UsageError
@@ -225,8 +226,13 @@ def _floored(cost: Cost, least: float) -> Cost:
     Where the link explains most of the largest size's time, it is what larger ones take longer by: the difference of
     two trials says less of it, as one that met a busy moment makes it anything.
     """
-    points = [(n, max(s, n * least) + MEASURED_BESIDE_FLOOR * s) for n, s in cost.points]
-    floored = Cost.fit(points)
+    sizes = [n for n, _ in cost.points]
+    for (low, low_s), (high, high_s) in pairwise(cost.points):
+        over, under = low_s - low * least, high * least - high_s
+        if over * under > 0:  # here the floor begins to count, or ends to; not halfway to the next size
+            sizes.append(low + round((high - low) * over / (over + under)))
+    measured = [(n, cost.at(n)) for n in sizes]
+    floored = Cost.fit((n, max(s, n * least) + MEASURED_BESIDE_FLOOR * s) for n, s in measured)
     last_bytes, last_s = cost.points[-1]
     decided = last_bytes * least >= DECIDED_BY_LINK * last_s
     return replace(floored, slope=least if decided else max(floored.slope, least))

@@ -123,3 +123,20 @@ def test_a_wire_that_was_left_behind_does_not_win_by_a_slow_trial_of_the_other()
     choice = Choice.of_measurements(found, floor=floor())
     assert choice.fastest_wire([1 << 20]) == choice.fastest_wire([1 << 24] * 4) == "fp16"
     assert choice.fastest_wire([1 << 17]) == "fp32"
+
+
+def test_a_size_between_two_measured_ones_costs_what_it_takes_or_its_bytes_not_the_mean_with_a_larger_ones() -> (
+    None
+):
+    # Latency decides at 32 KiB; at 256 KiB the trials ran on the links' queues.
+    flat = Candidate("flat", "fp32")
+    found = [
+        Measurement(algorithm="flat", wire="fp32", num_bytes=n, seconds=s)
+        for n, s in ((2**15, 0.001), (2**18, 0.002))
+    ]
+    choice = Choice.of_measurements(found, floor=floor())
+    per_byte_s = 2 * 7 / 8 / RATE
+    for size in (2**15, 40_000, 50_000, 2**16, 100_000, 2**17, 2**18):
+        straight_s = 0.001 + 0.001 * (size - 2**15) / (2**18 - 2**15)
+        expected_s = max(straight_s, size * per_byte_s) + 0.01 * straight_s
+        assert choice.costs[flat].at(size) == pytest.approx(expected_s, rel=1e-3)
