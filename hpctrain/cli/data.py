@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import typer
 
 from hpctrain.cli.data_index import index_command
 from hpctrain.cli.data_pack import pack_command
+from hpctrain.cli.ranks import all_ranks, this_rank
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,9 +53,8 @@ def info_command(
     from hpctrain.data.read import Dataset
     from hpctrain.data.verify import find_datasets
 
-    rank, _ = _who_am_i()
     datasets = [Dataset.open(found) for found in find_datasets(directory)]
-    if rank != 0:
+    if this_rank() != 0:
         return
     if as_json:
         typer.echo(json.dumps([_as_json(d.directory, d.manifest) for d in datasets], indent=1))
@@ -85,16 +83,9 @@ def verify_command(
     hpctrain data verify data/digits
     mpirun -n 8 hpctrain data verify data/large
     """
-    _, num_ranks = _who_am_i()
-    if num_ranks == 1:
-        found = _verify_part(directory, rank=0, num_ranks=1)
-        _report(directory, found, as_json=as_json, is_rank_0=True)
-        return
     from hpctrain.comm.agreement import agreed, all_gather_json
-    from hpctrain.comm.select import open_world
 
-    world = open_world("auto").world
-    try:
+    with all_ranks() as world:
         part = agreed(
             world,
             lambda: _verify_part(directory, rank=world.rank, num_ranks=world.num_ranks),
@@ -102,8 +93,6 @@ def verify_command(
         )
         found = _join(all_gather_json(world, part))
         _report(directory, found, as_json=as_json, is_rank_0=world.rank == 0)
-    finally:
-        world.close()
 
 
 def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
@@ -150,14 +139,6 @@ def _report(
             "restore the shards, or pack again",
             agreed=True,
         )
-
-
-def _who_am_i() -> tuple[int, int]:
-    """(rank, num_ranks) as the launcher says."""
-    from hpctrain.launch import identify
-
-    identity = identify(os.environ, socket.gethostname())
-    return identity.rank, identity.num_ranks
 
 
 def _summary(manifest: Manifest) -> str:
