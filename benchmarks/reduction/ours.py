@@ -1,4 +1,4 @@
-"""Ours, as methods of the benchmark: one bucket through a `BucketReducer`, on the reduction thread."""
+"""Ours, as methods of the benchmark: one bucket through a `BucketReducer`, on the thread on which a run has it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def our_method(
     else:
         reducer = _fixed(session, algorithm=algorithm, wire=wire)
     memory = reducer.plan(buckets, device=CPU)
-    pipeline = ReductionPipeline(reducer.reduce, device=CPU)
+    pipeline = ReductionPipeline(reducer.reduce, device=CPU, overlap=session.overlap())
 
     def fill(values: torch.Tensor) -> None:
         memory[0].zero_()

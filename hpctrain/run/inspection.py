@@ -34,6 +34,7 @@ def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: s
         "hdf5": _hdf5(),
         "run_directory": _run_directory(run_directory),
         "scratch": _scratch(),
+        "tcp": _tcp(),
     }
 
 
@@ -127,3 +128,11 @@ def _scratch() -> dict[str, Any]:
         "tmp_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
         "shm_free_bytes": shutil.disk_usage(shm).free if shm.is_dir() else None,
     }
+
+
+def _tcp() -> dict[str, Any]:
+    try:
+        name = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return {"error": "the system does not say"}
+    return {"congestion_control": name}

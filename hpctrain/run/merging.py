@@ -98,6 +98,7 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
         )
         names = ", ".join(topology.node_names[:8]) + (", ..." if topology.num_nodes > 8 else "")
         findings.append(Finding(topic="topology", level=Level.OK, text=f"{topology.describe()}: {names}"))
+        findings += _tcp(facts_by_rank) if topology.num_nodes > 1 and not topology.emulated else []
     ranks_by_host: dict[str, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):
         ranks_by_host.setdefault(facts["host"], []).append(rank)
@@ -109,6 +110,16 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
         on = "" if len(hosts_by_finding) == 1 and len(hosts) == 1 else f" on {', '.join(hosts)}"
         findings.append(replace(finding, text=finding.text + on))
     return findings
+
+
+def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    """Does TCP's congestion control suit short bursts between nodes?"""
+    ranks = [r for r, facts in enumerate(facts_by_rank) if facts["tcp"].get("congestion_control") == "bbr"]
+    if not ranks:
+        return []
+    text = f"{_where(ranks, facts_by_rank)}: BBR, whose sums of a MB wait 40 ms for an acknowledgement now and then"
+    remedy = "over Ethernet: sysctl net.ipv4.tcp_congestion_control=cubic on the nodes; over InfiniBand it is not used"
+    return [Finding(topic="TCP", level=Level.WARNING, text=text, remedy=remedy)]
 
 
 def _cores(facts_of_host: Sequence[Facts]) -> Finding:

@@ -116,12 +116,12 @@ class Session:
         """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
         made = make_reduction(
             self.world, plan, topology=self.topology, device=self.device, gradient_bytes=gradient_bytes,
-            overlap=self._overlap(), nccl=self.nccl(plan.algorithm), note=self.note,
+            overlap=self.overlap(), nccl=self.nccl(plan.algorithm), note=self.note,
         )  # fmt: skip
         self._reducers.append(made.reducer)
         return made
 
-    def _overlap(self) -> bool:
+    def overlap(self) -> bool:
         """Whether reductions gain by running beside backward. Collective.
 
         They wait for a network or a device, or have a core to run on. On one node whose ranks use every core they

@@ -39,6 +39,7 @@ def facts_of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
         found["hdf5"] = {"h5py": "3.16.0", "hdf5": "1.10.8", "parallel": True}
         found["run_directory"].update(kind="lustre", free_bytes=10**12)
         found["scratch"].update(shm_free_bytes=10**9)
+        found["tcp"] = {"congestion_control": "cubic"}
         facts.append(found)
     return facts
 
@@ -144,6 +145,27 @@ def test_overcommitted_cores_are_a_warning(
     assert len(found) == 1
     assert found[0].level is level
     assert remedy in found[0].remedy
+
+
+def on_two_nodes(facts: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(facts):
+        found["host"] = found["launcher"]["node_name"] = f"node{rank // 2}"
+
+
+def test_bbr_between_nodes_is_a_warning_that_names_them(facts: list[dict[str, Any]]) -> None:
+    facts[2]["tcp"] = facts[3]["tcp"] = {"congestion_control": "bbr"}
+    assert not of_topic(merge(facts), "TCP")  # on one node nothing goes over TCP
+    on_two_nodes(facts)
+    (found,) = of_topic(merge(facts), "TCP")
+    assert found.level is Level.WARNING
+    assert "ranks 2-3 (node1)" in found.text
+    assert "cubic" in found.remedy
+
+
+def test_other_congestion_control_and_systems_that_do_not_tell_are_fine(facts: list[dict[str, Any]]) -> None:
+    on_two_nodes(facts)
+    facts[0]["tcp"] = {"error": "the system does not say"}
+    assert not of_topic(merge(facts), "TCP")
 
 
 def test_ranks_bound_to_cores_of_their_own_are_fine(facts: list[dict[str, Any]]) -> None:
