@@ -33,11 +33,15 @@ def main(behaviour: str, directory: Path) -> int:
     record = {**asdict(identity), "pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS")}
     (directory / f"rank-{identity.rank}.json.tmp").write_text(json.dumps(record))
     os.replace(directory / f"rank-{identity.rank}.json.tmp", directory / f"rank-{identity.rank}.json")
-    if behaviour == "fail":
-        return 7 if identity.rank == 1 else 0
+    if behaviour == "fail" and identity.rank != 1:
+        return 0
     if behaviour == "die" and identity.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline_s = time.monotonic() + 60
+    while behaviour == "fail" and time.monotonic() < deadline_s:
+        if len(list(directory.glob("rank-*.json"))) == identity.num_ranks:
+            return 7  # not before: the launcher ends the ranks that have not written theirs yet
+        time.sleep(0.02)
     while time.monotonic() < deadline_s and "SIGUSR1" not in got:
         time.sleep(0.02)
     (directory / f"got-{identity.rank}.json").write_text(json.dumps(got))
