@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.checkpoint.disk import allocate, begin_reading
+from hpctrain.checkpoint.disk import allocate
 from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
 from hpctrain.checkpoint.hashing import hash_of
 from hpctrain.checkpoint.listing import (
@@ -64,17 +64,15 @@ def seal_file(path: Path, *, skeleton: Skeleton, metadata: bytes) -> None:
         structure_hash=skeleton.structure_hash,
         file_bytes=skeleton.file_bytes,
     )
-    structure = [(offset, len(data)) for offset, data in skeleton.stretches]
     with explained(action="write", path=path):
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            begin_reading(fd, structure)  # while the rest is flushed
             write_fully(fd, memoryview(metadata), offset=seal.metadata_offset)
             write_fully(fd, memoryview(encode_seal(seal)), offset=0)
             os.fsync(fd)
         finally:
             os.close(fd)
-    check_sealed(path, seal=seal, structure=structure)
+    check_sealed(path, seal=seal, structure=[(offset, len(data)) for offset, data in skeleton.stretches])
 
 
 def flush_folder(folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""System calls by which a large file gets to disk sooner, and back. Where they lack, nothing is lost.
+"""Two system calls that Python lacks, by which a large file gets to disk sooner. Where they lack, nothing is lost.
 
-Measured on ext4, 512 MiB by two ranks with fsync: 0.41 s plain, 0.28 s with room made and written back.
+Measured on ext4, 512 MiB by two ranks with fsync: 0.41 s plain, 0.28 s with both.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import ctypes
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 _NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -47,11 +46,3 @@ def begin_writing_back(fd: int, *, offset: int, num_bytes: int) -> None:
     sync_file_range = _call("sync_file_range")
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(_WRITE))
-
-
-def begin_reading(fd: int, stretches: Iterable[tuple[int, int]]) -> None:
-    """Have the kernel begin to bring these bytes, (offset, number), into its cache. Errors are the read's to tell."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            for offset, num_bytes in stretches:
-                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
