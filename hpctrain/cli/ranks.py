@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import World
 
 LINE_INTERVAL_S = 5.0
-# Ranks read and write shares of the same size: one that is an hour behind has met a filesystem that hangs.
-LONGEST_WAIT_S = 3600.0
 
 
 def this_rank() -> int:
@@ -31,15 +29,11 @@ def this_rank() -> int:
 
 
 @contextmanager
-def all_ranks(*, longest_wait_s: float = LONGEST_WAIT_S) -> Iterator[World]:
-    """The ranks that the command was started as. They leave together: by an error that all know, or all at once, with
-    exit code 6 where some have waited for another longer than `longest_wait_s`."""
-    from hpctrain.comm import Monitored
+def all_ranks() -> Iterator[World]:
+    """The ranks that the command was started as. They leave together: by an error that all know, or all at once."""
     from hpctrain.comm.select import open_world
 
-    world: World = open_world("auto").world
-    if world.num_ranks > 1:
-        world = Monitored(world, timeout_s=longest_wait_s)
+    world = open_world("auto").world
     try:
         yield world
     except HpctrainError as error:

@@ -114,7 +114,9 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     """Does TCP's congestion control suit short bursts between nodes?"""
-    ranks = [r for r, facts in enumerate(facts_by_rank) if facts["tcp"].get("congestion_control") == "bbr"]
+    # An older hpctrain, which some rank may have, does not tell.
+    names = [facts.get("tcp", {}).get("congestion_control") for facts in facts_by_rank]
+    ranks = [rank for rank, name in enumerate(names) if name == "bbr"]
     if not ranks:
         return []
     text = f"{_where(ranks, facts_by_rank)}: BBR, whose sums of a MB wait 40 ms for an acknowledgement now and then"

