@@ -13,14 +13,12 @@ import typer
 
 from hpctrain.cli.data_index import index_command
 from hpctrain.cli.data_pack import pack_command
-from hpctrain.cli.ranks import all_ranks, this_rank
+from hpctrain.cli.ranks import LINE_INTERVAL_S, all_ranks, this_rank
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
     from hpctrain.data.manifest import Manifest
     from hpctrain.data.verify import Damage
-
-LINE_INTERVAL_S = 5.0
 
 data_app = typer.Typer(
     help="""Make, describe and check datasets: HDF5 shards with a manifest.

@@ -61,12 +61,19 @@ class Trial:
         return found
 
     def save(self, step: int, *, way: Way) -> None:
+        assert self.try_to_save(step, way=way) == 0
+
+    def try_to_save(self, step: int, *, way: Way, timeout_s: float = 60) -> int:
+        """The exit code of all ranks: 0, or CHECKPOINT."""
         ranks = self.nodes.start_ranks(
             saver(directory=self.place, steps=range(step, step + 1), way=way, reports=self.reports),
             num_ranks=NUM_RANKS,
         )
-        ended = ranks.wait()
-        assert [each.code for each in ended] == [0] * NUM_RANKS, ended
+        ended = ranks.wait(timeout_s=timeout_s)
+        code = ended[0].code
+        assert code in (0, ExitCode.CHECKPOINT), ended
+        assert [each.code for each in ended] == [code] * NUM_RANKS, ended
+        return code
 
     def cleaned(self) -> dict[str, Any]:
         """One more save, after which nothing but finished checkpoints is there."""
@@ -240,16 +247,7 @@ def vanishing_directory(trial: Trial, count: int) -> dict[str, Any]:
         found += 1
         for place in spread(len(operations), count=count):
             trial.nodes.mounts[0].fault("vanish", at=place, directory="checkpoints")
-            ranks = trial.nodes.start_ranks(
-                saver(
-                    directory=trial.place, steps=range(found + 1, found + 2), way=way, reports=trial.reports
-                ),
-                num_ranks=NUM_RANKS,
-            )
-            codes = {each.code for each in ranks.wait(timeout_s=LIMIT_S)}
-            assert len(codes) == 1, codes
-            assert codes <= {0, ExitCode.CHECKPOINT}, codes
-            errors += codes != {0}
+            errors += trial.try_to_save(found + 1, way=way, timeout_s=LIMIT_S) != 0
             trial.nodes.mounts[0].fault()
             if away.exists():
                 assert not trial.stored.exists(), "a new directory was made in the place of the lost one"
@@ -304,18 +302,11 @@ def short_writes(trial: Trial, count: int) -> dict[str, Any]:
     for way in WAYS:
         for mount in trial.nodes.mounts:
             mount.fault("short", at=0)
-        step = saved + 1
-        ranks = trial.nodes.start_ranks(
-            saver(directory=trial.place, steps=range(step, step + 1), way=way, reports=trial.reports),
-            num_ranks=NUM_RANKS,
-        )
-        ended = ranks.wait()
-        code = ended[0].code
-        assert [each.code for each in ended] == [code] * NUM_RANKS, ended
-        assert code == 0 or (code == ExitCode.CHECKPOINT and way.page_cache == "bypass"), ended
-        saved, errors = saved + (code == 0), errors + (code != 0)
+        failed = trial.try_to_save(saved + 1, way=way) != 0
+        assert way.page_cache == "bypass" or not failed
+        saved, errors = saved + (not failed), errors + failed
         assert trial.newest() == saved
-        assert code or min(len(mount.operations()) for mount in trial.nodes.mounts) > 10
+        assert failed or min(len(mount.operations()) for mount in trial.nodes.mounts) > 10
     for mount in trial.nodes.mounts:
         mount.fault()
     return {"saved": saved, "errors": errors, **trial.cleaned()}
