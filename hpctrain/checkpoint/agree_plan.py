@@ -14,10 +14,9 @@ from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 
-def document_hash(state: State, *, comm: Collective) -> str:
-    """Hash of what must be the same text on every rank. Collective: CheckpointError on all where one cannot be
-    written."""
-    return agreed(comm, lambda: hash_of(_shared_text(state).encode()))
+def document_hash(state: State) -> str:
+    """Hash of what must be the same text on every rank. CheckpointError where it cannot be written."""
+    return hash_of(_shared_text(state).encode())
 
 
 def _shared_text(state: State) -> str:

@@ -15,8 +15,9 @@ from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
 from hpctrain.reduce.buckets import Bucket, completed_order, plan_buckets
 from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
+from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer, Chooser, StateTensor
+from hpctrain.reduce.reducer import BucketReducer, Chooser, StateTensor, StepSums
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
 
@@ -57,6 +58,9 @@ class AllReduceUpdater:
         self._comm = comm
         self._reducer = reducer
         self._chooser = reducer if isinstance(reducer, Chooser) else None
+        self._step_sums = reducer if isinstance(reducer, StepSums) else None
+        if self._step_sums is not None:
+            self._step_sums.keep_squares()
         self._bucket_bytes = bucket_bytes
         self._clip_norm = clip_norm
         self._parameters = self._trainable()
@@ -131,8 +135,7 @@ class AllReduceUpdater:
         sync_s = self._finish_reduction()
         waited_s = time.perf_counter() - started
         self._memory.check_untouched()
-        # The sums are the same on every rank, so each squares a share of them.
-        square = self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
+        square = self._square()
         started = time.perf_counter()
         totals, square, replan = self._agree(sums or {}, square=square)
         waited_s += time.perf_counter() - started
@@ -229,13 +232,13 @@ class AllReduceUpdater:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if self._syncing:
                 self._ready.append(index)
-                self._put(index)
-                self._send_complete_buckets()
+                if self._put(index):
+                    self._send_complete_buckets()
 
         return gradient_is_ready
 
-    def _put(self, index: int) -> None:
-        """The gradient into its place in the bucket; each parameter once a step."""
+    def _put(self, index: int) -> bool:
+        """The gradient into its place in the bucket, each once a step; whether that completes the bucket."""
         if self._placed[index]:
             raise UsageError(
                 "backward ran twice before step(): the first gradients are already on the wire. Wrap all but "
@@ -244,7 +247,9 @@ class AllReduceUpdater:
         self._placed[index] = True
         # Scaled here, before the wire: many ranks' gradients near 1024 overflow float16 when summed.
         factor = 1.0 if self._loss_is_weighted else self._scale.value / self._comm.num_ranks
-        self._waiting_for[self._memory.put(index, factor=factor)] -= 1
+        number = self._memory.put(index, factor=factor)
+        self._waiting_for[number] -= 1
+        return self._waiting_for[number] == 0
 
     def _send_complete_buckets(self) -> None:
         """In the order of the plan, which is the same on every rank: the reductions must match."""
@@ -268,6 +273,13 @@ class AllReduceUpdater:
         self._memory.scale(clip / self._scale.value)
         return self._memory.copy_out()
 
+    def _square(self) -> float:
+        """Of this rank's share of the gradients: the sums are the same on every rank."""
+        square = self._step_sums.square() if self._step_sums is not None else None
+        if square is None:
+            return self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
+        return square
+
     def _agree(self, sums: Mapping[str, float], *, square: float) -> tuple[dict[str, float], float, bool]:
         """Add up the caller's numbers and the squares; a share that is not finite makes the sum so on all ranks.
 
@@ -276,7 +288,11 @@ class AllReduceUpdater:
         keys = sorted(sums)
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
         buffer = torch.tensor([square, float(news), *(sums[k] for k in keys)], dtype=torch.float64)
-        self._comm.all_reduce(buffer)
+        turns = self._step_sums.sum_numbers(buffer) if self._step_sums is not None else None
+        if turns is None:
+            self._comm.all_reduce(buffer)
+        else:
+            run_to_end([turns])
         total, replan, *totals = buffer.tolist()
         return dict(zip(keys, totals, strict=True)), total, replan > 0
 

@@ -13,7 +13,7 @@ from hpctrain.reduce.auto_choice import AutoChoice
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.calibration import MakeReducer
 from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.reducer import BucketReducer, StateTensor
+from hpctrain.reduce.reducer import BucketReducer, StateTensor, StepSums
 from hpctrain.reduce.same_plan import check_same_plan
 
 
@@ -33,6 +33,7 @@ class AutoReducer:
         self._make = make
         self._reducers: dict[Candidate, BucketReducer] = {}
         self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
+        self._squares = False
 
     @property
     def algorithm(self) -> str:
@@ -71,6 +72,8 @@ class AutoReducer:
         places: dict[int, tuple[BucketReducer, int]] = {}
         for candidate, numbers in by_candidate.items():
             reducer = self._reducer_for(candidate)
+            if self._squares and isinstance(reducer, StepSums):
+                reducer.keep_squares()
             given = reducer.plan([buckets[number] for number in numbers], device=device)
             for place, (number, tensor) in enumerate(zip(numbers, given, strict=True)):
                 memory[number] = tensor
@@ -88,6 +91,20 @@ class AutoReducer:
             raise UsageError(f"no bucket {number} to reduce: {len(self._places)} are planned")
         reducer, place = self._places[number]
         return reducer.reduce(place)
+
+    def keep_squares(self) -> None:
+        self._squares = True
+
+    def square(self) -> float | None:
+        squares = [reducer.square() if isinstance(reducer, StepSums) else None for reducer in self._used()]
+        known = [square for square in squares if square is not None]
+        return sum(known) if len(known) == len(squares) else None
+
+    def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
+        for reducer in self._used():
+            if isinstance(reducer, StepSums) and (turns := reducer.sum_numbers(numbers)) is not None:
+                return turns
+        return None
 
     def _used(self) -> list[BucketReducer]:
         """The reducers that the last plan has buckets for."""

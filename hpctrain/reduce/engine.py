@@ -25,7 +25,8 @@ from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.chunk_memory import ChunkMemory
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
-from hpctrain.reduce.node_memory import NodeMemory
+from hpctrain.reduce.node_memory import MAX_NUMBERS, NodeMemory
+from hpctrain.reduce.node_sum import NodeSum, sum_into
 from hpctrain.reduce.reducer import StateTensor
 from hpctrain.reduce.residuals import LOST
 from hpctrain.reduce.residuals import NAME as RESIDUAL
@@ -38,8 +39,6 @@ EXCHANGES = {"direct": direct, "ring": ring}
 # What reductions used that were broken off by an error: MPI and the node's other ranks may still write there, so it is
 # kept until the process ends.
 _BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
-# Values that a core keeps in its cache while it sums them: 256 KB of float32.
-PIECE_ELEMS = 65536
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +50,7 @@ class _Planned:
     buckets: list[torch.Tensor]
     on_device: torch.Tensor | None
     parts: list[Span]  # this carrier's part of each chunk
+    within: NodeSum | None = None  # sums the one part where there is one node
     feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
 
 
@@ -90,6 +90,7 @@ class EngineReducer:
         self._next_tag = 0
         self._under_way = 0
         self._bytes_sent = 0
+        self._squares = False
         self._buckets: list[_Planned] = []
         self._memory = NodeMemory(transport, place=self._place)
 
@@ -114,6 +115,13 @@ class EngineReducer:
             planned = _Planned(
                 bucket=bucket, mine=mine, buckets=shared, on_device=on_device, parts=self._parts(bucket)
             )
+            if self._place.num_nodes == 1 and planned.parts:
+                planned.within = NodeSum(
+                    shared,
+                    part=planned.parts[0],
+                    mine=self._place.local,
+                    num_gradients=bucket.num_gradients if self._squares and bucket.slots else 0,
+                )
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
             self._buckets.append(planned)
@@ -124,7 +132,9 @@ class EngineReducer:
 
     def _parts(self, bucket: Bucket) -> list[Span]:
         """This carrier's part of each chunk; one list as long as the number of chunks on every rank."""
-        chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
+        # Chunks are for the wire: within one node nothing is gained by them.
+        chunk_elems = self._chunk_elems if self._place.num_nodes > 1 else max(1, bucket.numel)
+        chunks = chunks_of(bucket.numel, chunk_elems=chunk_elems)
         if not self._place.column:
             return [Span(chunk.begin, chunk.begin) for chunk in chunks]
         return [cut(chunk, num_parts=self._place.num_carriers)[self._place.local] for chunk in chunks]
@@ -140,11 +150,36 @@ class EngineReducer:
             dtype=bucket.dtype,
         )
 
+    def keep_squares(self) -> None:
+        self._squares = True
+
+    def square(self) -> float | None:
+        if not self._squares or self._place.num_nodes > 1:
+            return None
+        return sum(bucket.within.square() for bucket in self._buckets if bucket.within is not None)
+
+    def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
+        if self._place.num_nodes > 1 or numbers.numel() > MAX_NUMBERS:
+            return None
+        what = f"{numbers.numel()} numbers"
+        return self._watched(self._sum_numbers(numbers, what), what)
+
+    def _sum_numbers(self, numbers: torch.Tensor, what: str) -> Iterator[bool]:
+        self._transport.begun(what)
+        values = numbers.numpy()
+        laid = self._memory.lay_numbers(values)
+        yield from _until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
+        self._memory.add_numbers(laid, values)
+
     def reduce(self, number: int) -> Iterator[bool]:
         what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
+        return self._watched(self._reduce(number, what), what)
+
+    def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
+        """`turns`, with the deadline running while it waits."""
         self._under_way += 1
         try:
-            for got_on in self._reduce(number, what):
+            for got_on in turns:
                 if got_on:
                     self._transport.got_on()
                 else:
@@ -164,7 +199,10 @@ class EngineReducer:
         memory.raise_flag(arrived)
         if self._place.column:
             yield from _until(lambda: memory.raised(arrived, by=range(len(bucket.buckets))))
-            yield from self._all_chunks(bucket, first_tag=first_tag)
+            if bucket.within is not None:
+                bucket.within.sum()
+            else:
+                yield from self._all_chunks(bucket, first_tag=first_tag)
         memory.raise_flag(summed)
         yield from _until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
         if bucket.on_device is not None:
@@ -191,14 +229,11 @@ class EngineReducer:
         if part.numel == 0:
             return
         buckets = [memory[part.begin : part.end] for memory in bucket.buckets]
-        if self._place.num_nodes == 1:
-            _sum_within(buckets, mine=self._place.local)
-            return
         loan = self._scratch.loan()
         values = buckets[0]
         if len(buckets) > 1:
             values = loan.values(part.numel, dtype=values.dtype)
-            _sum_into(values, buckets)
+            sum_into(values, buckets)
         spans = cut(Span(0, part.numel), num_parts=self._place.num_nodes)
         wire = Wire(
             transport=self._transport,
@@ -343,34 +378,3 @@ def _one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
         else:
             active.append(chunk)
     yield got_on
-
-
-def _pieces(numel: int) -> Iterator[slice]:
-    for begin in range(0, numel, PIECE_ELEMS):
-        yield slice(begin, min(numel, begin + PIECE_ELEMS))
-
-
-def _sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
-    """values = the sum of the buckets' parts, in the order of the ranks."""
-    for piece in _pieces(values.numel()):
-        total = values[piece]
-        torch.add(buckets[0][piece], buckets[1][piece], out=total)
-        for other in buckets[2:]:
-            total.add_(other[piece])
-
-
-def _sum_within(buckets: Sequence[torch.Tensor], *, mine: int) -> None:
-    """Each bucket's part = the sum of all, in the order of the ranks: nothing leaves the node."""
-    if len(buckets) == 1:
-        return
-    # The first two are read before anything is written: into one of them no copy is needed.
-    scratch = None if mine < 2 else torch.empty(min(PIECE_ELEMS, buckets[0].numel()), dtype=buckets[0].dtype)
-    for piece in _pieces(buckets[0].numel()):
-        parts = [bucket[piece] for bucket in buckets]
-        total = parts[mine] if scratch is None else scratch[: parts[0].numel()]
-        torch.add(parts[0], parts[1], out=total)
-        for other in parts[2:]:
-            total.add_(other)
-        for part in parts:
-            if part is not total:
-                part.copy_(total)

@@ -11,21 +11,19 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, sum_dtype
-
-# A norm is taken of rows of so many elements, and of those in float64: a float32 sum over a whole bucket would
-# lose up to a thousandth, a float64 one takes four times as long.
-ROW_ELEMS = 1024
+from hpctrain.reduce.norm import in_rows, square_of
 
 
 @dataclass(slots=True)
 class _Place:
-    """Of one parameter. slot: its part of the bucket, through which we write, complex numbers as pairs.
+    """slot: the parameter's part of the bucket, through which we write, complex numbers as pairs.
 
     gradient: the same memory as a tensor for `parameter.grad`. It has a version counter of its own, so that it
     tells a change by the user from ours and the reducer's. None where the parameter's dtype is not the
     bucket's: then `.grad` is another tensor, and the sum is copied into it.
     """
 
+    parameter: torch.nn.Parameter
     bucket: int
     slot: torch.Tensor
     gradient: torch.Tensor | None
@@ -55,7 +53,7 @@ class GradientMemory:
         self._sent: list[tuple[torch.Tensor, int] | None] = [None] * len(parameters)
         pairs = list(zip(self.buckets, self.buffers, strict=True))
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
-        self._rows = [rows for gradients in self._gradients for rows in _in_rows(gradients)]
+        self._rows = [rows for gradients in self._gradients for rows in in_rows(gradients)]
         self._flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
@@ -65,8 +63,8 @@ class GradientMemory:
 
         `.grad` is then a view of the place, where the dtype allows. No gradient counts as zeros.
         """
-        parameter, place = self._parameters[index], self._places[index]
-        gradient = parameter.grad
+        place = self._places[index]
+        gradient = place.parameter.grad
         if gradient is None:
             place.slot.zero_()
             return place.bucket
@@ -83,7 +81,7 @@ class GradientMemory:
             # Widened first: a product in a half type would be rounded.
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is not None:
-            parameter.grad = gradient = place.gradient
+            place.parameter.grad = gradient = place.gradient
         self._sent[index] = (gradient, gradient._version)
         return place.bucket
 
@@ -115,7 +113,7 @@ class GradientMemory:
         """Sum of the squares of a share of the gradients in the buckets; all shares add up to the whole's."""
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
         norms = [torch.linalg.vector_norm(rows, dim=1) for rows in mine if rows.numel()]
-        return float(torch.cat(norms).double().square().sum()) if norms else 0.0
+        return square_of(torch.cat(norms)) if norms else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, in place."""
@@ -141,6 +139,8 @@ class GradientMemory:
         # All flags at once: on a GPU each look at a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        if all(summed) and None not in self._sent:
+            return  # each `.grad` is what it is to be
         for slot, flag in zip(slots, summed, strict=True):
             if flag == 0:
                 self._parameters[slot.parameter].grad = None
@@ -168,12 +168,6 @@ class GradientMemory:
         self.forget()
 
 
-def _in_rows(gradients: torch.Tensor) -> list[torch.Tensor]:
-    """Views of shape (rows, elements) that cover `gradients`, (n,), n > 0."""
-    whole = gradients.numel() - gradients.numel() % ROW_ELEMS
-    return [rows for rows in (gradients[:whole].view(-1, ROW_ELEMS), gradients[None, whole:]) if rows.numel()]
-
-
 def describe_gradient(parameter: torch.nn.Parameter) -> GradientSpec:
     """What the plan must know of a parameter's gradient. A complex number counts as two elements."""
     shape = _memory_shape(parameter)
@@ -186,13 +180,13 @@ def describe_gradient(parameter: torch.nn.Parameter) -> GradientSpec:
 def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch.Tensor) -> _Place:
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if parameter.is_complex():
-        return _Place(number, flat.view(*parameter.shape, 2), None)
+        return _Place(parameter, number, flat.view(*parameter.shape, 2), None)
     # Laid out as the parameter is: an optimizer walks over both at once.
     order = _memory_order(parameter)
     view = flat.view([parameter.shape[dim] for dim in order]).permute(
         [order.index(dim) for dim in range(len(order))]
     )
-    return _Place(number, view, view.data if parameter.dtype is buffer.dtype else None)
+    return _Place(parameter, number, view, view.data if parameter.dtype is buffer.dtype else None)
 
 
 def _memory_order(parameter: torch.Tensor) -> list[int]:

@@ -11,7 +11,7 @@ from typing import final
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
 # The kernel makes the shortest sleep some 70 us long. Who has nothing else to do looks on for that time first.
-LOOK_ON_S = 100e-6
+LOOK_ON_S = 500e-6
 
 
 @final

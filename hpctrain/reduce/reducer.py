@@ -32,6 +32,26 @@ class Chooser(Protocol):
         """Choose as before, from the next plan on; the bytes of a bucket to plan with. Not collective."""
 
 
+@runtime_checkable
+class StepSums(Protocol):
+    """A reducer that may do on its way what else takes another look at all gradients and a collective operation."""
+
+    def keep_squares(self) -> None:
+        """From the next plan on, square what is summed. Not collective."""
+
+    def square(self) -> float | None:
+        """Sum of the squares of the gradients that this rank has summed last; all ranks' add up to the whole's.
+
+        None, on every rank alike, where it was not taken. Not collective.
+        """
+
+    def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
+        """Sum a few float64 in host memory, shape (n,), over all ranks, in place. Collective, and as `reduce` in turns.
+
+        While nothing else is under way. The same bits on every rank. None, on every rank alike, where it cannot.
+        """
+
+
 class BucketReducer(Protocol):
     """Sums buckets of gradients over all ranks, several at a time.
 

@@ -199,6 +199,42 @@ def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
     assert begun[1]._layout is not begun[2]._layout
 
 
+def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: Path) -> None:
+    """Each rank looks at those tensors again of which it writes; nobody writes of an empty one."""
+
+    def items(*, changed: int, to: torch.Tensor) -> list[Replicated]:
+        found = [Replicated(name=f"t{i}", tensor=torch.full((40, 3), float(i))) for i in range(6)]
+        found.append(Replicated(name="t6", tensor=torch.empty(0, 3)))
+        found[changed] = Replicated(name=f"t{changed}", tensor=to)
+        return found
+
+    def rank_main(world: ThreadsWorld) -> None:
+        step = 0
+        usual = items(changed=0, to=torch.full((40, 3), 0.0))
+        for changed in range(7):
+            for to in (torch.full((3, 41), 7.0), torch.full((40, 3), 7, dtype=torch.int64), torch.zeros(0)):
+                for made in (usual, items(changed=changed, to=to)):
+                    step += 1
+                    path = save(State(items=made), directory=tmp_path, step=step, comm=world, keep=1).path
+                    _, loaded = load(path, comm=world)
+                    assert all(same_bits(loaded[item.name], item.tensor) for item in made)
+
+    run_threads(3, rank_main, timeout_s=120)
+
+
+def test_a_document_that_is_no_json_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+    def rank_main(world: ThreadsWorld) -> str:
+        tensor = Replicated(name="w", tensor=torch.zeros(3))
+        save(State(items=[tensor], document={"a": 1}), directory=tmp_path, step=1, comm=world)
+        document = {"a": object() if world.rank == 1 else 1}
+        with pytest.raises(CheckpointError, match="must be JSON") as error:
+            save(State(items=[tensor], document=document), directory=tmp_path, step=2, comm=world)
+        return str(error.value)
+
+    told = run_threads(2, rank_main, timeout_s=60)
+    assert all("rank 1" in text for text in told)
+
+
 def test_a_file_and_a_folder_of_one_step_replace_each_other(tmp_path: Path) -> None:
     world = SerialWorld()
     for value, files in enumerate((1, 2, 1, 1, 2, 2)):

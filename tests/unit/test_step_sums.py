@@ -1,0 +1,161 @@
+"""What a reduction within one node does on its way: squares for the norm, and sums of a few numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.errors import BufferMismatch
+from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.engine import EngineReducer
+from hpctrain.reduce.node_memory import MAX_NUMBERS
+from hpctrain.reduce.node_sum import PIECE_ELEMS
+from hpctrain.reduce.norm import ROW_ELEMS
+from hpctrain.reduce.patience import run_to_end
+from tests.unit.test_engine import CPU, engine, sum_all, topology_of, values_of
+
+SIZES = [1, 2, 5, ROW_ELEMS - 1, ROW_ELEMS, 3 * ROW_ELEMS + 17, PIECE_ELEMS + 1, 4 * PIECE_ELEMS + ROW_ELEMS]
+
+
+def within(world: ThreadsWorld, *ranks_per_node: int) -> EngineReducer:
+    return engine(world, topology_of(ranks_per_node), algorithm=Algorithm.HIERARCHICAL)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_ranks=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3),
+    bucket_bytes=st.sampled_from([1, 4_000_000]),
+)
+def test_the_ranks_squares_add_up_to_those_of_the_summed_gradients(
+    num_ranks: int, dtype: torch.dtype, sizes: list[int], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets([GradientSpec(size, dtype) for size in sizes], bucket_bytes=bucket_bytes)
+
+    def rank_main(world: ThreadsWorld) -> tuple[list[float], list[torch.Tensor]]:
+        reducer = within(world, num_ranks)
+        reducer.keep_squares()
+        buffers = reducer.plan(buckets, device=CPU)
+        squares = []
+        for scale in (1.0, 3.0):
+            for number, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
+                values = values_of(world.rank, bucket.num_gradients, dtype=dtype, seed=number)
+                buffer[: bucket.num_gradients] = scale * values
+                buffer[bucket.first_flag :] = 1e6  # must not count
+            sum_all(reducer, len(buckets))
+            square = reducer.square()
+            assert square is not None
+            squares.append(square)
+        sums = [buffer.clone() for buffer in buffers]
+        reducer.close()
+        return squares, sums
+
+    results = run_threads(num_ranks, rank_main)
+    gradients = [sums[: b.num_gradients].double() for b, sums in zip(buckets, results[0][1], strict=True)]
+    exact = sum(float(values.square().sum()) for values in gradients)
+    last = math.fsum(squares[1] for squares, _ in results)
+    first = math.fsum(squares[0] for squares, _ in results)
+    assert last == pytest.approx(exact, rel=1e-5)
+    assert last == pytest.approx(9 * first, rel=1e-5)
+
+
+def test_squares_that_are_not_finite_say_so() -> None:
+    def rank_main(world: ThreadsWorld, *, value: float, dtype: torch.dtype) -> float:
+        reducer = within(world, 2)
+        reducer.keep_squares()
+        (bucket,) = plan_buckets([GradientSpec(3000, dtype)], bucket_bytes=1)
+        (buffer,) = reducer.plan([bucket], device=CPU)
+        if world.rank == 0:
+            buffer[2999] = value
+        sum_all(reducer, 1)
+        square = reducer.square()
+        reducer.close()
+        assert square is not None
+        return square
+
+    for value, dtype in ((math.inf, torch.float32), (math.nan, torch.float32), (1e200, torch.float64)):
+        assert not math.isfinite(sum(run_threads(2, partial(rank_main, value=value, dtype=dtype))))
+
+
+def test_squares_that_nobody_asked_for_or_of_several_nodes_are_not_known() -> None:
+    def rank_main(world: ThreadsWorld) -> None:
+        for layout, asked in (((4,), False), ((2, 2), True)):
+            reducer = within(world, *layout)
+            if asked:
+                reducer.keep_squares()
+            reducer.plan([Bucket(torch.float32, (), 100)], device=CPU)
+            sum_all(reducer, 1)
+            assert reducer.square() is None
+            reducer.close()
+
+    run_threads(4, rank_main)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_numbers_are_summed_in_the_order_of_the_ranks(num_ranks: int) -> None:
+    """Many rounds at uneven speeds: a rank that is ahead must not overwrite what another still reads."""
+
+    def rank_main(world: ThreadsWorld) -> list[list[float]]:
+        reducer = within(world, num_ranks)
+        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+        sums = []
+        for number in range(200):
+            numbers = torch.tensor(
+                [0.1 * (world.rank + 1), number, 1e16 * (-1) ** world.rank], dtype=torch.float64
+            )
+            if (number + world.rank) % 7 == 0:
+                time.sleep(0.001)
+            turns = reducer.sum_numbers(numbers)
+            assert turns is not None
+            run_to_end([turns])
+            sums.append(numbers.tolist())
+        reducer.close()
+        return sums
+
+    results = run_threads(num_ranks, rank_main)
+    for number, found in enumerate(results[0]):
+        expected = [0.0, 0.0, 0.0]
+        for rank in range(num_ranks):
+            expected = [
+                a + b for a, b in zip(expected, [0.1 * (rank + 1), number, 1e16 * (-1) ** rank], strict=True)
+            ]
+        assert found == expected
+    assert all(result == results[0] for result in results)
+
+
+def test_a_rank_with_another_count_of_numbers_is_told_on_every_rank() -> None:
+    def rank_main(world: ThreadsWorld) -> str:
+        reducer = within(world, 3)
+        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+        turns = reducer.sum_numbers(torch.zeros(3 if world.rank == 1 else 2, dtype=torch.float64))
+        assert turns is not None
+        with pytest.raises(BufferMismatch) as caught:
+            run_to_end([turns])
+        assert caught.value.agreed
+        return str(caught.value)
+
+    for told in run_threads(3, rank_main):
+        assert "rank 0: 2, rank 1: 3, rank 2: 2" in told
+
+
+def test_numbers_between_nodes_and_too_many_of_them_go_another_way() -> None:
+    def rank_main(world: ThreadsWorld) -> None:
+        reducer = within(world, 1, 1)
+        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+        assert reducer.sum_numbers(torch.zeros(2, dtype=torch.float64)) is None
+        reducer.close()
+        reducer = within(world, 2)
+        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+        assert reducer.sum_numbers(torch.zeros(MAX_NUMBERS + 1, dtype=torch.float64)) is None
+        reducer.close()
+
+    run_threads(2, rank_main)
