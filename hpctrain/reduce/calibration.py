@@ -32,6 +32,10 @@ SMALLEST_BYTES = 1 << 12
 LARGEST_BYTES = 1 << 24
 GROWTH = (8, 4, 2)  # the next size; smaller steps where the time does not reach for a larger one
 MAX_ROUNDS = 5
+# Of sizes at which bytes are compared more: after so many rounds only those go on that were nearly as fast as the best.
+MAX_ROUNDS_COMPARED = 15
+ROUNDS_OF_ALL = 2
+CONTENDS = 1.5
 # A trial of quick reductions is several of them, as ranks never begin one at the same moment.
 TRIAL_S = 5e-4
 MAX_REPEATS = 8
@@ -186,13 +190,16 @@ class _Contest:
         if not self._plan(num_bytes):
             return False
         times: dict[Candidate, list[float]] = {one.candidate: [] for one in self._active}
-        share = SHARE_OF_REST if num_bytes >= COMPARED_FROM_BYTES else SHARE_OF_SMALL
-        stop_at_s = self._trials.left_s * (1 - share)
-        for number in range(MAX_ROUNDS):
+        compared = num_bytes >= COMPARED_FROM_BYTES
+        stop_at_s = self._trials.left_s * (1 - (SHARE_OF_REST if compared else SHARE_OF_SMALL))
+        contenders = self._active
+        for number in range(MAX_ROUNDS_COMPARED if compared else MAX_ROUNDS):
             before_s = self._trials.left_s
+            if number == ROUNDS_OF_ALL:
+                contenders = _nearly_best(self._active, times) if compared else contenders
             # In turns, another one first in each round: what drifts hits all alike.
-            for place in range(len(self._active)):
-                one = self._active[(place + number) % len(self._active)]
+            for place in range(len(contenders)):
+                one = contenders[(place + number) % len(contenders)]
                 mine = times[one.candidate]
                 if self._trials.left_s > 0:
                     repeats = int(TRIAL_S / mine[0]) if mine else 1
@@ -290,3 +297,9 @@ class _Contest:
                 self._active = ranked[: min(num_most, num_timely)]
                 return size
         return None
+
+
+def _nearly_best(active: Sequence[_Running], times: dict[Candidate, list[float]]) -> list[_Running]:
+    """Those whose best time is at most `CONTENDS` times the best of all. Every one has had a turn."""
+    best = min(min(times[one.candidate]) for one in active)
+    return [one for one in active if min(times[one.candidate]) <= CONTENDS * best]

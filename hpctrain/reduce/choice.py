@@ -32,7 +32,7 @@ BESIDE_GRADIENTS = 1 << 16
 # A wire that rounds more must save at least this share of the time. On links, whose bytes it halves, little is enough;
 # within a node it only helps where ranks share no memory, and few trials of small sizes err by more than a few percent.
 WORTH_ROUNDING = 0.2
-WORTH_ROUNDING_ON_LINKS = 0.08
+WORTH_ROUNDING_ON_LINKS = 0.05
 # Of candidates whose bytes decide alike, the one that was faster: so much of the measured time counts beside the floor.
 MEASURED_BESIDE_FLOOR = 0.01
 # The link decides where its bytes are at least this share of what was measured.
@@ -109,7 +109,7 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """The wire that takes least time for these buckets; one that rounds more only if it saves 20%, 8% on links.
+        """The wire that takes least time for these buckets; one that rounds more only if it saves 20%, 5% on links.
 
         A wire all of whose candidates were left behind before the largest of them is not taken: what is measured
         there may have met a busy moment, what is extrapolated never does.
