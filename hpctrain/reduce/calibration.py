@@ -6,6 +6,7 @@ of which every rank has the largest, so that all ranks make the same.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -300,6 +301,6 @@ class _Contest:
 
 
 def _nearly_best(active: Sequence[_Running], times: dict[Candidate, list[float]]) -> list[_Running]:
-    """Those whose best time is at most `CONTENDS` times the best of all. Every one has had a turn."""
-    best = min(min(times[one.candidate]) for one in active)
-    return [one for one in active if min(times[one.candidate]) <= CONTENDS * best]
+    """Those whose best time is at most `CONTENDS` times the best of all."""
+    best = {one.candidate: min(times[one.candidate], default=math.inf) for one in active}
+    return [one for one in active if best[one.candidate] <= CONTENDS * min(best.values())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hpctrain.reduce import AllReduceUpdater
 from hpctrain.reduce.auto_choice import AutoChoice, CalibrationFiles, Measured, bucket_sizes, find_choice
 from hpctrain.reduce.auto_reducer import AutoReducer
 from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, plan_buckets
-from hpctrain.reduce.calibration import Calibration, calibrate
+from hpctrain.reduce.calibration import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Calibration, calibrate
 from hpctrain.reduce.choice import Choice
 from hpctrain.reduce.collective_reducer import CollectiveReducer
 from hpctrain.reduce.cost import Candidate, Measurement
@@ -51,6 +52,7 @@ class FakeReducer:
         self._room_bytes = room_bytes
         self._sizes: list[int] = []
         self.largest = 0
+        self.reduced: Counter[int] = Counter()  # by size
         self.closed = False
 
     algorithm = "fake"
@@ -64,6 +66,7 @@ class FakeReducer:
         return [torch.zeros(bucket.numel) for bucket in buckets]
 
     def reduce(self, number: int) -> Iterator[bool]:
+        self.reduced[self._sizes[number]] += 1
         self._clock.now_s += self._cost(self._world.rank, self._sizes[number])
         yield True
 
@@ -138,6 +141,14 @@ def test_what_is_clearly_slower_is_not_measured_at_larger_sizes() -> None:
     assert [reducer.largest for reducer in made[0]] == [1 << 24, 1 << 24, 1 << 18]
     _, made, _ = run({f"a{n}": link(1e-5, 1e-9 * (1 + n / 10)) for n in range(6)})
     assert [reducer.largest for reducer in made[0]] == [1 << 24] * 4 + [1 << 21] * 2
+
+
+def test_what_is_nearly_as_fast_as_the_best_is_tried_more_often_where_bytes_are_compared() -> None:
+    costs = {"best": link(1e-3, 1e-8), "near": link(1e-3, 1.3e-8), "slow": link(1e-3, 3e-8)}
+    _, made, _ = run(costs)
+    small, compared = zip(*((one.reduced[1 << 15], one.reduced[1 << 18]) for one in made[0]), strict=True)
+    assert len(set(small)) == 1
+    assert compared == (MAX_ROUNDS_COMPARED, MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL)
 
 
 def test_where_bytes_decide_what_sends_clearly_more_is_not_measured_whatever_its_trials_say() -> None:
