@@ -1,7 +1,7 @@
 """Where every byte of a checkpoint goes, agreed by all ranks; kept from one save to the next.
 
-A run saves the same tensors again and again. As long as no tensor has changed in name, and none in dtype or shape on a
-rank that writes of it, one small vote replaces planning, laying out and telling.
+A run saves the same tensors again and again. As long as no rank's tensors have changed in name, dtype or shape,
+one small vote replaces planning, laying out and telling.
 """
 
 from __future__ import annotations
@@ -40,17 +40,11 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Remembered:
-    """number: counts a communicator's layouts, the same on all of its ranks. checked: the sources of which this rank
-    writes, and those that are empty. kinds: of these."""
+    """number: counts a communicator's layouts, the same on all of its ranks."""
 
     number: int
-    names: list[Any]
-    checked: list[int]
-    kinds: list[Any]
+    signature: list[Any]
     layout: Layout
-
-    def fits(self, names: list[Any], sources: Sequence[Replicated | Shard]) -> bool:
-        return self.names == names and self.kinds == _kinds(sources, self.checked)
 
 
 # The last layouts of each communicator, newest last: what a function of the state's names and shapes once gave.
@@ -74,9 +68,9 @@ def layout_for(
     and hashes; rank 0's counts. Raises CheckpointError on every rank when the ranks' states do not belong together, or
     HDF5 cannot hold them.
     """
-    names = _names(sources, file_of_rank=file_of_rank, alignment=alignment)
+    signature = _signature(sources, file_of_rank=file_of_rank, alignment=alignment)
     remembered = _LAST.setdefault(comm, [])
-    last = next((entry for entry in remembered if entry.fits(names, sources)), None)
+    last = next((entry for entry in remembered if entry.signature == signature), None)
     if last is not None and comm.rank == 0 and not _has_room(last.layout, header=header):
         last = None
     try:
@@ -91,31 +85,24 @@ def layout_for(
     layout = _lay_out(plan, comm=comm, alignment=alignment, header=header)
     number = remembered[-1].number + 1 if remembered else 0
     del remembered[: -(_REMEMBERED - 1)]
-    written = {segment.source for group in layout.own.groups for segment in group.segments}
-    checked = [i for i, source in enumerate(sources) if i in written or not source.tensor.numel()]
-    kinds = _kinds(sources, checked)
-    remembered.append(_Remembered(number=number, names=names, checked=checked, kinds=kinds, layout=layout))
+    remembered.append(_Remembered(number=number, signature=signature, layout=layout))
     return layout
 
 
-def _names(
+def _signature(
     sources: Sequence[Replicated | Shard], *, file_of_rank: Sequence[int], alignment: int
 ) -> list[Any]:
-    """What the layout depends on beside the tensors' kinds."""
-    shards = [s for s in sources if isinstance(s, Shard)]
+    """Compared with the last save's: all that the layout depends on, of this rank."""
+    tensors = [s.tensor for s in sources]  # lists, not a tuple each: there may be thousands
     return [
         alignment,
         tuple(file_of_rank),
         [s.name for s in sources],
-        [(s.offset, s.global_shape) for s in shards],
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.layout for t in tensors],
+        [(s.offset, s.global_shape) for s in sources if isinstance(s, Shard)],
     ]
-
-
-def _kinds(sources: Sequence[Replicated | Shard], numbers: Sequence[int]) -> list[Any]:
-    tensors = [
-        sources[number].tensor for number in numbers
-    ]  # lists, not a tuple each: there may be thousands
-    return [[t.dtype for t in tensors], [t.shape for t in tensors], [t.layout for t in tensors]]
 
 
 def _has_room(layout: Layout, *, header: Metadata) -> bool:

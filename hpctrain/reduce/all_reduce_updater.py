@@ -27,7 +27,7 @@ class AllReduceUpdater:
     """`Updater` that sums gradient buckets on its own thread while backward goes on. Making one is collective.
 
     optimizer: any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
-    comm: the world, used from the calling thread for the small sums of a step.
+    comm: the world, used from the calling thread for the small sums of a step, where the reducer makes none.
     reducer: sums buckets over all ranks, from the reduction thread and, between steps, from this one; must not
         share `comm`'s message space. Whoever made it closes it, after the updater.
     max_in_flight: reductions under way at a time. overlap: False reduces in `step`, on the calling thread.
@@ -58,7 +58,7 @@ class AllReduceUpdater:
         self._comm = comm
         self._reducer = reducer
         self._chooser = reducer if isinstance(reducer, Chooser) else None
-        self._step_sums = reducer if isinstance(reducer, StepSums) else None
+        self._step_sums = reducer if comm.num_ranks > 1 and isinstance(reducer, StepSums) else None
         if self._step_sums is not None:
             self._step_sums.keep_squares()
         self._bucket_bytes = bucket_bytes

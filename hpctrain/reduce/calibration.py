@@ -6,7 +6,6 @@ of which every rank has the largest, so that all ranks make the same.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -196,8 +195,10 @@ class _Contest:
         contenders = self._active
         for number in range(MAX_ROUNDS_COMPARED if compared else MAX_ROUNDS):
             before_s = self._trials.left_s
-            if number == ROUNDS_OF_ALL:
-                contenders = _nearly_best(self._active, times) if compared else contenders
+            if compared and number == ROUNDS_OF_ALL and all(times.values()):
+                contenders = self._contenders(times)
+                if len(contenders) == 1:
+                    break
             # In turns, another one first in each round: what drifts hits all alike.
             for place in range(len(contenders)):
                 one = contenders[(place + number) % len(contenders)]
@@ -210,6 +211,20 @@ class _Contest:
                 break
         self._take(num_bytes, times)
         return self._trials.left_s > 0
+
+    def _contenders(self, times: dict[Candidate, list[float]]) -> list[_Running]:
+        """Those whose best time is at most `CONTENDS` times the best of all; of the others it is the one that counts.
+
+        Not collective."""
+        best = min(min(found) for found in times.values())
+        contenders = []
+        for one in self._active:
+            own = min(times[one.candidate])
+            if own <= CONTENDS * best:
+                contenders.append(one)
+            else:
+                times[one.candidate] = [own]
+        return contenders
 
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
         """What the trials of a size came to. Not collective.
@@ -298,9 +313,3 @@ class _Contest:
                 self._active = ranked[: min(num_most, num_timely)]
                 return size
         return None
-
-
-def _nearly_best(active: Sequence[_Running], times: dict[Candidate, list[float]]) -> list[_Running]:
-    """Those whose best time is at most `CONTENDS` times the best of all."""
-    best = {one.candidate: min(times[one.candidate], default=math.inf) for one in active}
-    return [one for one in active if best[one.candidate] <= CONTENDS * min(best.values())]

@@ -29,8 +29,8 @@ LEAST_BUCKETS = 4
 # A bucket holds more than gradients: a flag a parameter, and gaps that align them. So much room for these, so that
 # one bucket meant for all gradients does not become two.
 BESIDE_GRADIENTS = 1 << 16
-# A wire that rounds more must save at least this share of the time. On links, whose bytes it halves, little is enough;
-# within a node it only helps where ranks share no memory, and few trials of small sizes err by more than a few percent.
+# A wire that rounds more must save at least this share of the time: few trials of small sizes err by more than a few
+# percent. Where a link decides, whose bytes it halves, little is enough.
 WORTH_ROUNDING = 0.2
 WORTH_ROUNDING_ON_LINKS = 0.05
 # Of candidates whose bytes decide alike, the one that was faster: so much of the measured time counts beside the floor.
@@ -109,7 +109,7 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """The wire that takes least time for these buckets; one that rounds more only if it saves 20%, 5% on links.
+        """The wire that takes least time for these buckets; one that rounds more only if it saves enough.
 
         A wire all of whose candidates were left behind before the largest of them is not taken: what is measured
         there may have met a busy moment, what is extrapolated never does.
@@ -121,12 +121,19 @@ class Choice:
         if not self.costs:
             return chosen
         chosen_s = self._total_s(chosen, sizes)
-        worth = WORTH_ROUNDING if self.floor is None else WORTH_ROUNDING_ON_LINKS
+        worth = WORTH_ROUNDING_ON_LINKS if self._decided_by_link(chosen, sizes) else WORTH_ROUNDING
         for wire in ordered[1:]:
             seconds = self._total_s(wire, sizes)
             if seconds < (1 - worth) * chosen_s:
                 chosen, chosen_s = wire, seconds
         return chosen
+
+    def _decided_by_link(self, wire: str, sizes: Sequence[int]) -> bool:
+        if self.floor is None:
+            return False
+        choice = self.for_wire(wire)
+        link_s = sum(size * self.floor.seconds_per_byte(choice.choose(size)) for size in sizes)
+        return link_s >= DECIDED_BY_LINK * self._total_s(wire, sizes)
 
     def _total_s(self, wire: str, sizes: Sequence[int]) -> float:
         choice = self.for_wire(wire)

@@ -26,7 +26,7 @@ from hpctrain.reduce.chunk_memory import ChunkMemory
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.node_memory import MAX_NUMBERS, NodeMemory
-from hpctrain.reduce.node_sum import NodeSum, sum_into
+from hpctrain.reduce.node_sum import PIECE_ELEMS, NodeSum, sum_into
 from hpctrain.reduce.reducer import StateTensor
 from hpctrain.reduce.residuals import LOST
 from hpctrain.reduce.residuals import NAME as RESIDUAL
@@ -60,7 +60,8 @@ class EngineReducer:
 
     levels: the nodes to sum within: the run's topology, or one rank to a node for the flat algorithms.
     exchange: `direct` or `ring`, between those nodes. feedback: keep what the codec loses (error feedback).
-    chunk_elems: elements of a chunk; in_flight: chunks of one bucket under way at once.
+    chunk_elems: elements of a chunk; in_flight: chunks of one bucket under way at once. Within one node, where
+    nothing is sent, a bucket is one chunk.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class EngineReducer:
         if self._memory.lay_out([b.numel * b.dtype.itemsize for b in buckets]):
             self._comm.barrier()
         self._buckets = []
+        scratch = {bucket.dtype: torch.empty(PIECE_ELEMS, dtype=bucket.dtype) for bucket in buckets}
         for number, bucket in enumerate(buckets):
             shared = [memory.view(bucket.dtype) for memory in self._memory.segments(number)]
             mine = shared[self._place.local]
@@ -121,6 +123,7 @@ class EngineReducer:
                     part=planned.parts[0],
                     mine=self._place.local,
                     num_gradients=bucket.num_gradients if self._squares and bucket.slots else 0,
+                    scratch=scratch[bucket.dtype],
                 )
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]

@@ -33,19 +33,26 @@ class NodeSum:
     """The sum of `part` of the buckets of all the node's ranks, into each of them, where nothing leaves the node.
 
     buckets: by local rank, each of shape (numel,). mine: this rank's. num_gradients: of a bucket's elements those that
-    count in the norm, the first ones; 0: no norm is taken.
+    count in the norm, the first ones; 0: no norm is taken. scratch: of PIECE_ELEMS, used while `sum` runs.
     """
 
-    def __init__(self, buckets: Sequence[torch.Tensor], *, part: Span, mine: int, num_gradients: int) -> None:
-        # The first two are read before anything is written: into one of them no copy is needed.
-        scratch = buckets[0].new_empty(min(PIECE_ELEMS, part.numel)) if mine > 1 else None
+    def __init__(
+        self,
+        buckets: Sequence[torch.Tensor],
+        *,
+        part: Span,
+        mine: int,
+        num_gradients: int,
+        scratch: torch.Tensor,
+    ) -> None:
         spans = list(_pieces(part))
         counted = [max(0, min(piece.end, num_gradients) - piece.begin) for piece in spans]
         self._norms = buckets[0].new_zeros(sum(map(num_rows, counted)))
         self._pieces, first = [], 0
         for piece, count in zip(spans, counted, strict=True):
             parts = [bucket[piece.begin : piece.end] for bucket in buckets]
-            total = parts[mine] if scratch is None else scratch[: piece.numel]
+            # The first two are read before anything is written: into one of them no copy is needed.
+            total = parts[mine] if mine < 2 else scratch[: piece.numel]
             rows = in_rows(total[:count])
             norms = self._norms[first : first + num_rows(count)].split([len(some) for some in rows])
             first += num_rows(count)

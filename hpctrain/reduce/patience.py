@@ -10,7 +10,8 @@ from typing import final
 # Sleeps: short enough to see a message soon, long enough to leave a shared core to backward.
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
-# The kernel makes the shortest sleep some 70 us long. Who has nothing else to do looks on for that time first.
+# Who has nothing else to do looks on for so long first: the kernel makes the shortest sleep some 70 us long, and who
+# sleeps through the last rank's arrival keeps that one waiting in turn.
 LOOK_ON_S = 500e-6
 
 

@@ -48,7 +48,8 @@ class StepSums(Protocol):
     def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
         """Sum a few float64 in host memory, shape (n,), over all ranks, in place. Collective, and as `reduce` in turns.
 
-        While nothing else is under way. The same bits on every rank. None, on every rank alike, where it cannot.
+        After `plan`, while nothing else is under way. The same bits on every rank. None where it cannot: on every rank
+        alike, if n is the same.
         """
 
 

@@ -200,7 +200,7 @@ def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: Path) -> None:
-    """Each rank looks at those tensors again of which it writes; nobody writes of an empty one."""
+    """Also an empty one, of which nobody writes."""
 
     def items(*, changed: int, to: torch.Tensor) -> list[Replicated]:
         found = [Replicated(name=f"t{i}", tensor=torch.full((40, 3), float(i))) for i in range(6)]
@@ -220,6 +220,22 @@ def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: P
                     assert all(same_bits(loaded[item.name], item.tensor) for item in made)
 
     run_threads(3, rank_main, timeout_s=120)
+
+
+def test_a_replica_of_another_shape_is_told_in_a_later_save_too(tmp_path: Path) -> None:
+    """Whether the rank whose replica it is writes of it or not."""
+
+    def rank_main(world: ThreadsWorld) -> None:
+        for step, changed in enumerate((None, 0, None, 3)):
+            sizes = [7 if world.rank == 1 and i == changed else 2048 for i in range(4)]
+            items = [Replicated(name=f"t{i}", tensor=torch.zeros(size)) for i, size in enumerate(sizes)]
+            if changed is None:
+                save(State(items=items), directory=tmp_path, step=step, comm=world)
+            else:
+                with pytest.raises(CheckpointError, match=f"'t{changed}'"):
+                    save(State(items=items), directory=tmp_path, step=step, comm=world)
+
+    run_threads(2, rank_main, timeout_s=60)
 
 
 def test_a_document_that_is_no_json_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
