@@ -64,6 +64,19 @@ def test_a_trial_that_ran_on_the_links_queues_does_not_make_fp32_the_faster_wire
     assert Choice.of_measurements(found, floor=floor()).seconds(2**24) >= 2**24 * 0.75 / RATE
 
 
+@pytest.mark.parametrize(
+    ("fp32_s", "saved", "expected"),
+    [(0.020, 0.03, "fp32"), (0.020, 0.08, "fp16"), (0.040, 0.08, "fp32"), (0.040, 0.25, "fp16")],
+)
+def test_a_wire_that_rounds_is_worth_it_for_less_where_the_link_decides(
+    fp32_s: float, saved: float, expected: str
+) -> None:
+    """The link takes 15.7 ms for a MiB in fp32: more than half of 20 ms, less than half of 40."""
+    fp32, fp16 = Candidate("hierarchical", "fp32"), Candidate("hierarchical", "fp16")
+    found = measured({fp32: fp32_s, fp16: fp32_s * (1 - saved)})
+    assert Choice.of_measurements(found, floor=floor()).fastest_wire([2**20]) == expected
+
+
 def test_where_the_bytes_decide_alike_the_one_that_was_faster_is_taken() -> None:
     ring, direct = Candidate("hierarchical-ring", "fp16"), Candidate("hierarchical", "fp16")
     for faster, slower in ((ring, direct), (direct, ring)):
