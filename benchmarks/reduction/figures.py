@@ -11,7 +11,10 @@ from benchmarks.reduction.bounds import bytes_out_of_a_node
 from benchmarks.results_file import Record
 
 Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
-Steps = Mapping[str, Sequence[Sequence[float]]]  # of a method: seconds, (rounds, steps)
+Blocks = Sequence[Sequence[float]]  # seconds, (rounds, steps)
+Steps = Mapping[
+    str, Mapping[str, Blocks]
+]  # of a method: `steps`, and `without` communication in turn with them
 
 FP32_PEERS = (
     ("ddp-gloo-fp32", "DDP on Gloo", ("gloo-fp32", "ddp-fp32"), 2.0),
@@ -123,14 +126,13 @@ def time_records(
 
 
 def exposed(found: Steps, name: str) -> list[float]:
-    """Step minus the same step without communication, round by round: blocks of one round are near in time."""
-    return [
-        median(with_) - median(without) for with_, without in zip(found[name], found["none"], strict=True)
-    ]
+    """Of each round the median of step minus the step without communication that was made beside it."""
+    both = zip(found[name]["steps"], found[name]["without"], strict=True)
+    return [median(a - b for a, b in zip(steps, without, strict=True)) for steps, without in both]
 
 
-def step_s(found: Steps, name: str) -> float:
-    return median(step for block in found[name] for step in block)
+def step_s(blocks: Blocks) -> float:
+    return median(step for block in blocks for step in block)
 
 
 def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, int]) -> list[Record]:
@@ -152,21 +154,23 @@ def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, i
                     sense="at most",
                     unit="s/s",
                     samples={"exposed s": {n: exposed(of, n) for n in (mine, peer)},
-                             "steps s": {n: of[n] for n in ("none", mine, peer)}},
+                             "steps s": {n: of[n] for n in (mine, peer)}},
                 )
             )  # fmt: skip
-        peer = min((name for names in STEP_PEERS.values() for name in names), key=lambda n: step_s(of, n))
+        medians = {name: step_s(blocks["steps"]) for name, blocks in of.items()}
+        without = [block for blocks in of.values() for block in blocks["without"]]
+        peer = min((name for names in STEP_PEERS.values() for name in names), key=lambda n: medians[n])
         count = samples_per_step[workload]
         records.append(
             Record(
                 id=f"{stem}.throughput",
-                what=f"{workload}: samples/s, {ours} / {peer} ({count / step_s(of, ours):.0f} / "
-                f"{count / step_s(of, peer):.0f})",
-                value=step_s(of, peer) / step_s(of, ours),
+                what=f"{workload}: samples/s, {ours} / {peer} ({count / medians[ours]:.0f} / "
+                f"{count / medians[peer]:.0f})",
+                value=medians[peer] / medians[ours],
                 bar=1.0,
                 sense="at least",
                 unit="samples/samples",
-                samples={"median step s": {name: step_s(of, name) for name in of}},
+                samples={"median step s": {"none": step_s(without), **medians}},
             )
         )
     return records

@@ -72,16 +72,17 @@ def counted_bytes(session: Session, ranks: Ranks, settings: Settings) -> dict[st
 
 
 def training_steps(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """Steps with each way of reducing and with none, by workload: figure 3."""
+    """Steps with each way of reducing, and without beside them, by workload: figure 3."""
     start_gloo(ranks.comm)
     found = {}
     for name in settings["workloads"]:
         workload = WORKLOADS[name]
         batches = workload.batches(torch.Generator().manual_seed(settings["seed"] + session.rank))
-        steppers = steps.make_steppers(ranks.comm, session, workload=workload, seed=settings["seed"])
+        pairs = steps.make_pairs(ranks.comm, session, workload=workload, seed=settings["seed"])
+        steppers = [pair.stepper for pair in pairs]
         before = steps.flat(steppers[0].model)
         found[name] = steps.time_steps(
-            ranks.comm, steppers, batches=batches, num_rounds=settings["num_rounds"],
+            ranks.comm, pairs, batches=batches, num_rounds=settings["num_rounds"],
             block=settings["block"], seed=settings["seed"],
         )  # fmt: skip
         steps.check(ranks.comm, steppers, start=before)

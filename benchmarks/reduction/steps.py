@@ -1,4 +1,4 @@
-"""A training step with each way of reducing, and without any, in blocks of steps in shuffled order."""
+"""A training step with each way of reducing, and beside each the same without any, in blocks in shuffled order."""
 
 from __future__ import annotations
 
@@ -35,32 +35,46 @@ class Stepper:
     num_steps: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A method, and the same training of another model without communication."""
+
+    stepper: Stepper
+    without: Stepper
+
+
 def time_steps(
-    comm: Any,
-    steppers: Sequence[Stepper],
-    *,
-    batches: Sequence[Batch],
-    num_rounds: int,
-    block: int,
-    seed: int,
-) -> dict[str, list[list[float]]]:
-    """Seconds of each counted step by method and round, mean over the ranks: shape (rounds, steps)."""
+    comm: Any, pairs: Sequence[Pair], *, batches: Sequence[Batch], num_rounds: int, block: int, seed: int
+) -> dict[str, dict[str, list[list[float]]]]:
+    """By method: seconds of its counted steps (`steps`), and of the steps without communication that were made in turn
+    with them (`without`), mean over the ranks, each of shape (rounds, steps).
+
+    Step for step in turn, as what else the machine does moves a step by more than is to be measured from one second to
+    the next. The ranks meet before each.
+    """
     order = random.Random(seed)
-    found: dict[str, list[list[float]]] = {stepper.name: [] for stepper in steppers}
+    found: dict[str, dict[str, list[list[float]]]] = {
+        pair.stepper.name: {"steps": [], "without": []} for pair in pairs
+    }
     for _ in range(num_rounds):
-        for stepper in order.sample(list(steppers), len(steppers)):
-            stepper.begin()
+        for pair in order.sample(list(pairs), len(pairs)):
+            pair.stepper.begin()
+            times: dict[str, list[float]] = {"steps": [], "without": []}
+            for number in range(block + NOT_COUNTED):
+                turn = [("steps", pair.stepper), ("without", pair.without)]
+                for kind, stepper in turn if number % 2 else reversed(turn):
+                    comm.Barrier()
+                    started = time.perf_counter()
+                    stepper.step(batches[stepper.num_steps % len(batches)])
+                    times[kind].append(time.perf_counter() - started)
+                    stepper.num_steps += 1
             comm.Barrier()
-            times = []
-            for _ in range(block + NOT_COUNTED):
-                started = time.perf_counter()
-                stepper.step(batches[stepper.num_steps % len(batches)])
-                times.append(time.perf_counter() - started)
-                stepper.num_steps += 1
-            comm.Barrier()
-            stepper.end()
-            of_ranks = comm.allgather(times[NOT_COUNTED:])
-            found[stepper.name].append([sum(step) / len(step) for step in zip(*of_ranks, strict=True)])
+            pair.stepper.end()
+            for kind, mine in times.items():
+                of_ranks = comm.allgather(mine[NOT_COUNTED:])
+                found[pair.stepper.name][kind].append(
+                    [sum(step) / len(step) for step in zip(*of_ranks, strict=True)]
+                )
     return found
 
 
@@ -73,8 +87,6 @@ def check(comm: Any, steppers: Sequence[Stepper], *, start: torch.Tensor) -> Non
     reference = next(flat(stepper.model) for stepper in steppers if stepper.name == "mpi-fp32")
     moved = float((reference - start).norm())
     for stepper in steppers:
-        if stepper.name == "none":
-            continue
         mine = flat(stepper.model)
         of_first = comm.bcast(mine.numpy() if comm.Get_rank() == 0 else None, root=0)
         apart = float((mine - torch.from_numpy(of_first)).norm()) / moved
@@ -87,13 +99,13 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def make_steppers(comm: Any, session: Session, *, workload: Workload, seed: int) -> list[Stepper]:
-    """Every method, each with a model of its own that starts from the same parameters. Collective."""
-    made = [_plain(workload, seed=seed), _mpi(comm, workload, seed=seed)]
+def make_pairs(comm: Any, session: Session, *, workload: Workload, seed: int) -> list[Pair]:
+    """Every method, each with models of its own that start from the same parameters. Collective."""
+    made = [_mpi(comm, workload, seed=seed)]
     made += [_ours(session, workload, seed=seed, wire=wire) for wire in ("fp32", "fp16")]
     made += [_ddp(workload, seed=seed, bits=bits) for bits in (32, 16)]
     made += [_horovod(comm, workload, seed=seed, bits=bits) for bits in (32, 16)]
-    return made
+    return [Pair(stepper=stepper, without=_plain(workload, seed=seed)) for stepper in made]
 
 
 def _fresh(workload: Workload, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

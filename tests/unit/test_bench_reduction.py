@@ -87,17 +87,22 @@ def test_times_are_held_against_the_best_peer_of_each_kind() -> None:
     assert all(record.holds for record in made.values())
 
 
-def test_exposed_communication_is_taken_round_by_round() -> None:
-    slow_round = 1.0
-    steps = {name: [[0.200], [0.200 + slow_round]] for name in ("mpi-fp32", "ddp-fp32", "horovod-fp32")}
-    steps |= {name: [[0.140], [0.140 + slow_round]] for name in ("ddp-fp16", "horovod-fp16")}
-    steps |= {"none": [[0.1], [0.1 + slow_round]], "ours-fp16": [[0.12], [0.12 + slow_round]]}
-    steps["ours-fp32"] = [[0.15], [0.15 + slow_round]]
+def test_exposed_communication_is_taken_step_by_step_from_the_one_beside_it() -> None:
+    slow = 1.0  # in one of two rounds, and for one pair of a round
+    without = [[0.1, 0.1, 0.1 + slow], [0.1 + slow] * 3]
+    more = {
+        "mpi-fp32": 0.1, "ddp-fp32": 0.1, "horovod-fp32": 0.1, "ddp-fp16": 0.04, "horovod-fp16": 0.04,
+        "ours-fp32": 0.05, "ours-fp16": 0.02,
+    }  # fmt: skip
+    steps = {
+        name: {"without": without, "steps": [[step + by for step in block] for block in without]}
+        for name, by in more.items()
+    }
     made = step_records({"transformer": steps}, samples_per_step={"transformer": 12})
     values = {record.id.removeprefix("reduction.3.transformer."): record.value for record in made}
     assert values["exposed"] == values["exposed.fp16"] == pytest.approx(0.5)
     assert values["exposed.fp32"] == pytest.approx(0.5)
-    assert values["throughput"] == pytest.approx(0.64 / 0.62)
+    assert values["throughput"] == pytest.approx((0.14 + slow) / (0.12 + slow))
 
 
 def test_auto_is_held_against_the_best_choice_that_was_timed_to_the_end() -> None:
