@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from benchmarks.reduction.models import Batch, Workload
 from hpctrain.run import Session
 
 LEARNING_RATE = 0.01
-NOT_COUNTED = 2  # steps of each block: Horovod starts anew in every block, caches fill again
+COUNTED = 2  # steps of each turn, behind one that is not
 # Parameters after the run against those of plain MPI: sums in other orders and 16 bits make a difference,
 # a reduction that does nothing makes a far larger one.
 TOLERANCE = 0.1
@@ -49,8 +50,9 @@ def time_steps(
     """By method: seconds of its counted steps (`steps`), and of the steps without communication that were made in turn
     with them (`without`), mean over the ranks, each of shape (rounds, steps).
 
-    Step for step in turn, as what else the machine does moves a step by more than is to be measured from one second to
-    the next. The ranks meet before each.
+    In turns of a few steps, as what else the machine does moves a step by more than is to be measured from one second
+    to the next; the first step of a turn finds the caches as the other model left them, and does not count. The ranks
+    meet before each step, as they do in training at the end of the one before.
     """
     order = random.Random(seed)
     found: dict[str, dict[str, list[list[float]]]] = {
@@ -60,22 +62,29 @@ def time_steps(
         for pair in order.sample(list(pairs), len(pairs)):
             pair.stepper.begin()
             times: dict[str, list[float]] = {"steps": [], "without": []}
-            for number in range(block + NOT_COUNTED):
-                turn = [("steps", pair.stepper), ("without", pair.without)]
-                for kind, stepper in turn if number % 2 else reversed(turn):
-                    comm.Barrier()
-                    started = time.perf_counter()
-                    stepper.step(batches[stepper.num_steps % len(batches)])
-                    times[kind].append(time.perf_counter() - started)
-                    stepper.num_steps += 1
+            for number in range(1 + math.ceil(block / COUNTED)):
+                turns = [("steps", pair.stepper), ("without", pair.without)]
+                for kind, stepper in turns if number % 2 else reversed(turns):
+                    found_now = [_timed_step(comm, stepper, batches) for _ in range(1 + COUNTED)]
+                    if number:  # Horovod starts anew in every block
+                        times[kind] += found_now[1:]
             comm.Barrier()
             pair.stepper.end()
             for kind, mine in times.items():
-                of_ranks = comm.allgather(mine[NOT_COUNTED:])
+                of_ranks = comm.allgather(mine)
                 found[pair.stepper.name][kind].append(
                     [sum(step) / len(step) for step in zip(*of_ranks, strict=True)]
                 )
     return found
+
+
+def _timed_step(comm: Any, stepper: Stepper, batches: Sequence[Batch]) -> float:
+    comm.Barrier()
+    started = time.perf_counter()
+    stepper.step(batches[stepper.num_steps % len(batches)])
+    seconds = time.perf_counter() - started
+    stepper.num_steps += 1
+    return seconds
 
 
 class WrongTraining(RuntimeError):
