@@ -12,9 +12,8 @@ from benchmarks.results_file import Record
 
 Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
 Blocks = Sequence[Sequence[float]]  # seconds, (rounds, steps)
-Steps = Mapping[
-    str, Mapping[str, Blocks]
-]  # of a method: `steps`, and `without` communication in turn with them
+# Of a method: `steps`, and those `without` communication that were made in turn with them.
+Steps = Mapping[str, Mapping[str, Blocks]]
 
 FP32_PEERS = (
     ("ddp-gloo-fp32", "DDP on Gloo", ("gloo-fp32", "ddp-fp32"), 2.0),

@@ -232,13 +232,13 @@ class AllReduceUpdater:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if self._syncing:
                 self._ready.append(index)
-                if self._put(index):
-                    self._send_complete_buckets()
+                self._put(index)
+                self._send_complete_buckets()
 
         return gradient_is_ready
 
-    def _put(self, index: int) -> bool:
-        """The gradient into its place in the bucket, each once a step; whether that completes the bucket."""
+    def _put(self, index: int) -> None:
+        """The gradient into its place in the bucket; each parameter once a step."""
         if self._placed[index]:
             raise UsageError(
                 "backward ran twice before step(): the first gradients are already on the wire. Wrap all but "
@@ -247,9 +247,7 @@ class AllReduceUpdater:
         self._placed[index] = True
         # Scaled here, before the wire: many ranks' gradients near 1024 overflow float16 when summed.
         factor = 1.0 if self._loss_is_weighted else self._scale.value / self._comm.num_ranks
-        number = self._memory.put(index, factor=factor)
-        self._waiting_for[number] -= 1
-        return self._waiting_for[number] == 0
+        self._waiting_for[self._memory.put(index, factor=factor)] -= 1
 
     def _send_complete_buckets(self) -> None:
         """In the order of the plan, which is the same on every rank: the reductions must match."""

@@ -133,7 +133,7 @@ class Choice:
             return False
         choice = self.for_wire(wire)
         link_s = sum(size * self.floor.seconds_per_byte(choice.choose(size)) for size in sizes)
-        return link_s >= DECIDED_BY_LINK * self._total_s(wire, sizes)
+        return link_s >= DECIDED_BY_LINK * sum(choice.seconds(size) for size in sizes)
 
     def _total_s(self, wire: str, sizes: Sequence[int]) -> float:
         choice = self.for_wire(wire)

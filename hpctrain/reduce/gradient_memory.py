@@ -16,14 +16,13 @@ from hpctrain.reduce.norm import in_rows, square_of
 
 @dataclass(slots=True)
 class _Place:
-    """slot: the parameter's part of the bucket, through which we write, complex numbers as pairs.
+    """Of one parameter. slot: its part of the bucket, through which we write, complex numbers as pairs.
 
     gradient: the same memory as a tensor for `parameter.grad`. It has a version counter of its own, so that it
     tells a change by the user from ours and the reducer's. None where the parameter's dtype is not the
     bucket's: then `.grad` is another tensor, and the sum is copied into it.
     """
 
-    parameter: torch.nn.Parameter
     bucket: int
     slot: torch.Tensor
     gradient: torch.Tensor | None
@@ -63,8 +62,8 @@ class GradientMemory:
 
         `.grad` is then a view of the place, where the dtype allows. No gradient counts as zeros.
         """
-        place = self._places[index]
-        gradient = place.parameter.grad
+        parameter, place = self._parameters[index], self._places[index]
+        gradient = parameter.grad
         if gradient is None:
             place.slot.zero_()
             return place.bucket
@@ -81,7 +80,7 @@ class GradientMemory:
             # Widened first: a product in a half type would be rounded.
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is not None:
-            place.parameter.grad = gradient = place.gradient
+            parameter.grad = gradient = place.gradient
         self._sent[index] = (gradient, gradient._version)
         return place.bucket
 
@@ -139,8 +138,6 @@ class GradientMemory:
         # All flags at once: on a GPU each look at a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        if all(summed) and None not in self._sent:
-            return  # each `.grad` is what it is to be
         for slot, flag in zip(slots, summed, strict=True):
             if flag == 0:
                 self._parameters[slot.parameter].grad = None
@@ -180,13 +177,13 @@ def describe_gradient(parameter: torch.nn.Parameter) -> GradientSpec:
 def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch.Tensor) -> _Place:
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if parameter.is_complex():
-        return _Place(parameter, number, flat.view(*parameter.shape, 2), None)
+        return _Place(number, flat.view(*parameter.shape, 2), None)
     # Laid out as the parameter is: an optimizer walks over both at once.
     order = _memory_order(parameter)
     view = flat.view([parameter.shape[dim] for dim in order]).permute(
         [order.index(dim) for dim in range(len(order))]
     )
-    return _Place(parameter, number, view, view.data if parameter.dtype is buffer.dtype else None)
+    return _Place(number, view, view.data if parameter.dtype is buffer.dtype else None)
 
 
 def _memory_order(parameter: torch.Tensor) -> list[int]:

@@ -63,9 +63,7 @@ class NodeSum:
         """In the order of the ranks. The buckets must be full, and nobody else write to this part."""
         for piece in self._pieces:
             if len(piece.parts) > 1:
-                torch.add(piece.parts[0], piece.parts[1], out=piece.total)
-            for other in piece.parts[2:]:
-                piece.total.add_(other)
+                _add(piece.parts, total=piece.total)
             for rows, norms in piece.rows:
                 torch.linalg.vector_norm(rows, dim=1, out=norms)
             for copy in piece.copies:
@@ -80,10 +78,14 @@ def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
     """values = the sum of at least two buckets' parts, in the order of the ranks."""
     for piece in _pieces(Span(0, values.numel())):
         parts = [bucket[piece.begin : piece.end] for bucket in buckets]
-        total = values[piece.begin : piece.end]
-        torch.add(parts[0], parts[1], out=total)
-        for other in parts[2:]:
-            total.add_(other)
+        _add(parts, total=values[piece.begin : piece.end])
+
+
+def _add(parts: Sequence[torch.Tensor], *, total: torch.Tensor) -> None:
+    """total, which may be one of the first two, becomes the sum of at least two parts in their order."""
+    torch.add(parts[0], parts[1], out=total)
+    for other in parts[2:]:
+        total.add_(other)
 
 
 def _pieces(whole: Span) -> Iterator[Span]:
