@@ -30,13 +30,16 @@ def save_records(seconds: Seconds, *, what: str = "512 MiB, 2 ranks") -> list[Re
     ]  # fmt: skip
 
 
-def small_records(seconds: Seconds, *, what: str) -> list[Record]:
-    """Figure 1, many small tensors: seconds by `save, auto, many` and `save, auto, few`."""
+def small_records(alone: Seconds, beside: Seconds, *, what: str) -> list[Record]:
+    """Figure 1, many small tensors: seconds by `save, auto, many` and `save, auto, few`, with nobody else in the
+    process, as the bar is meant, and in turn with DCP, held against the same bar."""
+    many, few = f"{OURS}, many", f"{OURS}, few"
     return [
-        _ratio(
-            "checkpoint.1d", f"{what}: time of a save / the same bytes in 32 tensors", seconds,
-            (f"{OURS}, few", f"{OURS}, many"), 1.5, sense="at most", unit="s/s",
-        )
+        _ratio("checkpoint.1d", f"{what}: time of a save / the same bytes in 32 tensors", alone, (few, many), 1.5,
+               sense="at most", unit="s/s"),
+        _ratio("checkpoint.1d.beside", f"{what}: the same, DCP's saves in turn with them", beside, (few, many), 1.5,
+               sense="at most", unit="s/s"),
+        _ratio("checkpoint.1.small", f"{what}: hpctrain / torch DCP as it comes", beside, (many, f"{DCP}, many"), 1.0),
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,14 @@ class EngineChoice:
         path: Path,
         stretches: Iterable[Stretch],
         *,
+        structure: Sequence[Stretch],
         comm: Collective,
         groups: Sequence[Sequence[int]],
         bypass_cache: bool = False,
         limit_bytes_per_s: float | None = None,
     ) -> None:
-        """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when
-        it returns.
+        """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there: structure, which the
+        leader reads back soon, and the rest. On disk (fsync) when it returns.
 
         With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all. bypass_cache: with
         DIRECT, see `write_direct`. limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an error:
@@ -52,11 +54,11 @@ class EngineChoice:
                 num_ranks = len(own_group(comm, groups=groups))
                 hints.update(stripes_for(_size_of(path)).hints(num_ranks=num_ranks))
             write_together(
-                path, stretches, comm=comm, groups=groups, hints=hints,
+                path, itertools.chain(structure, stretches), comm=comm, groups=groups, hints=hints,
                 block_bytes=alignment_of(self.filesystem),
             )  # fmt: skip
         else:
-            write_direct(path, stretches, bypass_cache=bypass_cache)
+            write_direct(path, stretches, structure=structure, bypass_cache=bypass_cache)
 
 
 def _size_of(path: Path) -> int:

@@ -22,7 +22,7 @@ from hpctrain.errors import CheckpointError
 # Small tensors are taken many at once: their calls cost more than their bytes. So many that they stay in the
 # processor's cache until they are written.
 _SMALL_BYTES = 1 << 16
-_JOINED_BYTES = 1 << 20
+_JOINED_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

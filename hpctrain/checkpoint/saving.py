@@ -13,7 +13,6 @@ In `local` mode each file's leader makes and renames a folder of its own, on its
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -44,7 +43,7 @@ from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of
 from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.skeleton import structure_hash
 from hpctrain.checkpoint.snapshot import HostBuffers, content_copied
-from hpctrain.checkpoint.state import State, encode_document
+from hpctrain.checkpoint.state import Replicated, Shard, State, encode_document
 from hpctrain.checkpoint.striping import alignment_of
 from hpctrain.checkpoint.work import submit
 from hpctrain.comm.agreement import agreed, on_rank_0
@@ -136,7 +135,7 @@ class Saving:
             )  # fmt: skip
             layout = layout_for(
                 state, sources=sources, step=step, comm=comm, file_of_rank=files,
-                alignment=alignment_of(choice.filesystem), header=header,
+                alignment=alignment_of(choice.filesystem), header=header, others_later=buffers is None,
             )  # fmt: skip
             folder = options.files != 1
             name = folder_name(step) if folder else file_name(step)
@@ -153,7 +152,7 @@ class Saving:
                 note=note,
             )  # fmt: skip
             if buffers is None:
-                content = content_of(sources, layout.own)
+                content = _then_checked(content_of(sources, layout.own), layout=layout, sources=sources)
             else:
                 content = content_copied(sources, layout.own, buffers=buffers)
             saving._start(lambda: saving._write_content(content))
@@ -230,16 +229,13 @@ class Saving:
         """Hashes of this rank's extents, in the plan's order. All it writes is on disk then."""
         own = self._layout.own
         hashes = np.zeros(len(own.extent_bytes), dtype=np.uint64)
-        stretches = own.stretches(content, hashes=hashes)
-        if self._layout.skeleton is not None:
-            stretches = itertools.chain(
-                ((offset, memoryview(data)) for offset, data in self._structure()), stretches
-            )
+        structure = [] if self._layout.skeleton is None else self._structure()
         limit = self._options.limit_mb_per_s
         self._choice.write(
-            file_in(self._partial, self._file, options=self._options), stretches,
-            comm=self._comm, groups=self._groups,
-            bypass_cache=self._bypass_cache, limit_bytes_per_s=None if limit is None else limit * 1e6,
+            file_in(self._partial, self._file, options=self._options), own.stretches(content, hashes=hashes),
+            structure=[(offset, memoryview(data)) for offset, data in structure], comm=self._comm,
+            groups=self._groups, bypass_cache=self._bypass_cache,
+            limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
         if self._options.local and self._leads_folder:
             flush_folder(self._partial)
@@ -338,3 +334,9 @@ def save(
     chosen = SaveOptions(keep=keep, engine=engine, **options)
     with collector_paused():  # between the phases too
         return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()
+
+
+def _then_checked(content: Content, *, layout: Layout, sources: Sequence[Replicated | Shard]) -> Content:
+    """The content; after it, while the last of it is being written, what this rank need not know before."""
+    yield from content
+    layout.check_others(sources)

@@ -26,6 +26,7 @@ from hpctrain.checkpoint.fresh_memory import in_large_pages
 # Of memory and of file: what filesystems ask of places and lengths. One that asks for more says so (EINVAL).
 BLOCK_BYTES = 4096
 _WINDOW_BYTES = 2 << 20
+_FIRST_BYTES = 1 << 19  # of the first ones, so that the disk has work at once
 _IN_FLIGHT = 2  # while a third window is filled
 # A shorter run costs more as a call of its own than through the cache.
 _SHORTEST_BYTES = 1 << 18
@@ -66,14 +67,17 @@ class _Window:
     base: int = 0
     begin: int = 0
     end: int = 0
+    limit: int = 0
 
-    def start(self, offset: int) -> None:
+    def start(self, offset: int, *, num_bytes: int) -> None:
+        """num_bytes: from the block's begin on, of the memory, to be used."""
         self.base = offset - offset % BLOCK_BYTES
         self.begin = self.end = offset
+        self.limit = self.base + min(num_bytes, len(self.memory))
 
     @property
     def room_bytes(self) -> int:
-        return self.base + len(self.memory) - self.end
+        return self.limit - self.end
 
     def add(self, data: memoryview) -> None:
         at = self.end - self.base
@@ -94,6 +98,7 @@ class _Writer:
         self._in_flight: deque[tuple[_Memory | None, Future[None]]] = deque()
         self._free: list[_Memory] = []
         self._window: _Window | None = None
+        self._next_bytes = _FIRST_BYTES
 
     def __enter__(self) -> _Writer:
         return self
@@ -130,7 +135,7 @@ class _Writer:
             window = self._window  # kept, where what it held was short
             if window is None:
                 window = self._window = _Window(self._free.pop() if self._free else _pages(_WINDOW_BYTES))
-            window.start(offset)
+            window.start(offset, num_bytes=self._next_bytes)
         return window
 
     def _end_run(self) -> None:
@@ -141,8 +146,9 @@ class _Writer:
         base, begin, end = window.base, window.begin, window.end
         if end - begin < _SHORTEST_BYTES:
             write_fully(self._cached, window.memory[begin - base : end - base].data, offset=begin)
-            window.start(end)
+            window.start(end, num_bytes=self._next_bytes)
             return
+        self._next_bytes = min(2 * self._next_bytes, _WINDOW_BYTES)
         self._submit(window.memory, base=base, begin=begin, end=end, is_ours=True)
         self._window = None
 

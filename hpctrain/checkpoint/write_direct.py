@@ -17,21 +17,29 @@ from hpctrain.checkpoint.uncached import open_uncached, write_uncached
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
 _BATCH_BYTES = 1 << 20
 _MAX_VIEWS = 512  # the least that systems allow in one call is 1024
-_WRITTEN_BACK_BYTES = 8 << 20
+_WRITTEN_BACK_BYTES = 1 << 20
 
 
 def write_direct(
-    path: Path, stretches: Iterable[tuple[int, memoryview]], *, bypass_cache: bool = False
+    path: Path,
+    stretches: Iterable[tuple[int, memoryview]],
+    *,
+    structure: Iterable[tuple[int, memoryview]] = (),
+    bypass_cache: bool = False,
 ) -> None:
     """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when it
     returns. Not collective.
 
     The disk works while this goes on, so that no long flush comes at the end. bypass_cache: past the page cache, where
-    the filesystem can. Raises CheckpointError.
+    the filesystem can; but not structure, which is read back soon. Raises CheckpointError.
     """
     with explained(action="write", path=path), ExitStack() as opened:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         opened.callback(os.close, fd)
+        for offset, data in structure:
+            write_fully(fd, data, offset=offset)
+            if data.nbytes >= _WRITTEN_BACK_BYTES:
+                begin_writing_back(fd, offset=offset, num_bytes=data.nbytes)
         uncached = open_uncached(path) if bypass_cache else None
         if uncached is None:
             _write_cached(fd, stretches)

@@ -222,18 +222,31 @@ def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: P
     run_threads(3, rank_main, timeout_s=120)
 
 
-def test_a_replica_of_another_shape_is_told_in_a_later_save_too(tmp_path: Path) -> None:
-    """Whether the rank whose replica it is writes of it or not."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_replica_of_another_kind_is_told_in_a_later_save_too(tmp_path: Path, *, copied: bool) -> None:
+    """Whether the rank whose replica it is writes of it or not, and whether the state is copied first."""
 
     def rank_main(world: ThreadsWorld) -> None:
-        for step, changed in enumerate((None, 0, None, 3)):
-            sizes = [7 if world.rank == 1 and i == changed else 2048 for i in range(4)]
-            items = [Replicated(name=f"t{i}", tensor=torch.zeros(size)) for i, size in enumerate(sizes)]
-            if changed is None:
-                save(State(items=items), directory=tmp_path, step=step, comm=world)
-            else:
-                with pytest.raises(CheckpointError, match=f"'t{changed}'"):
-                    save(State(items=items), directory=tmp_path, step=step, comm=world)
+        def save_it(odd: dict[int, torch.Tensor], *, step: int) -> Path:
+            tensors = [torch.full((2048,), float(step + i)) for i in range(4)]
+            if world.rank == 1:
+                tensors = [odd.get(i, tensor) for i, tensor in enumerate(tensors)]
+            state = State(items=[Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)])
+            buffers = HostBuffers() if copied else None
+            saving = Saving.begin(state, directory=tmp_path, step=step, comm=world, buffers=buffers)
+            return saving.finish().path
+
+        step = 0
+        for odd in (torch.zeros(7), torch.zeros(2048, 1), torch.zeros(2048, dtype=torch.int32)):
+            for changed in (0, 3):
+                path = save_it({}, step=step)
+                with pytest.raises(CheckpointError, match=f"replicated tensors differ: 't{changed}'.*rank"):
+                    save_it({changed: odd}, step=step + 1)
+                world.barrier()
+                assert finished_newest_first(tmp_path)[0] == path
+                assert not list(tmp_path.glob(".*"))  # nothing half-written is left
+                world.barrier()
+                step += 2
 
     run_threads(2, rank_main, timeout_s=60)
 
