@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.checkpoint import background
+from benchmarks.checkpoint.limit import DiskLimit
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
 from hpctrain.bench.checkpoint import take_turns
 from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
@@ -28,12 +29,13 @@ M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each round: raw, ours by engine, and peers. Figure 1."""
+    """Seconds of each round: raw, the disk's limit, ours by engine, and peers. Figure 1."""
     world, directory = session.world, Path(settings["directory"])
     state = _state(settings)
     raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
     ways: list[Way] = [
         RawWriting(raw, comm=world, directory=directory),
+        DiskLimit(raw, comm=world, directory=directory),
         *(
             SyncSaving(state.state, engine=engine, comm=world, directory=directory)
             for engine in settings["engines"]

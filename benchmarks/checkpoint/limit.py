@@ -1,0 +1,74 @@
+"""The least time in which this disk takes a state's bytes: no file on it is written sooner, whoever writes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from benchmarks.checkpoint.figures import LIMIT
+from hpctrain.bench.checkpoint_raw import RawShare
+from hpctrain.bench.checkpoint_ways import RAW_WRITE, Turn, own_seconds, remove
+from hpctrain.checkpoint.disk import allocate
+from hpctrain.checkpoint.fresh_memory import in_large_pages
+from hpctrain.checkpoint.uncached import BLOCK_BYTES
+from hpctrain.comm import Collective
+from hpctrain.comm.agreement import on_rank_0
+from hpctrain.errors import CheckpointError
+
+_PIECE_BYTES = 1 << 19
+_THREADS = 8  # more, and larger or smaller pieces, took as long
+
+
+@final
+class DiskLimit:
+    """As many bytes as a rank's share, from large pages past the page cache, many writes under way, and fsync.
+
+    The file has its length and its room on the disk before the time begins. Nothing is copied, hashed or described.
+    """
+
+    name, engine, raw = LIMIT, None, RAW_WRITE
+
+    def __init__(self, share: RawShare, *, comm: Collective, directory: Path) -> None:
+        self._comm, self._path = comm, directory / "disk-limit"
+        self._begin, self._end = share.begin, share.end - share.end % BLOCK_BYTES
+        num_bytes = self._end - self._begin
+        memory = in_large_pages(num_bytes) or mmap.mmap(-1, num_bytes)
+        self._memory = np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
+        self._memory[:] = np.random.default_rng(comm.rank).integers(0, 256, size=num_bytes, dtype=np.uint8)
+
+    def turn(self) -> Turn:
+        """Raises CheckpointError where the filesystem knows no O_DIRECT."""
+        last = max(self._comm.all_gather_bytes(b"%020d" % self._end))
+        on_rank_0(self._comm, lambda: self._create(int(last)), os_error=CheckpointError)
+        seconds = own_seconds(self._comm, self._write)
+        remove(self._path, comm=self._comm)
+        return Turn(seconds=seconds)
+
+    def _create(self, num_bytes: int) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            allocate(descriptor, num_bytes=num_bytes)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _write(self) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+        def write(first: int) -> None:
+            piece = self._memory[first : first + _PIECE_BYTES]
+            if os.pwrite(descriptor, piece.data, self._begin + first) != piece.nbytes:
+                raise OSError(f"a write to {self._path} was cut short")
+
+        try:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                for _ in threads.map(write, range(0, len(self._memory), _PIECE_BYTES)):
+                    pass
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
