@@ -67,7 +67,11 @@ def test_what_is_written_is_there_and_nothing_else_has_changed(tmp_path: Path, s
     assert found == expected
 
 
-def test_large_stretches_do_go_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("like", [None, 10])
+def test_large_stretches_do_go_past_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, like: int | None
+) -> None:
+    """In pieces; but not structures, which are read back."""
     past, through = [], []
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -77,15 +81,22 @@ def test_large_stretches_do_go_past_the_cache(tmp_path: Path, monkeypatch: pytes
         return RESULT_OF_PWRITE(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    data = np.random.default_rng(0).bytes(5_000_000)
+    data = np.random.default_rng(0).bytes(9_000_000)
+    headers = np.random.default_rng(1).bytes(1_500_000)
     path = tmp_path / "file"
-    path.write_bytes(bytes(len(data) + 10))
-    write_direct(path, [(10, memory(data, like=None))], bypass_cache=True)
-    assert path.read_bytes() == bytes(10) + data
+    path.write_bytes(bytes(10 + len(data) + len(headers)))
+    write_direct(
+        path, [(10, memory(data, like=like))], structure=[(10 + len(data), memoryview(headers))],
+        bypass_cache=True,
+    )  # fmt: skip
+    assert path.read_bytes() == bytes(10) + data + headers
     if not past:
         pytest.skip("this filesystem has no way past the page cache")
-    assert sum(through) == (BLOCK_BYTES - 10) + (len(data) + 10) % BLOCK_BYTES  # the ends
-    assert sum(past) == len(data) - sum(through)
+    ends = (BLOCK_BYTES - 10) + (len(data) + 10) % BLOCK_BYTES
+    assert sum(through) == ends + len(headers)
+    assert sum(past) == len(data) - ends
+    assert len(past) >= 4
+    assert max(past) < 2 * 2**21
 
 
 @pytest.mark.parametrize("answer", ["refused when opened", "refused when written", "short"])
