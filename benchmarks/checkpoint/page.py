@@ -11,7 +11,8 @@ from benchmarks import results_page
 
 # Records whose samples have every way's seconds -> name of the table, bytes of the state.
 TABLES = {
-    "checkpoint.1a": ("saves.512mib", 512 << 20), "checkpoint.1d.beside": ("saves.small", 10_000 * 4096),
+    "checkpoint.1a": ("saves.512mib", 512 << 20), "checkpoint.1d": ("saves.small", 10_000 * 4096),
+    "checkpoint.1d.beside": ("saves.small-beside", 10_000 * 4096),
     "checkpoint.1.1-rank": ("saves.1-rank", 512 << 20), "checkpoint.1.4-ranks": ("saves.4-ranks", 512 << 20),
     "checkpoint.1.2gib": ("saves.2gib", 2 << 30), "checkpoint.2a": ("loads.warm", 512 << 20),
     "checkpoint.2b": ("loads.cold", 512 << 20), "checkpoint.2c": ("loads.peers", 512 << 20),

@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.checkpoint import background
-from benchmarks.checkpoint.limit import DiskLimit
+from benchmarks.checkpoint.limit import disk_limit
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
 from hpctrain.bench.checkpoint import take_turns
 from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
@@ -35,7 +35,7 @@ def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
     raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
     ways: list[Way] = [
         RawWriting(raw, comm=world, directory=directory),
-        DiskLimit(raw, comm=world, directory=directory),
+        *disk_limit(raw, comm=world, directory=directory),
         *(
             SyncSaving(state.state, engine=engine, comm=world, directory=directory)
             for engine in settings["engines"]

@@ -33,7 +33,7 @@ class EngineChoice:
         path: Path,
         stretches: Iterable[Stretch],
         *,
-        structure: Sequence[Stretch],
+        structure: Iterable[Stretch],
         comm: Collective,
         groups: Sequence[Sequence[int]],
         bypass_cache: bool = False,
@@ -47,6 +47,7 @@ class EngineChoice:
         the caller votes.
         """
         if limit_bytes_per_s is not None:
+            structure = paced(structure, limit_bytes_per_s=limit_bytes_per_s)
             stretches = paced(stretches, limit_bytes_per_s=limit_bytes_per_s)
         if self.engine is Engine.MPIO:
             hints = dict(HINTS)

@@ -7,6 +7,7 @@ those that only others write it can look while the disk works: if one is otherwi
 
 from __future__ import annotations
 
+import json
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -119,24 +120,27 @@ def layout_for(
 
     sources: `state.sources()`. alignment: bytes, of large datasets. header: the metadata but for its tensors, parts
     and hashes; rank 0's counts. others_later: the caller calls `check_others` later, before the save is finished.
-    Raises CheckpointError on every rank when the ranks' states do not belong together, or HDF5 cannot hold them.
+    Raises CheckpointError on every rank when the ranks' states do not belong together (with others_later some of that
+    is left to `check_others`), or HDF5 cannot hold them.
     """
     frame = _frame(sources, file_of_rank=file_of_rank, alignment=alignment)
     remembered = _LAST.setdefault(comm, [])
-    last = next(
-        (entry for entry in remembered if entry.fits(sources, frame=frame, also_others=not others_later)),
-        None,
-    )
-    if last is not None and comm.rank == 0 and not _has_room(last.layout, header=header):
-        last = None
+    fitting = {
+        entry.number: entry.layout
+        for entry in remembered
+        if entry.fits(sources, frame=frame, also_others=not others_later)
+        and (comm.rank != 0 or _has_room(entry.layout, header=header))
+    }
     try:
-        mine = document_hash(state).encode()
+        mine = document_hash(state)
     except CheckpointError:  # told by `agree_on_plan`
-        last, mine = None, b"none"
-    vote = b"%d %d %b" % (last.number if last is not None else -1, step, mine)
-    votes = comm.all_gather_bytes(vote)
-    if last is not None and votes == [vote] * comm.num_ranks:
-        return last.layout
+        fitting, mine = {}, ""
+    vote = json.dumps([sorted(fitting), step, mine]).encode()
+    votes = [json.loads(data) for data in comm.all_gather_bytes(vote)]
+    # What fits on all ranks fits: of each tensor those that write it have looked at it.
+    common = set(fitting).intersection(*(numbers for numbers, *_ in votes))
+    if common and all(rest == votes[0][1:] for _, *rest in votes):
+        return fitting[max(common)]
     plan = agree_on_plan(state, step=step, comm=comm, file_of_rank=file_of_rank)
     layout = _lay_out(plan, sources=sources, comm=comm, alignment=alignment, header=header)
     others = set(layout.others.numbers)

@@ -115,7 +115,8 @@ class Saving:
         not change before the save is finished. executor: runs the work on files, and never communicates; without
         one it is done here and in `advance`. One save at a time may write to a directory.
         Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
-        state does not fit together or the directory cannot be written; UsageError for a bad argument.
+        state does not fit together or the directory cannot be written; UsageError for a bad argument. Without buffers
+        a replica that is otherwise than those that are written may be told by `advance`.
         """
         with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
             begin_s = time.perf_counter()

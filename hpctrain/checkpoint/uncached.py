@@ -25,8 +25,8 @@ from hpctrain.checkpoint.fresh_memory import in_large_pages
 
 # Of memory and of file: what filesystems ask of places and lengths. One that asks for more says so (EINVAL).
 BLOCK_BYTES = 4096
-# Of one write: a large page, from which the kernel writes faster than from small ones. Several are under way, since a
-# disk takes its time to answer: with two at a time 512 MiB took a tenth longer.
+# Of a write from memory of ours: a large page, from which the kernel writes faster than from small ones. Several are
+# under way, since a disk takes its time to answer: with two at a time 512 MiB took 7 % longer.
 _PIECE_BYTES = 2 << 20
 _FIRST_BYTES = 1 << 19  # of the first ones, so that the disk has work at once
 _IN_FLIGHT = 6
@@ -155,12 +155,14 @@ class _Writer:
         self._window = None
 
     def _submit_in_pieces(self, memory: _Memory, *, offset: int) -> None:
-        """Large memory that need not be copied; cut where blocks of the file are."""
+        """Large memory that need not be copied; cut where blocks of the file are, the last piece under 4 MiB."""
         begin, end = offset, offset + len(memory)
         while begin < end:
             cut = begin + _PIECE_BYTES - (begin + _PIECE_BYTES) % BLOCK_BYTES
             stop = cut if end - cut >= _PIECE_BYTES else end
-            self._submit(memory[begin - offset : stop - offset], base=begin, begin=begin, end=stop, is_ours=False)
+            self._submit(
+                memory[begin - offset : stop - offset], base=begin, begin=begin, end=stop, is_ours=False
+            )
             begin = stop
 
     def _submit(self, memory: _Memory, *, base: int, begin: int, end: int, is_ours: bool) -> None:

@@ -17,7 +17,8 @@ from hpctrain.checkpoint.uncached import open_uncached, write_uncached
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
 _BATCH_BYTES = 1 << 20
 _MAX_VIEWS = 512  # the least that systems allow in one call is 1024
-_WRITTEN_BACK_BYTES = 1 << 20
+_WRITTEN_BACK_BYTES = 8 << 20
+_LONG_STRUCTURE_BYTES = 1 << 20  # shorter ones are left to the flush at the end
 
 
 def write_direct(
@@ -38,7 +39,7 @@ def write_direct(
         opened.callback(os.close, fd)
         for offset, data in structure:
             write_fully(fd, data, offset=offset)
-            if data.nbytes >= _WRITTEN_BACK_BYTES:
+            if data.nbytes >= _LONG_STRUCTURE_BYTES:
                 begin_writing_back(fd, offset=offset, num_bytes=data.nbytes)
         uncached = open_uncached(path) if bypass_cache else None
         if uncached is None:

@@ -186,7 +186,32 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
     found["too large"] = told(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found["after all"] = told(path)
+    for engine in ("direct", "mpio"):
+        found[f"replica, {engine}"] = _told_of_a_replica(
+            world, directory / f"replica-{engine}", engine=engine
+        )
     return found
+
+
+def _told_of_a_replica(world: Any, directory: Path, *, engine: str) -> str:
+    """Of a later save, in which the last rank's copy of what rank 0 writes has another shape; then one is saved."""
+    tensors = {f"t{i}": torch.full((2048,), float(i)) for i in range(world.num_ranks)}
+
+    def save_them(step: int, **odd: torch.Tensor) -> None:
+        items = [Replicated(name=name, tensor=tensor) for name, tensor in {**tensors, **odd}.items()]
+        save(State(items=items), directory=directory, step=step, comm=world, engine=engine)
+
+    save_them(1)
+    found = "nothing"
+    try:
+        save_them(2, **({"t0": torch.zeros(3)} if world.rank == world.num_ranks - 1 else {}))
+    except HpctrainError as error:
+        found = f"{type(error).__name__}: {error}"
+    world.barrier()  # rank 0 has removed what it had made
+    left = sorted(path.name for path in directory.iterdir())
+    world.barrier()
+    save_them(3)
+    return f"{found}; left: {left}"
 
 
 def _failing(stretches: Iterator[Stretch]) -> Iterator[Stretch]:

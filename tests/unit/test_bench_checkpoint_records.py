@@ -55,7 +55,7 @@ def test_each_number_is_held_against_its_bar() -> None:
     assert {name: (pytest.approx(record.value), record.holds) for name, record in made.items()} == {
         "checkpoint.1a": (0.8, False),  # the rounds' ratios are 0.8, 0.75 and 2
         "checkpoint.1b": (1.6, True),
-        "checkpoint.1b.limit": (2.0, True),
+        "checkpoint.1a.limit": (1.0, True),
         "checkpoint.1c": (2.0, True),
         "checkpoint.1d": (1.5, True),
         "checkpoint.1d.beside": (1.6, False),
@@ -70,6 +70,11 @@ def test_each_number_is_held_against_its_bar() -> None:
         "checkpoint.3d": (1.05, True),
     }
     assert {figure_of(name) for name in made} == {f"checkpoint.{figure}" for figure in (1, 2, 3)}
+
+
+def test_where_the_disk_cannot_be_written_to_past_its_cache_there_is_no_such_record() -> None:
+    without = {name: seconds for name, seconds in SAVES.items() if name != figures.LIMIT}
+    assert {record.id for record in figures.save_records(without)} == {f"checkpoint.1{c}" for c in "abc"}
 
 
 def test_a_peer_is_never_the_raw_way_nor_one_of_ours() -> None:

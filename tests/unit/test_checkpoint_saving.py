@@ -222,33 +222,63 @@ def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: P
     run_threads(3, rank_main, timeout_s=120)
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_replica_of_another_kind_is_told_in_a_later_save_too(tmp_path: Path, *, copied: bool) -> None:
-    """Whether the rank whose replica it is writes of it or not, and whether the state is copied first."""
+@pytest.mark.parametrize("how", ["at once", "copied", "two files", "in the background"])
+def test_a_replica_of_another_kind_is_told_in_a_later_save_too(tmp_path: Path, how: str) -> None:
+    """Whether the rank whose replica it is writes of it or not: t0 is written by rank 0, t3 by rank 1, t4 by none."""
+    options = SaveOptions(files=2 if how == "two files" else 1)
 
-    def rank_main(world: ThreadsWorld) -> None:
+    def rank_main(world: ThreadsWorld) -> list[str]:
         def save_it(odd: dict[int, torch.Tensor], *, step: int) -> Path:
-            tensors = [torch.full((2048,), float(step + i)) for i in range(4)]
+            tensors = [torch.full((2048,), float(step + i)) for i in range(4)] + [torch.empty(0)]
             if world.rank == 1:
                 tensors = [odd.get(i, tensor) for i, tensor in enumerate(tensors)]
             state = State(items=[Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)])
-            buffers = HostBuffers() if copied else None
-            saving = Saving.begin(state, directory=tmp_path, step=step, comm=world, buffers=buffers)
-            return saving.finish().path
+            with ThreadPoolExecutor(1) as executor:
+                saving = Saving.begin(
+                    state, directory=tmp_path, step=step, comm=world, options=options,
+                    buffers=HostBuffers() if how == "copied" else None,
+                    executor=executor if how == "in the background" else None,
+                )  # fmt: skip
+                return saving.finish().path
 
-        step = 0
+        step, told = 0, []
         for odd in (torch.zeros(7), torch.zeros(2048, 1), torch.zeros(2048, dtype=torch.int32)):
-            for changed in (0, 3):
+            for changed in (0, 3, 4):
                 path = save_it({}, step=step)
-                with pytest.raises(CheckpointError, match=f"replicated tensors differ: 't{changed}'.*rank"):
+                with pytest.raises(
+                    CheckpointError, match=f"replicated tensors differ: 't{changed}'"
+                ) as error:
                     save_it({changed: odd}, step=step + 1)
+                told.append(str(error.value))
                 world.barrier()
                 assert finished_newest_first(tmp_path)[0] == path
                 assert not list(tmp_path.glob(".*"))  # nothing half-written is left
                 world.barrier()
                 step += 2
+        return told
 
-    run_threads(2, rank_main, timeout_s=60)
+    first, second = run_threads(2, rank_main, timeout_s=60)
+    assert first == second
+    late = ["on those that write it" in text for text in first]
+    assert late == [False] * 9 if how == "copied" else late == [True, False, False] * 3
+
+
+def test_states_that_take_turns_are_laid_out_once_each_whoever_writes_what_differs(tmp_path: Path) -> None:
+    def rank_main(world: ThreadsWorld) -> int:
+        layouts = []
+        for step in range(9):
+            kinds = [torch.int32 if step % 2 else torch.float32, *[torch.float32] * 3]
+            items = [
+                Replicated(name=f"t{i}", tensor=torch.full((2048,), step + i, dtype=kind))
+                for i, kind in enumerate(kinds)
+            ]
+            saving = Saving.begin(State(items=items), directory=tmp_path, step=step, comm=world)
+            layouts.append(saving._layout)
+            _, loaded = load(saving.finish().path, comm=world)
+            assert all(same_bits(loaded[item.name], item.tensor) for item in items)
+        return len(set(map(id, layouts)))
+
+    assert run_threads(2, rank_main, timeout_s=60) == [2, 2]
 
 
 def test_a_document_that_is_no_json_on_one_rank_is_told_on_all(tmp_path: Path) -> None:

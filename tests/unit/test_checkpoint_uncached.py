@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -97,6 +98,8 @@ def test_large_stretches_do_go_past_the_cache(
     assert sum(past) == len(data) - ends
     assert len(past) >= 4
     assert max(past) < 2 * 2**21
+    if like is None:  # gathered in windows, of which the first ones are short: the disk has work at once
+        assert min(past) < 2**19
 
 
 @pytest.mark.parametrize("answer", ["refused when opened", "refused when written", "short"])
@@ -172,13 +175,14 @@ def test_a_system_that_has_no_more_threads_gets_the_same_bytes(
 def test_two_threads_that_are_refused_at_once_both_go_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = threading.Barrier(2, timeout=5)
+    both, attempts = threading.Barrier(2, timeout=5), itertools.count()
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         with open(f"/proc/self/fdinfo/{fd}") as info:
             flags = int(next(line for line in info if line.startswith("flags")).split()[1], 8)
         if flags & os.O_DIRECT:
-            both.wait()
+            if next(attempts) < 2:
+                both.wait()
             raise OSError(errno.EINVAL, "Invalid argument")
         return RESULT_OF_PWRITE(fd, data, offset)
 
