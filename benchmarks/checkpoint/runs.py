@@ -34,7 +34,9 @@ class Scale:
     large_bytes: int = 2 << 30
     small_tensors: int = SMALL_TENSORS
     rounds: int = 9
+    # Of what is short, and moves by more from round to round than it is away from its bar.
     small_rounds: int = 21
+    cold_rounds: int = 21
     few_rounds: int = 3
     steps_rounds: int = 5
     limit_mb_per_s: float = 50.0
@@ -48,6 +50,7 @@ QUICK = replace(
     small_tensors=200,
     rounds=2,
     small_rounds=2,
+    cold_rounds=2,
     few_rounds=1,
     steps_rounds=1,
     limit_mb_per_s=20.0,
@@ -108,7 +111,7 @@ def loads(scratch: Path, scale: Scale, say: Say) -> list[Record]:
     )  # fmt: skip
     say("loading, beside peers")
     cold = measured(
-        "loads", {**asked, "cold": True, "peers": (), "repeats": scale.rounds, "warmup": 0},
+        "loads", {**asked, "cold": True, "peers": (), "repeats": scale.cold_rounds, "warmup": 0},
         num_ranks=2, scratch=scratch,
     )  # fmt: skip
     say("loading, cold")
