@@ -14,7 +14,8 @@ import numpy as np
 from benchmarks.checkpoint.figures import LIMIT
 from hpctrain.bench.checkpoint_raw import RawShare
 from hpctrain.bench.checkpoint_ways import RAW_WRITE, Turn, own_seconds, remove
-from hpctrain.checkpoint.disk import allocate
+from hpctrain.checkpoint.commit import create_file
+from hpctrain.checkpoint.file_bytes import sync_directory
 from hpctrain.checkpoint.fresh_memory import in_large_pages
 from hpctrain.checkpoint.uncached import BLOCK_BYTES, open_uncached
 from hpctrain.comm import Collective
@@ -54,6 +55,7 @@ class DiskLimit:
     """As many bytes as a rank's share, from large pages past the page cache, many writes under way, and fsync.
 
     The file has its length and its room on the disk before the time begins. Nothing is copied, hashed or described.
+    Making one is collective.
     """
 
     name, engine, raw = LIMIT, None, RAW_WRITE
@@ -61,25 +63,21 @@ class DiskLimit:
     def __init__(self, share: RawShare, *, comm: Collective, directory: Path) -> None:
         self._comm, self._path = comm, directory / "disk-limit"
         self._begin, self._end = share.begin, share.end - share.end % BLOCK_BYTES
+        self._file_bytes = max(map(int, comm.all_gather_bytes(b"%d" % self._end)))
         num_bytes = self._end - self._begin
         memory = in_large_pages(num_bytes) or mmap.mmap(-1, num_bytes)
         self._memory = np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
         self._memory[:] = np.random.default_rng(comm.rank).integers(0, 256, size=num_bytes, dtype=np.uint8)
 
     def turn(self) -> Turn:
-        last = max(self._comm.all_gather_bytes(b"%020d" % self._end))
-        on_rank_0(self._comm, lambda: self._create(int(last)), os_error=CheckpointError)
+        on_rank_0(self._comm, self._create, os_error=CheckpointError)
         seconds = own_seconds(self._comm, self._write)
         remove(self._path, comm=self._comm)
         return Turn(seconds=seconds)
 
-    def _create(self, num_bytes: int) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            allocate(descriptor, num_bytes=num_bytes)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def _create(self) -> None:
+        create_file(self._path, file_bytes=self._file_bytes)
+        sync_directory(self._path.parent)  # with the room that the filesystem has given it
 
     def _write(self) -> None:
         descriptor = open_uncached(self._path)
