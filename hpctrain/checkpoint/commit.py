@@ -52,14 +52,14 @@ def create_file(path: Path, *, file_bytes: int) -> None:
             os.close(fd)
 
 
-def seal_file(path: Path, *, skeleton: Skeleton, metadata: bytes) -> None:
+def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
     """Write metadata and seal of the main file, flush it, and read back all that is not content.
 
     All ranks' content is on disk by now. The seal counts for nobody before the checkpoint has its name.
     """
     seal = Seal(
         metadata_offset=skeleton.metadata_offset,
-        metadata_bytes=len(metadata),
+        metadata_bytes=metadata.nbytes,
         metadata_hash=hash_of(metadata),
         structure_hash=skeleton.structure_hash,
         file_bytes=skeleton.file_bytes,
@@ -67,7 +67,7 @@ def seal_file(path: Path, *, skeleton: Skeleton, metadata: bytes) -> None:
     with explained(action="write", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            write_fully(fd, memoryview(metadata), offset=seal.metadata_offset)
+            write_fully(fd, metadata, offset=seal.metadata_offset)
             write_fully(fd, memoryview(encode_seal(seal)), offset=0)
             os.fsync(fd)
         finally:

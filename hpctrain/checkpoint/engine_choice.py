@@ -13,6 +13,7 @@ from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of
 from hpctrain.checkpoint.mpio_engine import HINTS, files_of, obstacle_to_mpio, own_group, write_together
 from hpctrain.checkpoint.probe import probe
+from hpctrain.checkpoint.staging import Staging
 from hpctrain.checkpoint.striping import alignment_of, stripes_for
 from hpctrain.checkpoint.write_direct import write_direct
 from hpctrain.comm.agreement import all_gather_json, describe_ranks, on_rank_0
@@ -37,14 +38,15 @@ class EngineChoice:
         comm: Collective,
         groups: Sequence[Sequence[int]],
         bypass_cache: bool = False,
+        staging: Staging | None = None,
         limit_bytes_per_s: float | None = None,
     ) -> None:
         """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there: structure, which the
         leader reads back soon, and the rest. On disk (fsync) when it returns.
 
-        With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all. bypass_cache: with
-        DIRECT, see `write_direct`. limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an error:
-        the caller votes.
+        With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all. bypass_cache, staging:
+        with DIRECT, see `write_direct`. limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an
+        error: the caller votes.
         """
         if limit_bytes_per_s is not None:
             structure = paced(structure, limit_bytes_per_s=limit_bytes_per_s)
@@ -59,7 +61,7 @@ class EngineChoice:
                 block_bytes=alignment_of(self.filesystem),
             )  # fmt: skip
         else:
-            write_direct(path, stretches, structure=structure, bypass_cache=bypass_cache)
+            write_direct(path, stretches, structure=structure, bypass_cache=bypass_cache, staging=staging)
 
 
 def _size_of(path: Path) -> int:

@@ -46,16 +46,12 @@ class TensorsText:
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
         """The text with the offsets of all pieces in it, in the order of tensors and pieces."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
-        filled = _filled(self.text, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
+        filled = np.frombuffer(self.text, dtype=np.uint8).copy()
+        _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
         return TensorsText(
-            text=filled, hash_places=self.hash_places, offset_places=self.offset_places,
+            text=filled.tobytes(), hash_places=self.hash_places, offset_places=self.offset_places,
             written_as=self.written_as,
         )  # fmt: skip
-
-    def with_hashes(self, hashes: NDArray[np.uint64]) -> bytes:
-        """The text with the hashes of all extents in it; hashes: counted as `written_as` counts."""
-        digits = hashes[self.written_as].astype(">u8").tobytes().hex().encode()
-        return _filled(self.text, places=self.hash_places, digits=digits, width=HASH_DIGITS)
 
 
 def tensors_text(plan: WritePlan) -> TensorsText:
@@ -108,22 +104,35 @@ def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int)
     return -(-needed // _PADDING_BYTES) * _PADDING_BYTES
 
 
-def metadata_text(header: Mapping[str, Any], tensors: bytes, *, room: int | None = None) -> bytes:
-    """The whole metadata; with spaces after it up to `room` bytes. Raises CheckpointError where it is longer."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = b'%b,"tensors":%b}' % (text[:-1], tensors)
-    limit = MAX_METADATA_BYTES if room is None else min(room, MAX_METADATA_BYTES)
-    if len(text) > limit:
-        raise CheckpointError(f"the metadata is {len(text)} bytes long, the limit is {limit}")
-    return text.ljust(room or 0)
+def metadata_text(
+    header: Mapping[str, Any], tensors: TensorsText, *, hashes: NDArray[np.uint64], room: int
+) -> memoryview:
+    """The whole metadata, with spaces after it up to `room` bytes.
+
+    hashes: of all extents, counted as `written_as` counts. Raises CheckpointError where it is longer than `room`.
+    """
+    head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
+    num_bytes = len(head) + len(tensors.text) + 1
+    if num_bytes > min(room, MAX_METADATA_BYTES):
+        limit = min(room, MAX_METADATA_BYTES)
+        raise CheckpointError(f"the metadata is {num_bytes} bytes long, the limit is {limit}")
+    # Put together at its place: each copy of it takes as long as the hashes of a thousand tensors.
+    result = np.empty(room, dtype=np.uint8)
+    result[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+    result[len(head) : num_bytes - 1] = np.frombuffer(tensors.text, dtype=np.uint8)
+    result[num_bytes - 1] = ord("}")
+    result[num_bytes:] = ord(" ")
+    digits = hashes[tensors.written_as].astype(">u8").tobytes().hex().encode()
+    _fill(result, places=tensors.hash_places + len(head), digits=digits, width=HASH_DIGITS)
+    return result.data
 
 
 def _places(text: bytes, token: str) -> NDArray[np.int64]:
     return np.array([match.start() for match in re.finditer(token.encode(), text)], dtype=np.int64)
 
 
-def _filled(text: bytes, *, places: NDArray[np.int64], digits: bytes, width: int) -> bytes:
-    """`text` with `width` digits put at each of the places."""
-    result = np.frombuffer(text, dtype=np.uint8).copy()
-    result[places[:, None] + np.arange(width)] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)
-    return result.tobytes()
+def _fill(text: NDArray[np.uint8], *, places: NDArray[np.int64], digits: bytes, width: int) -> None:
+    """Put `width` digits at each of the places."""
+    if len(places):
+        windows = np.lib.stride_tricks.sliding_window_view(text, width, writeable=True)
+        windows[places] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)

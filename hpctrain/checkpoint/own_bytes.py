@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.boxes import Box, runs_of
 from hpctrain.checkpoint.dtypes import byte_view
 from hpctrain.checkpoint.plan import WritePlan
+from hpctrain.checkpoint.staging import Staging
 from hpctrain.checkpoint.state import Replicated, Shard
 from hpctrain.checkpoint.uncached import BLOCK_BYTES
 from hpctrain.errors import CheckpointError
@@ -152,14 +153,15 @@ def _grouped(
         yield Group(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
 
 
-def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes) -> Content:
-    """Each group's bytes. Large tensors are handed out as they lie in memory; one that is not contiguous is made so,
-    one of a device is brought to the host extent by extent: the host never holds a second copy of it."""
+def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes, *, staging: Staging) -> Content:
+    """Each group's bytes; small tensors are joined in memory of `staging`. Large ones are handed out as they lie in
+    memory; one that is not contiguous is made so, one of a device is brought to the host extent by extent: the host
+    never holds a second copy of it."""
     for group in own.groups:
         if group.offset is not None:
-            joined = torch.empty(group.num_bytes, dtype=torch.uint8)
-            _copy_group(joined, sources, group, wait=True)
-            yield group, joined.numpy().data
+            joined = staging.memory_for(group.offset, group.num_bytes)
+            _copy_group(torch.from_numpy(joined), sources, group, wait=True)
+            yield group, joined.data
             continue
         view = _view(sources, group.segments[0])
         if view.device.type == "cpu":
@@ -215,13 +217,10 @@ def _copy_group(
     if group.offset is None:
         target.copy_(_view(sources, group.segments[0]), non_blocking=not wait)
         return
-    tensors = [sources[segment.source].tensor for segment in group.segments]
-    devices = {tensor.device for tensor in tensors}
-    if devices == {_HOST}:
-        _copy_small(target.data_ptr(), tensors, group.segments)
+    if _copy_small(target.data_ptr(), sources, group.segments):
         return
     views = [_view(sources, segment) for segment in group.segments]
-    if len(devices) == 1:
+    if len({view.device for view in views}) == 1:
         target.copy_(torch.cat(views), non_blocking=not wait)
         return
     position = 0
@@ -230,9 +229,13 @@ def _copy_group(
         position += len(view)
 
 
-def _copy_small(address: int, tensors: Sequence[torch.Tensor], segments: Sequence[Segment]) -> None:
-    """There may be thousands of them: a copy through torch takes several times as long."""
-    for tensor, segment in zip(tensors, segments, strict=True):
+def _copy_small(address: int, sources: Sequence[Replicated | Shard], segments: Sequence[Segment]) -> bool:
+    """There may be thousands of them: a copy through torch takes several times as long. False, and some are not copied,
+    where one is not on the host."""
+    for segment in segments:
+        tensor = sources[segment.source].tensor
+        if not tensor.is_cpu:
+            return False
         if not (tensor.is_contiguous() and type(tensor) in _PLAIN) or tensor.is_neg() or tensor.is_conj():
             tensor = byte_view(tensor)
         source = tensor.data_ptr()
@@ -243,13 +246,13 @@ def _copy_small(address: int, tensors: Sequence[torch.Tensor], segments: Sequenc
             )
         _memmove(address, source + segment.start, segment.num_bytes)
         address += segment.num_bytes
+    return True
 
 
 def _view(sources: Sequence[Replicated | Shard], segment: Segment) -> torch.Tensor:
     return byte_view(sources[segment.source].tensor)[segment.start : segment.start + segment.num_bytes]
 
 
-_HOST = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # PyDLL: keeps the interpreter's lock, which takes longer to give up and get back than to copy this little.
 _memmove = ctypes.PyDLL(None).memmove

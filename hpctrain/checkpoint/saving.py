@@ -43,6 +43,7 @@ from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of
 from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.skeleton import structure_hash
 from hpctrain.checkpoint.snapshot import HostBuffers, content_copied
+from hpctrain.checkpoint.staging import Staging
 from hpctrain.checkpoint.state import Replicated, Shard, State, encode_document
 from hpctrain.checkpoint.striping import alignment_of
 from hpctrain.checkpoint.work import submit
@@ -152,11 +153,13 @@ class Saving:
                 header=replace(header, id=unique), executor=executor, begin_s=begin_s,
                 note=note,
             )  # fmt: skip
+            staging = Staging()
             if buffers is None:
-                content = _then_checked(content_of(sources, layout.own), layout=layout, sources=sources)
+                content = content_of(sources, layout.own, staging=staging)
+                content = _then_checked(content, layout=layout, sources=sources, staging=staging)
             else:
                 content = content_copied(sources, layout.own, buffers=buffers)
-            saving._start(lambda: saving._write_content(content))
+            saving._start(lambda: saving._write_content(content, staging=staging))
             return saving
 
     def ready(self) -> bool:
@@ -226,7 +229,7 @@ class Saving:
 
     # ------------------------------------------------------------------ work on files, without communication
 
-    def _write_content(self, content: Content) -> NDArray[np.uint64]:
+    def _write_content(self, content: Content, *, staging: Staging) -> NDArray[np.uint64]:
         """Hashes of this rank's extents, in the plan's order. All it writes is on disk then."""
         own = self._layout.own
         hashes = np.zeros(len(own.extent_bytes), dtype=np.uint64)
@@ -235,7 +238,7 @@ class Saving:
         self._choice.write(
             file_in(self._partial, self._file, options=self._options), own.stretches(content, hashes=hashes),
             structure=[(offset, memoryview(data)) for offset, data in structure], comm=self._comm,
-            groups=self._groups, bypass_cache=self._bypass_cache,
+            groups=self._groups, bypass_cache=self._bypass_cache, staging=staging,
             limit_bytes_per_s=None if limit is None else limit * 1e6,
         )  # fmt: skip
         if self._options.local and self._leads_folder:
@@ -252,7 +255,7 @@ class Saving:
             assert skeleton is not None
             assert text is not None
             header = encode_header(replace(self._header, parts=parts), byte_order=sys.byteorder)
-            metadata = metadata_text(header, text.with_hashes(hashes), room=skeleton.metadata_bytes)
+            metadata = metadata_text(header, text, hashes=hashes, room=skeleton.metadata_bytes)
             seal_file(file_in(self._partial, 0, options=self._options), skeleton=skeleton, metadata=metadata)
             total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
             if self._options.files != 1:
@@ -337,7 +340,10 @@ def save(
         return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()
 
 
-def _then_checked(content: Content, *, layout: Layout, sources: Sequence[Replicated | Shard]) -> Content:
+def _then_checked(
+    content: Content, *, layout: Layout, sources: Sequence[Replicated | Shard], staging: Staging
+) -> Content:
     """The content; after it, while the last of it is being written, what this rank need not know before."""
     yield from content
+    staging.write_now()
     layout.check_others(sources)

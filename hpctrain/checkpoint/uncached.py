@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.file_bytes import write_fully
 from hpctrain.checkpoint.fresh_memory import in_large_pages
+from hpctrain.checkpoint.staging import Staging
 
 # Of memory and of file: what filesystems ask of places and lengths. One that asks for more says so (EINVAL).
 BLOCK_BYTES = 4096
@@ -49,14 +50,17 @@ def open_uncached(path: Path) -> int | None:
         raise
 
 
-def write_uncached(cached: int, uncached: int, stretches: Iterable[tuple[int, memoryview]]) -> None:
+def write_uncached(
+    cached: int, uncached: int, stretches: Iterable[tuple[int, memoryview]], *, staging: Staging
+) -> None:
     """Write the stretches, (offset, bytes); not flushed when it returns. Raises OSError.
 
     cached, uncached: descriptors of the file; what is no whole block, and short runs, go through the cache. No other
     rank may write to the same block at the same time other than through the cache. Views must keep their bytes until
-    the call returns; large ones whose memory is aligned as their place in the file are not even copied.
+    the call returns, but those in memory of `staging`, which they may use again; these, and large ones whose memory is
+    aligned as their place in the file, are not even copied.
     """
-    with _Writer(cached, uncached) as writer:
+    with _Writer(cached, uncached) as writer, staging.lent(writer.lend, write_now=writer.end_run):
         for offset, data in stretches:
             writer.put(offset, data)
 
@@ -81,10 +85,22 @@ class _Window:
     def room_bytes(self) -> int:
         return self.limit - self.end
 
-    def add(self, data: memoryview) -> None:
+    def place(self, num_bytes: int) -> _Memory:
+        """Of the next bytes."""
         at = self.end - self.base
+        return self.memory[at : at + num_bytes]
+
+    def holds(self, offset: int, data: memoryview) -> bool:
+        """Whether these are the next bytes, and lie at their place."""
+        return (
+            offset == self.end
+            and 0 < data.nbytes <= self.room_bytes
+            and _address(data) == _address(self.place(1).data)
+        )
+
+    def add(self, data: memoryview) -> None:
         # Others may run meanwhile: numpy gives up the interpreter's lock.
-        np.copyto(self.memory[at : at + data.nbytes], np.frombuffer(data, dtype=np.uint8))
+        np.copyto(self.place(data.nbytes), np.frombuffer(data, dtype=np.uint8))
         self.end += data.nbytes
 
 
@@ -110,19 +126,26 @@ class _Writer:
     ) -> None:
         try:
             if error is None:
-                self._end_run()
+                self.end_run()
                 while self._in_flight:
                     self._wait()
         finally:
             self._threads.shutdown(cancel_futures=True)  # the descriptors are closed after this
 
+    def lend(self, offset: int, num_bytes: int) -> _Memory | None:
+        """The place in a window of what is put next, if there is room for all of it."""
+        window = self._window_at(offset)
+        return window.place(num_bytes) if num_bytes <= window.room_bytes else None
+
     def put(self, offset: int, data: memoryview) -> None:
-        if data.nbytes >= _SHORTEST_BYTES:
-            memory = np.frombuffer(data, dtype=np.uint8)
-            if (memory.__array_interface__["data"][0] - offset) % BLOCK_BYTES == 0:
-                self._end_run()
-                self._submit_in_pieces(memory, offset=offset)
-                return
+        window = self._window
+        if window is not None and window.holds(offset, data):
+            window.end += data.nbytes
+            return
+        if data.nbytes >= _SHORTEST_BYTES and (_address(data) - offset) % BLOCK_BYTES == 0:
+            self.end_run()
+            self._submit_in_pieces(np.frombuffer(data, dtype=np.uint8), offset=offset)
+            return
         while data.nbytes:
             window = self._window_at(offset)
             part = data[: window.room_bytes]
@@ -133,15 +156,15 @@ class _Writer:
         """The window to go on in at `offset`, with room."""
         window = self._window
         if window is None or window.end != offset or not window.room_bytes:
-            self._end_run()
+            self.end_run()
             window = self._window  # kept, where what it held was short
             if window is None:
-                window = self._window = _Window(self._free.pop() if self._free else _pages(_PIECE_BYTES))
+                window = self._window = _Window(self._free_memory())
             window.start(offset, num_bytes=self._next_bytes)
         return window
 
-    def _end_run(self) -> None:
-        """Have what the window holds written: by a thread, unless that costs more than to do it here."""
+    def end_run(self) -> None:
+        """Have what the window holds written now: by a thread, unless that costs more than to do it here."""
         window = self._window
         if window is None:
             return
@@ -180,6 +203,12 @@ class _Writer:
         if is_ours:
             self._free.append(memory)
 
+    def _free_memory(self) -> _Memory:
+        """Of a window that has been written, if there is one: new memory costs more than to fill it."""
+        while not self._free and self._in_flight and self._in_flight[0][1].done():
+            self._wait()
+        return self._free.pop() if self._free else _pages(_PIECE_BYTES)
+
     def _wait(self) -> None:
         """Until the oldest is written. Raises what its writing raised."""
         memory, job = self._in_flight.popleft()
@@ -212,6 +241,11 @@ class _Writer:
                 raise
             self._uncached = None
             return 0
+
+
+def _address(data: memoryview) -> int:
+    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _pages(num_bytes: int) -> _Memory:

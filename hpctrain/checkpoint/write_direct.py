@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint.disk import begin_writing_back
 from hpctrain.checkpoint.file_bytes import explained, write_fully
+from hpctrain.checkpoint.staging import Staging
 from hpctrain.checkpoint.uncached import open_uncached, write_uncached
 
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
@@ -27,12 +28,14 @@ def write_direct(
     *,
     structure: Iterable[tuple[int, memoryview]] = (),
     bypass_cache: bool = False,
+    staging: Staging | None = None,
 ) -> None:
     """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when it
     returns. Not collective.
 
     The disk works while this goes on, so that no long flush comes at the end. bypass_cache: past the page cache, where
-    the filesystem can; but not structure, which is read back soon. Raises CheckpointError.
+    the filesystem can; but not structure, which is read back soon. staging: where stretches may be joined. Raises
+    CheckpointError.
     """
     with explained(action="write", path=path), ExitStack() as opened:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -46,7 +49,7 @@ def write_direct(
             _write_cached(fd, stretches)
         else:
             opened.callback(os.close, uncached)
-            write_uncached(fd, uncached, stretches)
+            write_uncached(fd, uncached, stretches, staging=staging or Staging())
         os.fsync(fd)
 
 
