@@ -8,40 +8,32 @@ can go on while files are written: the meetings are small and come at step bound
 2. Content: every rank writes its bytes and flushes them to disk.
 3. Commit: rank 0 writes metadata and seal, flushes, reads back, renames, and deletes what is no longer kept.
 
-In `local` mode each file's leader makes and renames a folder of its own, on its own node's storage.
+In `local` mode each file's leader makes and renames a folder of its own, on its own node's storage. What a rank does on
+files is in `file_work`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hpctrain.checkpoint.collector import collector_paused
-from hpctrain.checkpoint.commit import flush_folder, rename_finished, seal_file
 from hpctrain.checkpoint.engine import Engine
-from hpctrain.checkpoint.engine_choice import EngineChoice, choose_engine
+from hpctrain.checkpoint.engine_choice import choose_engine
+from hpctrain.checkpoint.file_work import FileWork
 from hpctrain.checkpoint.layout import Layout, layout_for
-from hpctrain.checkpoint.listing import file_name, folder_name, part_name, remove
-from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
-from hpctrain.checkpoint.metadata_text import metadata_text
+from hpctrain.checkpoint.listing import file_name, folder_name
+from hpctrain.checkpoint.metadata import Metadata
 from hpctrain.checkpoint.own_bytes import Content, content_of
-from hpctrain.checkpoint.retain import retain
 from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.room import begin_partial, file_in
-from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank, retention_of
-from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
-from hpctrain.checkpoint.skeleton import structure_hash
+from hpctrain.checkpoint.room import begin_partial
+from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank
 from hpctrain.checkpoint.snapshot import HostBuffers, content_copied
 from hpctrain.checkpoint.staging import Staging
 from hpctrain.checkpoint.state import Replicated, Shard, State, encode_document
@@ -79,22 +71,15 @@ class Saving:
     """One save under way. Made by `begin`; every rank calls `advance` until it has the result."""
 
     def __init__(
-        self, *, final: Path, partial: Path, comm: Collective, layout: Layout, choice: EngineChoice,
-        options: SaveOptions, header: Metadata, executor: Executor | None, begin_s: float, note: str,
-    ) -> None:  # fmt: skip
-        self.step = header.step
-        self.path = final
-        self._partial = partial
-        self._id = header.id
-        self._comm = comm
-        self._layout = layout
-        self._choice = choice
-        self._options = options
-        self._header = header
+        self, work: FileWork, *, executor: Executor | None, begin_s: float, notes: Sequence[str]
+    ) -> None:
+        self.step = work.header.step
+        self.path = work.final
+        self._files = work
+        self._comm = work.comm
         self._executor = executor
         self._begin_s = begin_s
-        self._bypass_cache = choice.engine is Engine.DIRECT and options.bypass_cache(choice.filesystem)
-        self._notes = [choice.note, "past the page cache" if self._bypass_cache else "", note]
+        self._notes = notes
         self._phase = _Phase.CONTENT
         self._work: Future[Any] = Future()
 
@@ -148,18 +133,19 @@ class Saving:
                 # It is written later: what the caller changes in it meanwhile belongs to a later step.
                 frozen = json.loads(encode_document({"document": state.document, "parent": state.parent}))
                 header = replace(header, document=frozen["document"], parent=frozen["parent"])
-            saving = cls(
+            work = FileWork(
                 final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
-                header=replace(header, id=unique), executor=executor, begin_s=begin_s,
-                note=note,
+                header=replace(header, id=unique),
             )  # fmt: skip
+            notes = [choice.note, "past the page cache" if work.bypasses_cache else "", note]
+            saving = cls(work, executor=executor, begin_s=begin_s, notes=notes)
             staging = Staging()
             if buffers is None:
                 content = content_of(sources, layout.own, staging=staging)
                 content = _then_checked(content, layout=layout, sources=sources, staging=staging)
             else:
                 content = content_copied(sources, layout.own, buffers=buffers)
-            saving._start(lambda: saving._write_content(content, staging=staging))
+            saving._start(lambda: work.write_content(content, staging=staging))
             return saving
 
     def ready(self) -> bool:
@@ -191,25 +177,19 @@ class Saving:
     # ------------------------------------------------------------------ phases
 
     def _end_content(self) -> None:
-        hashes = self._agreed_work()
-        skeleton = self._layout.skeleton
-        mine = {}
-        if skeleton is not None and self._file:
-            mine = {"bytes": skeleton.file_bytes, "structure": structure_hash(self._structure())}
-        told = self._comm.all_gather_bytes(json.dumps(mine).encode() + b"\n" + hashes.tobytes())
+        told = self._comm.all_gather_bytes(self._agreed_work())
         self._phase = _Phase.COMMIT
-        self._start(lambda: self._commit(told))
+        self._start(lambda: self._files.commit(told))
 
     def _end_commit(self) -> SaveResult:
         done = self._agreed_work()
-        if self._options.local and self._leads_folder:
-            done["notes"] += self._retain()  # not before: another node's file may not have been written
+        done["notes"] += self._files.after_commit()
         told = on_rank_0(self._comm, lambda: done)
         self._phase = _Phase.DONE
         return SaveResult(
             path=self.path, bytes=told["bytes"], seconds=time.perf_counter() - self._begin_s,
-            engine=self._choice.engine, note="; ".join(filter(None, [*self._notes, *told["notes"]])),
-            id=self._id, step=self.step,
+            engine=self._files.choice.engine, note="; ".join(filter(None, [*self._notes, *told["notes"]])),
+            id=self._files.header.id, step=self.step,
         )  # fmt: skip
 
     def _agreed_work(self) -> Any:
@@ -218,104 +198,11 @@ class Saving:
             return agreed(self._comm, self._work.result, os_error=CheckpointError)
         except HpctrainError:
             self._phase = _Phase.DONE
-            if self._leads_folder:
-                for path in (self._partial, *([self.path] if self._options.local else [])):
-                    with suppress(OSError):
-                        remove(path)
+            self._files.undo()
             raise
 
     def _start(self, work: Callable[[], Any]) -> None:
         self._work = submit(self._executor, work)
-
-    # ------------------------------------------------------------------ work on files, without communication
-
-    def _write_content(self, content: Content, *, staging: Staging) -> NDArray[np.uint64]:
-        """Hashes of this rank's extents, in the plan's order. All it writes is on disk then."""
-        own = self._layout.own
-        hashes = np.zeros(len(own.extent_bytes), dtype=np.uint64)
-        structure = [] if self._layout.skeleton is None else self._structure()
-        limit = self._options.limit_mb_per_s
-        self._choice.write(
-            file_in(self._partial, self._file, options=self._options), own.stretches(content, hashes=hashes),
-            structure=[(offset, memoryview(data)) for offset, data in structure], comm=self._comm,
-            groups=self._groups, bypass_cache=self._bypass_cache, staging=staging,
-            limit_bytes_per_s=None if limit is None else limit * 1e6,
-        )  # fmt: skip
-        if self._options.local and self._leads_folder:
-            flush_folder(self._partial)
-        return hashes
-
-    def _commit(self, told: Sequence[bytes]) -> dict[str, Any]:
-        """What this rank does of the commit: size of the checkpoint and notes."""
-        notes: list[str] = []
-        total_bytes = 0
-        if self._comm.rank == 0:
-            parts, hashes = self._gathered(told)
-            skeleton, text = self._layout.skeleton, self._layout.text
-            assert skeleton is not None
-            assert text is not None
-            header = encode_header(replace(self._header, parts=parts), byte_order=sys.byteorder)
-            metadata = metadata_text(header, text, hashes=hashes, room=skeleton.metadata_bytes)
-            seal_file(file_in(self._partial, 0, options=self._options), skeleton=skeleton, metadata=metadata)
-            total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
-            if self._options.files != 1:
-                flush_folder(self._partial)
-        if self._leads_folder:
-            rename_finished(self._partial, self.path, unique=self._id)
-            if not self._options.local:
-                notes = self._retain()
-        return {"bytes": total_bytes, "notes": notes}
-
-    def _retain(self) -> list[str]:
-        return retain(self.path.parent, saved=self.path, retention=retention_of(self._options.keep))
-
-    def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
-        """The parts, and the hashes of all ranks' extents."""
-        files = self._layout.files
-        entries = [data.partition(b"\n") for data in told]
-        parts = []
-        for number in range(1, files.count):
-            about = json.loads(entries[files.leader_of(number)][0])
-            parts.append(
-                StoredPart(
-                    name=part_name(number), num_bytes=about["bytes"], structure_hash=about["structure"]
-                )
-            )
-        hashes = np.frombuffer(b"".join(data for _, _, data in entries), dtype=np.uint64)
-        return tuple(parts), hashes
-
-    def _structure(self) -> list[tuple[int, bytes]]:
-        """The stretches of HDF5's structures of the file that this rank leads."""
-        skeleton = self._layout.skeleton
-        assert skeleton is not None
-        stretches = list(skeleton.stretches)
-        if self._file:  # the part's seal is in its first stretch
-            seal = PartSeal(
-                id=self._id, step=self.step, number=self._file, num_files=self._layout.files.count
-            )
-            offset, data = stretches[0]
-            stretches[0] = (offset, encode_part_seal(seal) + data[SEAL_BYTES:])
-        return stretches
-
-    @property
-    def _file(self) -> int:
-        return self._layout.files.of_rank[self._comm.rank]
-
-    @property
-    def _groups(self) -> list[list[int]]:
-        """World ranks that write to each of the files."""
-        files = self._layout.files
-        groups: list[list[int]] = [[] for _ in range(files.count)]
-        for member, file in zip(self._comm.members, files.of_rank, strict=True):
-            groups[file].append(member)
-        return groups
-
-    @property
-    def _leads_folder(self) -> bool:
-        """Whether this rank makes and renames: rank 0, in local mode each file's leader."""
-        if self._options.local:
-            return self._layout.skeleton is not None
-        return self._comm.rank == 0
 
 
 def save(

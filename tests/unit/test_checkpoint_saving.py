@@ -195,8 +195,8 @@ def test_the_layout_is_made_once_for_states_of_one_kind(tmp_path: Path) -> None:
     assert sizes[0] == sizes[1]
     assert sizes[3] > sizes[2] + 90_000
     begun = [Saving.begin(made, directory=tmp_path, step=9, comm=world) for made in (first, second, wider)]
-    assert begun[0]._layout is begun[1]._layout
-    assert begun[1]._layout is not begun[2]._layout
+    assert begun[0]._files.layout is begun[1]._files.layout
+    assert begun[1]._files.layout is not begun[2]._files.layout
 
 
 def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_states_that_take_turns_are_laid_out_once_each_whoever_writes_what_diffe
                 for i, kind in enumerate(kinds)
             ]
             saving = Saving.begin(State(items=items), directory=tmp_path, step=step, comm=world)
-            layouts.append(saving._layout)
+            layouts.append(saving._files.layout)
             _, loaded = load(saving.finish().path, comm=world)
             assert all(same_bits(loaded[item.name], item.tensor) for item in items)
         return len(set(map(id, layouts)))

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.uncached import BLOCK_BYTES
+from hpctrain.checkpoint.staging import Staging
+from hpctrain.checkpoint.uncached import BLOCK_BYTES, open_uncached
 from hpctrain.checkpoint.write_direct import write_direct
 from hpctrain.errors import CheckpointError
 
@@ -39,6 +40,13 @@ def pieces(seed: int) -> Iterator[tuple[int, int, bool]]:
             offset += chance.choice((1, 100, BLOCK_BYTES, 50_000))
         if chance.random() < 0.3:
             offset += -offset % BLOCK_BYTES
+
+
+def need_a_way_past_the_cache(path: Path) -> None:
+    descriptor = open_uncached(path)
+    if descriptor is None:
+        pytest.skip("this filesystem has no way past the page cache")
+    os.close(descriptor)
 
 
 def memory(data: bytes, *, like: int | None) -> memoryview:
@@ -66,6 +74,57 @@ def written(path: Path, *, seed: int) -> tuple[bytes, bytes]:
 def test_what_is_written_is_there_and_nothing_else_has_changed(tmp_path: Path, seed: int) -> None:
     found, expected = written(tmp_path / "file", seed=seed)
     assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_joined_in_the_writers_memory_is_written_as_it_was_handed_over(
+    tmp_path: Path, seed: int
+) -> None:
+    """Also in two parts, and with the next ones joined in the same memory once it is written."""
+    path, staging = tmp_path / "file", Staging()
+    path.write_bytes(bytes([FILL]) * FILE_BYTES)
+    expected = bytearray([FILL]) * FILE_BYTES
+    lent = 0
+
+    def stretches() -> Iterator[tuple[int, memoryview]]:
+        nonlocal lent
+        for offset, num_bytes, is_joined in pieces(seed):
+            data = np.random.default_rng([seed, offset]).bytes(num_bytes)
+            expected[offset : offset + num_bytes] = data
+            if not is_joined:
+                yield offset, memory(data, like=None)
+                continue
+            joined = staging.memory_for(offset, num_bytes)
+            lent += joined.base is not None
+            joined[:] = np.frombuffer(data, dtype=np.uint8)
+            for begin, end in ((0, num_bytes // 3), (num_bytes // 3, num_bytes)):
+                yield offset + begin, joined[begin:end].data
+
+    write_direct(path, stretches(), bypass_cache=True, staging=staging)
+    assert path.read_bytes() == bytes(expected)
+    assert staging.memory_for(0, 100).base is None  # the writer's memory is gone
+    need_a_way_past_the_cache(path)
+    assert lent > 3
+
+
+def test_what_is_gathered_can_be_had_written_before_more_comes(tmp_path: Path) -> None:
+    path, staging = tmp_path / "file", Staging()
+    data = np.random.default_rng(0).bytes(300_000)
+    path.write_bytes(bytes(2 * len(data)))
+
+    def stretches() -> Iterator[tuple[int, memoryview]]:
+        yield 0, memory(data, like=None)
+        assert path.read_bytes()[: len(data)] == bytes(len(data))
+        staging.write_now()
+        until = time.monotonic() + 10
+        while path.read_bytes()[: len(data)] != data:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        yield len(data), memory(data, like=None)
+
+    need_a_way_past_the_cache(path)
+    write_direct(path, stretches(), bypass_cache=True, staging=staging)
+    assert path.read_bytes() == 2 * data
 
 
 @pytest.mark.parametrize("like", [None, 10])

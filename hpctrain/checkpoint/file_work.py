@@ -1,0 +1,154 @@
+"""What one rank does on files in a save: its content, and its part of the commit.
+
+Nothing here waits for another rank, except within the engine `mpio`: so it can be done in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.commit import flush_folder, rename_finished, seal_file
+from hpctrain.checkpoint.engine import Engine
+from hpctrain.checkpoint.engine_choice import EngineChoice
+from hpctrain.checkpoint.layout import Layout
+from hpctrain.checkpoint.listing import part_name, remove
+from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
+from hpctrain.checkpoint.metadata_text import metadata_text
+from hpctrain.checkpoint.own_bytes import Content
+from hpctrain.checkpoint.retain import retain
+from hpctrain.checkpoint.room import file_in
+from hpctrain.checkpoint.save_options import SaveOptions, retention_of
+from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
+from hpctrain.checkpoint.skeleton import structure_hash
+from hpctrain.checkpoint.staging import Staging
+from hpctrain.comm.communicator import Collective
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileWork:
+    """Of one save, on one rank. partial: where it is written; final: its name once it is committed. header: the
+    metadata but for tensors, parts and hashes. Raises CheckpointError."""
+
+    final: Path
+    partial: Path
+    comm: Collective
+    layout: Layout
+    choice: EngineChoice
+    options: SaveOptions
+    header: Metadata
+
+    @property
+    def bypasses_cache(self) -> bool:
+        return self.choice.engine is Engine.DIRECT and self.options.bypass_cache(self.choice.filesystem)
+
+    def write_content(self, content: Content, *, staging: Staging) -> bytes:
+        """Write this rank's bytes: all is on disk when it returns. What `commit` is to be told of it, on each rank that
+        commits: a line about this rank's file, and the hashes of its extents in the plan's order."""
+        layout, options = self.layout, self.options
+        hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
+        structure = [] if layout.skeleton is None else self._structure()
+        about: dict[str, Any] = {}
+        if layout.skeleton is not None and self._file:
+            about = {"bytes": layout.skeleton.file_bytes, "structure": structure_hash(structure)}
+        limit = options.limit_mb_per_s
+        self.choice.write(
+            file_in(self.partial, self._file, options=options), layout.own.stretches(content, hashes=hashes),
+            structure=[(offset, memoryview(data)) for offset, data in structure], comm=self.comm,
+            groups=self._groups, bypass_cache=self.bypasses_cache, staging=staging,
+            limit_bytes_per_s=None if limit is None else limit * 1e6,
+        )  # fmt: skip
+        if options.local and self._leads_folder:
+            flush_folder(self.partial)
+        return json.dumps(about).encode() + b"\n" + hashes.tobytes()
+
+    def commit(self, told: Sequence[bytes]) -> dict[str, Any]:
+        """told: what `write_content` gave on each rank. Size of the checkpoint and notes."""
+        notes: list[str] = []
+        total_bytes = 0
+        if self.comm.rank == 0:
+            parts, hashes = self._gathered(told)
+            skeleton, text = self.layout.skeleton, self.layout.text
+            assert skeleton is not None
+            assert text is not None
+            header = encode_header(replace(self.header, parts=parts), byte_order=sys.byteorder)
+            metadata = metadata_text(header, text, hashes=hashes, room=skeleton.metadata_bytes)
+            seal_file(file_in(self.partial, 0, options=self.options), skeleton=skeleton, metadata=metadata)
+            total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
+            if self.options.files != 1:
+                flush_folder(self.partial)
+        if self._leads_folder:
+            rename_finished(self.partial, self.final, unique=self.header.id)
+            if not self.options.local:
+                notes = self._retain()
+        return {"bytes": total_bytes, "notes": notes}
+
+    def after_commit(self) -> list[str]:
+        """Once all ranks have committed: delete, on the nodes' own storage, what is no longer kept. Notes."""
+        return self._retain() if self.options.local and self._leads_folder else []
+
+    def undo(self) -> None:
+        """Remove what is there of a save that failed somewhere."""
+        if self._leads_folder:
+            for path in (self.partial, *([self.final] if self.options.local else [])):
+                with suppress(OSError):
+                    remove(path)
+
+    def _retain(self) -> list[str]:
+        return retain(self.final.parent, saved=self.final, retention=retention_of(self.options.keep))
+
+    def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
+        """The parts, and the hashes of all ranks' extents."""
+        files = self.layout.files
+        entries = [data.partition(b"\n") for data in told]
+        parts = []
+        for number in range(1, files.count):
+            about = json.loads(entries[files.leader_of(number)][0])
+            parts.append(
+                StoredPart(
+                    name=part_name(number), num_bytes=about["bytes"], structure_hash=about["structure"]
+                )
+            )
+        hashes = np.frombuffer(b"".join(data for _, _, data in entries), dtype=np.uint64)
+        return tuple(parts), hashes
+
+    def _structure(self) -> list[tuple[int, bytes]]:
+        """The stretches of HDF5's structures of the file that this rank leads."""
+        skeleton = self.layout.skeleton
+        assert skeleton is not None
+        stretches = list(skeleton.stretches)
+        if self._file:  # the part's seal is in its first stretch
+            seal = PartSeal(
+                id=self.header.id, step=self.header.step, number=self._file, num_files=self.layout.files.count
+            )
+            offset, data = stretches[0]
+            stretches[0] = (offset, encode_part_seal(seal) + data[SEAL_BYTES:])
+        return stretches
+
+    @property
+    def _file(self) -> int:
+        return self.layout.files.of_rank[self.comm.rank]
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        """World ranks that write to each of the files."""
+        files = self.layout.files
+        groups: list[list[int]] = [[] for _ in range(files.count)]
+        for member, file in zip(self.comm.members, files.of_rank, strict=True):
+            groups[file].append(member)
+        return groups
+
+    @property
+    def _leads_folder(self) -> bool:
+        """Whether this rank makes and renames: rank 0, in local mode each file's leader."""
+        if self.options.local:
+            return self.layout.skeleton is not None
+        return self.comm.rank == 0
