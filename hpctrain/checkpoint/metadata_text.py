@@ -109,7 +109,8 @@ def metadata_text(
 ) -> memoryview:
     """The whole metadata, with spaces after it up to `room` bytes.
 
-    hashes: of all extents, counted as `written_as` counts. Raises CheckpointError where it is longer than `room`.
+    hashes: of all extents, counted as `written_as` counts. Raises CheckpointError where it is longer than `room`, or
+    than what a reader takes.
     """
     head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
     num_bytes = len(head) + len(tensors.text) + 1

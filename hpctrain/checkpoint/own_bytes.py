@@ -49,7 +49,8 @@ class Group:
     offset: int | None
 
 
-# A group's bytes, as they are handed on: they are not changed until the save is finished.
+# A group's bytes, as they are handed on. They are not changed until the save is finished; but of groups that are joined
+# in memory of a `Staging` only until the next is asked for.
 Content: TypeAlias = Iterator[tuple[Group, memoryview]]
 
 

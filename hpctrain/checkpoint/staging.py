@@ -26,8 +26,11 @@ class Staging:
         self._write_now: Callable[[], None] | None = None
 
     def memory_for(self, offset: int, num_bytes: int) -> _Memory:
-        """Memory for the file's bytes from `offset` on, shape (num_bytes,), not set. They are handed to the writer
-        before more is asked for; memory that is not the writer's is new each time."""
+        """Memory for the file's bytes from `offset` on, shape (num_bytes,), not set; new each time, or the writer's.
+
+        All of it, or nothing, is handed to the writer before anything else is, before more is asked for, and before
+        `write_now`; afterwards it is not looked at again.
+        """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
 

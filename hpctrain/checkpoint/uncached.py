@@ -57,8 +57,8 @@ def write_uncached(
 
     cached, uncached: descriptors of the file; what is no whole block, and short runs, go through the cache. No other
     rank may write to the same block at the same time other than through the cache. Views must keep their bytes until
-    the call returns, but those in memory of `staging`, which they may use again; these, and large ones whose memory is
-    aligned as their place in the file, are not even copied.
+    the call returns, but those in memory that the writer lends through `staging`, which is used again; these, and large
+    ones whose memory is aligned as their place in the file, are not even copied.
     """
     with _Writer(cached, uncached) as writer, staging.lent(writer.lend, write_now=writer.end_run):
         for offset, data in stretches:
@@ -67,19 +67,22 @@ def write_uncached(
 
 @dataclass(slots=True)
 class _Window:
-    """Aligned memory that stands for the file from byte `base` on; bytes `begin` to `end` of the file are filled."""
+    """Aligned memory that stands for the file from byte `base` on; bytes `begin` to `end` of the file are filled, those
+    of `lent` are filled by whoever asked for their place."""
 
     memory: _Memory
     base: int = 0
     begin: int = 0
     end: int = 0
     limit: int = 0
+    lent: range = range(0)
 
     def start(self, offset: int, *, num_bytes: int) -> None:
         """num_bytes: from the block's begin on, of the memory, to be used."""
         self.base = offset - offset % BLOCK_BYTES
         self.begin = self.end = offset
         self.limit = self.base + min(num_bytes, len(self.memory))
+        self.lent = range(0)
 
     @property
     def room_bytes(self) -> int:
@@ -135,7 +138,10 @@ class _Writer:
     def lend(self, offset: int, num_bytes: int) -> _Memory | None:
         """The place in a window of what is put next, if there is room for all of it."""
         window = self._window_at(offset)
-        return window.place(num_bytes) if num_bytes <= window.room_bytes else None
+        if num_bytes > window.room_bytes:
+            return None
+        window.lent = range(offset, offset + num_bytes)
+        return window.place(num_bytes)
 
     def put(self, offset: int, data: memoryview) -> None:
         window = self._window
@@ -169,6 +175,8 @@ class _Writer:
         if window is None:
             return
         base, begin, end = window.base, window.begin, window.end
+        if window.lent.start < end < window.lent.stop:
+            raise RuntimeError("of memory that was lent only a part was handed over: the rest would be lost")
         if end - begin < _SHORTEST_BYTES:
             write_fully(self._cached, window.memory[begin - base : end - base].data, offset=begin)
             window.start(end, num_bytes=self._next_bytes)
@@ -204,7 +212,7 @@ class _Writer:
             self._free.append(memory)
 
     def _free_memory(self) -> _Memory:
-        """Of a window that has been written, if there is one: new memory costs more than to fill it."""
+        """The oldest window's, if that has been written: new memory costs more than to fill it."""
         while not self._free and self._in_flight and self._in_flight[0][1].done():
             self._wait()
         return self._free.pop() if self._free else _pages(_PIECE_BYTES)

@@ -107,6 +107,20 @@ def test_what_is_joined_in_the_writers_memory_is_written_as_it_was_handed_over(
     assert lent > 3
 
 
+def test_a_part_of_what_was_lent_is_refused_before_its_memory_is_used_again(tmp_path: Path) -> None:
+    path, staging = tmp_path / "file", Staging()
+    path.write_bytes(bytes(FILE_BYTES))
+    need_a_way_past_the_cache(path)
+
+    def stretches() -> Iterator[tuple[int, memoryview]]:
+        joined = staging.memory_for(0, 400_000)
+        yield 0, joined[:100_000].data
+        staging.write_now()
+
+    with pytest.raises(RuntimeError, match="only a part was handed over"):
+        write_direct(path, stretches(), bypass_cache=True, staging=staging)
+
+
 def test_what_is_gathered_can_be_had_written_before_more_comes(tmp_path: Path) -> None:
     path, staging = tmp_path / "file", Staging()
     data = np.random.default_rng(0).bytes(300_000)
