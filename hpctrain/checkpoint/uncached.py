@@ -102,6 +102,8 @@ class _Window:
         )
 
     def add(self, data: memoryview) -> None:
+        if self.end == self.lent.start:
+            self.lent = range(0)  # other bytes came in its place
         # Others may run meanwhile: numpy gives up the interpreter's lock.
         np.copyto(self.place(data.nbytes), np.frombuffer(data, dtype=np.uint8))
         self.end += data.nbytes
