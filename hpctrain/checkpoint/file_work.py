@@ -25,7 +25,7 @@ from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
 from hpctrain.checkpoint.metadata_text import metadata_text
 from hpctrain.checkpoint.own_bytes import Content
 from hpctrain.checkpoint.retain import retain
-from hpctrain.checkpoint.room import file_in
+from hpctrain.checkpoint.room import file_in, leads_folder
 from hpctrain.checkpoint.save_options import SaveOptions, retention_of
 from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.skeleton import structure_hash
@@ -148,7 +148,4 @@ class FileWork:
 
     @property
     def _leads_folder(self) -> bool:
-        """Whether this rank makes and renames: rank 0, in local mode each file's leader."""
-        if self.options.local:
-            return self.layout.skeleton is not None
-        return self.comm.rank == 0
+        return leads_folder(self.layout, comm=self.comm, options=self.options)

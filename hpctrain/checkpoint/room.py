@@ -27,7 +27,7 @@ def begin_partial(
     options: SaveOptions,
 ) -> tuple[Path, str, str]:
     """Make the partial checkpoint with its files, without content. Collective. Its path, its id, and a note."""
-    leads = layout.skeleton is not None if options.local else comm.rank == 0
+    leads = leads_folder(layout, comm=comm, options=options)
     unique = on_rank_0(comm, lambda: secrets.token_hex(8))
     partial = directory / partial_name(name, unique=unique)
 
@@ -52,6 +52,11 @@ def begin_partial(
             with suppress(OSError):
                 remove(partial)
         raise
+
+
+def leads_folder(layout: Layout, *, comm: Collective, options: SaveOptions) -> bool:
+    """Whether this rank makes and renames: rank 0, in local mode each file's leader. Not collective."""
+    return layout.skeleton is not None if options.local else comm.rank == 0
 
 
 def file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
