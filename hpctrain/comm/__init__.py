@@ -14,6 +14,7 @@ from hpctrain.comm.communicator import Collective, ReduceOp, World
 from hpctrain.comm.hierarchical import TwoLevel, all_reduce_hierarchical, make_two_level
 from hpctrain.comm.monitored import Monitored
 from hpctrain.comm.select import OpenedWorld, open_world
+from hpctrain.comm.shared_folder import make_shared_folder
 from hpctrain.comm.tensors import broadcast_tensors
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "check_same",
     "check_same_buffer",
     "describe_ranks",
+    "make_shared_folder",
     "make_two_level",
     "on_rank_0",
     "open_world",

@@ -90,7 +90,6 @@ class Board:
         self._compared: dict[str, tuple[int, int]] = {}  # group -> sequence, times
         self._over = threading.Event()
         self._writing = threading.Lock()
-        directory.mkdir(parents=True, exist_ok=True)
         call_path(directory, rank=rank).unlink(missing_ok=True)
         if read_ending(directory, since=since) is None:  # an old one would keep a new one out
             ending_path(directory).unlink(missing_ok=True)

@@ -15,13 +15,14 @@ from typing import final
 
 import torch
 
-from hpctrain.comm.agreement import check_same, describe_ranks
+from hpctrain.comm.agreement import agreed, check_same, describe_ranks
 from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp, World
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.monitored_files import MonitoredFiles
 from hpctrain.comm.monitored_transport import MonitoredTransport
 from hpctrain.comm.remote_memory import RemoteMemory
+from hpctrain.comm.shared_folder import make_shared_folder
 from hpctrain.comm.track import Track
 from hpctrain.comm.transport import Transport
 from hpctrain.comm.watch import Watcher, exit_now
@@ -176,15 +177,19 @@ class Monitored(Forwarding):
             holds_lock=world.backend == "horovod",
         )
         self._track = self._watcher.track(group="world", members=world.members)
-        if directory is not None:
-            self._watcher.publish_in(directory)
         self._all = MonitoredGroup(world, track=self._track, watcher=self._watcher)
         self._group = self._all
         self._num_made = 0
+        if directory is not None:
+            self.publish_in(directory)
 
     def publish_in(self, directory: Path) -> None:
-        """Leave the positions of the ranks in `directory` from now on. Not collective. Raises OSError."""
-        self._watcher.publish_in(directory)
+        """Leave the positions of the ranks in `directory`, which is made if need be, from now on. Collective.
+
+        Raises LaunchError on all ranks where one of them cannot write there.
+        """
+        make_shared_folder(directory, comm=self)
+        agreed(self, lambda: self._watcher.publish_in(directory))
 
     @property
     def step(self) -> int | None:

@@ -89,7 +89,7 @@ class Watcher:
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
     def publish_in(self, directory: Path) -> None:
-        """From now on leave this rank's position in `directory`, made if need be. Raises OSError."""
+        """From now on leave this rank's position in `directory`, which is there. Raises OSError."""
         if self._reach is None:
             self._reach = Reach()
         before = self._board

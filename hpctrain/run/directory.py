@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from pathlib import Path
 
 from hpctrain.checkpoint import step_of
 from hpctrain.comm import Collective, agreed, on_rank_0
+from hpctrain.comm.shared_folder import VISIBLE_WITHIN_S, is_seen
 from hpctrain.errors import LaunchError
-
-# Attribute caches of network filesystems hide a new file for seconds from other nodes.
-VISIBLE_WITHIN_S = 20.0
 
 
 def prepare_run_directory(directory: Path, *, comm: Collective) -> None:
@@ -72,15 +69,11 @@ def _create(directory: Path) -> str:
 
 
 def _check(directory: Path, token: str, *, rank: int) -> None:
-    deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while not (directory / token).exists():
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"the run directory {directory.absolute()} that rank 0 made is not visible here after "
-                f"{VISIBLE_WITHIN_S:.0f} s: set run.directory to a folder that all nodes share"
-            )
-        time.sleep(0.1)
-        os.listdir(directory.parent)  # asks the server again instead of the attribute cache
+    if not is_seen(directory / token):
+        raise LaunchError(
+            f"the run directory {directory.absolute()} that rank 0 made is not visible here after "
+            f"{VISIBLE_WITHIN_S:.0f} s: set run.directory to a folder that all nodes share"
+        )
     mine = directory / f"{token}.{rank}"
     try:
         mine.write_text("")

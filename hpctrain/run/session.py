@@ -311,7 +311,8 @@ def start(
 
     ranks: refuse to start with another number. algorithm: of the reduction, which Horovod must know when it starts
     (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer ends the run with
-    exit code 6; after `session.world.publish_in(shared_folder)` the message names the ranks that did not come.
+    exit code 6; after `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks
+    that did not come.
     Raises LaunchError or TopologyError where launcher, environment and communication library disagree.
     """
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())

@@ -15,7 +15,7 @@ from hpctrain.checkpoint.requests import SaveRequests
 from hpctrain.checkpoint.saver import Begin
 from hpctrain.checkpoint.tiers import Tiers
 from hpctrain.checkpoint.two_tier import saving_through
-from hpctrain.comm import all_gather_json, check_same, on_rank_0
+from hpctrain.comm import all_gather_json, check_same, make_shared_folder, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
@@ -114,7 +114,7 @@ def carry_out(
     directory = Path(recipe.run.directory)
     _check_same_recipe(recipe, session)
     prepare_run_directory(directory, comm=session.world)
-    session.agreed(lambda: session.world.publish_in(directory / "watch"), os_error=LaunchError)
+    session.world.publish_in(directory / "watch")
     if resume.anew:
         _start_anew(recipe, session)
     data = open_data(recipe.data, session=session)
@@ -153,6 +153,7 @@ def carry_out(
         **place_identity(parts.loader.order),
         "last_batch": recipe.data.last_batch,
     }
+    make_shared_folder(directory / "metrics", comm=session.world)
     records = session.agreed(
         lambda: RecordWriter(directory / "metrics" / f"rank-{session.rank:05}.jsonl"), os_error=LaunchError
     )

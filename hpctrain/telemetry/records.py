@@ -23,14 +23,13 @@ def _plain(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to `path`. A record is in the kernel's hands when `write` returns.
+    """Appends records to `path`, in a folder that is there. A record is in the kernel's hands when `write` returns.
 
     After a resume, steps that the killed run had recorded beyond its last checkpoint stand in the file twice:
     the later record is the one that counts.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
         self._path = path
         self._file: IO[str] | None = path.open("a", encoding="utf-8", buffering=1)

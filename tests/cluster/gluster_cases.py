@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load, load_newest_good, save, step_of
 from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.comm import all_gather_json, on_rank_0
+from hpctrain.comm import all_gather_json, make_shared_folder, on_rank_0
 from hpctrain.errors import CheckpointError
 from hpctrain.run import start
 
@@ -145,6 +145,23 @@ def loads(*directories: str) -> None:
             print(json.dumps(found))
 
 
+def folders(where: str, num_folders: str) -> None:
+    """Make folders that all ranks write to at once. Rank 0 prints as JSON what each rank could not do."""
+    with start(backend="mpi", timeout_s=60) as session:
+        world = session.world
+        errors: list[str] = []
+        for number in range(int(num_folders)):
+            folder = Path(where, "made", str(number))
+            make_shared_folder(folder, comm=world)
+            try:
+                (folder / str(world.rank)).write_text("written")
+            except OSError as error:
+                errors.append(str(error))
+        every = all_gather_json(world, errors)
+        if world.rank == 0:
+            print(json.dumps(every))
+
+
 if __name__ == "__main__":
-    cases: dict[str, Callable[..., None]] = {"saves": saves, "loads": loads}
+    cases: dict[str, Callable[..., None]] = {"saves": saves, "loads": loads, "folders": folders}
     cases[sys.argv[1]](*sys.argv[2:])

@@ -215,8 +215,19 @@ def test_whatever_was_saved_is_whole_and_nothing_that_was_reported_is_lost(
         assert reported <= wrong.keys()
 
 
-def test_training_saved_by_four_nodes_goes_on_on_two(cluster: Cluster, tmp_path: Path) -> None:
+def test_folders_are_whole_on_a_volume_that_lacks_a_server(cluster: Cluster, saved: dict[str, Any]) -> None:
+    """Where all ranks make a folder at once, every twentieth or so then answers "stale file handle" for ever."""
+    assert saved["killed"].keys() == {volume.value for volume in Volume}
+    done = cluster.run(srun(4, *case("folders", str(cluster.volume(Volume.DISPERSED)), "60")), timeout_s=120)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert json.loads(done.stdout.splitlines()[-1]) == [[]] * 8
+
+
+def test_training_saved_by_four_nodes_goes_on_on_two(
+    cluster: Cluster, saved: dict[str, Any], tmp_path: Path
+) -> None:
     """The run directory is on the dispersed volume, which lacks a server."""
+    assert Volume.DISPERSED.value in saved["killed"]
     where = cluster.volume(Volume.DISPERSED)
     packed = cluster.run(["hpctrain", "data", "pack", "digits", "data/digits"], timeout_s=60, cwd=where)
     assert packed.returncode == 0, packed.stderr

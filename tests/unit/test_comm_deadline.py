@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -34,9 +35,10 @@ def report(capfd: pytest.CaptureFixture[str], directory: Path | None) -> str:
 def test_a_rank_missing_at_a_split_is_named(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = report(capfd, tmp_path / "made" / "here")
     assert "rank 0 on" in text
-    assert "for split number 2 of world" in text
+    late = re.search(r"for split number (\d+) of world", text)
+    assert late is not None
     assert "did not come: rank 1\n" in text
-    assert "is past barrier number 1" in text
+    assert f"is past barrier number {int(late[1]) - 1}" in text
     assert "other ranks wait for rank 1" in text
     assert "over.wait" not in text  # stacks name files and functions
     assert "in rank" in text

@@ -93,7 +93,7 @@ def test_seeds_differ_by_purpose_and_rank_and_fit_a_generator() -> None:
 
 
 def test_records_are_json_lines_without_nan_and_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics" / "rank-00000.jsonl"
+    path = tmp_path / "rank-00000.jsonl"
     writer = RecordWriter(path)
     writer.write({"step": 1, "loss": math.nan, "seconds": {"step": 0.5, "deep": [math.inf]}})
     writer.close()
