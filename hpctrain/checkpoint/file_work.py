@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.commit import flush_folder, rename_finished, seal_file
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import EngineChoice
-from hpctrain.checkpoint.layout import Layout
+from hpctrain.checkpoint.layout import Layout, NotAsPlannedError
 from hpctrain.checkpoint.listing import part_name, remove
 from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
 from hpctrain.checkpoint.metadata_text import metadata_text
@@ -31,6 +31,9 @@ from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.skeleton import structure_hash
 from hpctrain.checkpoint.staging import Staging
 from hpctrain.comm.communicator import Collective
+
+# Told instead of the hashes: this rank has not written all of its bytes.
+NOT_AS_PLANNED = b""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +55,8 @@ class FileWork:
 
     def write_content(self, content: Content, *, staging: Staging) -> bytes:
         """Write this rank's bytes: all is on disk when it returns. What `commit` is to be told of it, on each rank that
-        commits: a line about this rank's file, and the hashes of its extents in the plan's order."""
+        commits: a line about this rank's file, and the hashes of its extents in the plan's order. NOT_AS_PLANNED where
+        a tensor is otherwise than the layout says."""
         layout, options = self.layout, self.options
         hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
         structure = [] if layout.skeleton is None else self._structure()
@@ -60,12 +64,15 @@ class FileWork:
         if layout.skeleton is not None and self._file:
             about = {"bytes": layout.skeleton.file_bytes, "structure": structure_hash(structure)}
         limit = options.limit_mb_per_s
-        self.choice.write(
-            file_in(self.partial, self._file, options=options), layout.own.stretches(content, hashes=hashes),
-            structure=[(offset, memoryview(data)) for offset, data in structure], comm=self.comm,
-            groups=self._groups, bypass_cache=self.bypasses_cache, staging=staging,
-            limit_bytes_per_s=None if limit is None else limit * 1e6,
-        )  # fmt: skip
+        try:
+            self.choice.write(
+                file_in(self.partial, self._file, options=options), layout.own.stretches(content, hashes=hashes),
+                structure=[(offset, memoryview(data)) for offset, data in structure], comm=self.comm,
+                groups=self._groups, bypass_cache=self.bypasses_cache, staging=staging,
+                limit_bytes_per_s=None if limit is None else limit * 1e6,
+            )  # fmt: skip
+        except NotAsPlannedError:
+            return NOT_AS_PLANNED
         if options.local and self._leads_folder:
             flush_folder(self.partial)
         return json.dumps(about).encode() + b"\n" + hashes.tobytes()

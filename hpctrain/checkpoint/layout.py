@@ -1,8 +1,9 @@
 """Where every byte of a checkpoint goes, agreed by all ranks; kept from one save to the next.
 
 A run saves the same tensors again and again. As long as no rank's tensors have changed in name, dtype or shape,
-one small vote replaces planning, laying out and telling. Before it a rank looks at the tensors that it writes; at
-those that only others write it can look while the disk works: if one is otherwise than theirs, it is an error.
+one small vote replaces planning, laying out and telling. Names are compared before it. To look at each of thousands of
+tensors takes as long as to write a megabyte, so dtypes and shapes are compared when the tensor is taken, while the disk
+works already: where one has changed after all, the save begins anew.
 """
 
 from __future__ import annotations
@@ -11,48 +12,50 @@ import json
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from hpctrain.checkpoint.agree_plan import agree_on_plan, document_hash
-from hpctrain.checkpoint.dtypes import dtype_name
 from hpctrain.checkpoint.metadata import Metadata, encode_header
 from hpctrain.checkpoint.metadata_text import TensorsText, room_for, tensors_text
-from hpctrain.checkpoint.own_bytes import OwnBytes, own_bytes
+from hpctrain.checkpoint.own_bytes import Group, OwnBytes, own_bytes
 from hpctrain.checkpoint.plan import Files, WritePlan
 from hpctrain.checkpoint.seal import empty_part_block
 from hpctrain.checkpoint.skeleton import Skeleton, SkeletonDataset, make_skeleton
+from hpctrain.checkpoint.staging import Staging
 from hpctrain.checkpoint.state import Replicated, Shard, State
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 
+class NotAsPlannedError(CheckpointError):
+    """A tensor has another dtype or shape than in the save before, for which the layout was made."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """What is left of a plan. skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what
-    this rank writes. others: replicated tensors that only others write."""
+    this rank writes. kinds: of the sources of each of its groups, and last of those that are in none."""
 
     files: Files
     skeleton: Skeleton | None
     text: TensorsText | None
     own: OwnBytes
-    others: _Kinds
+    kinds: Sequence[_Kinds]
 
-    def check_others(self, sources: Sequence[Replicated | Shard]) -> None:
-        """Not collective. Raises CheckpointError where a tensor that only other ranks write is otherwise here."""
-        found = self.others.now(sources)
-        if found == self.others:
-            return
-        kinds = zip(self.others.numbers, found.each(), self.others.each(), strict=True)
-        number, here, there = next(entry for entry in kinds if entry[1] != entry[2])
-        raise CheckpointError(
-            f"the ranks' replicated tensors differ: {sources[number].name!r} is {here} on this rank, {there} on those "
-            "that write it"
-        )
+    def groups(self, sources: Sequence[Replicated | Shard], *, staging: Staging) -> Iterator[Group]:
+        """The groups of `own`, each once its sources have been looked at; in the end, while the last of them is being
+        written, the sources that are in none. Not collective. Raises NotAsPlannedError."""
+        *by_group, rest = self.kinds
+        for group, kinds in zip(self.own.groups, by_group, strict=True):
+            kinds.check(sources)
+            yield group
+        staging.write_now()
+        rest.check(sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,35 +76,38 @@ class _Kinds:
             layouts=[t.layout for t in tensors],
         )  # fmt: skip
 
-    def now(self, sources: Sequence[Replicated | Shard]) -> _Kinds:
-        """Of the sources with the same numbers."""
-        return _Kinds.of(sources, self.numbers)
+    def fit(self, sources: Sequence[Replicated | Shard]) -> bool:
+        """Whether the sources with the same numbers are so."""
+        return _Kinds.of(sources, self.numbers) == self
 
-    def each(self) -> Iterator[str]:
-        for dtype, shape, layout in zip(self.dtypes, self.shapes, self.layouts, strict=True):
-            yield f"{dtype_name(dtype)} {list(shape)}" + ("" if layout is torch.strided else f" ({layout})")
+    def check(self, sources: Sequence[Replicated | Shard]) -> None:
+        if not self.fit(sources):
+            raise NotAsPlannedError("a tensor has changed its dtype or shape")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Remembered:
-    """number: counts a communicator's layouts, the same on all of its ranks. frame: all else that the layout depends
-    on. kinds: of all tensors but `layout.others`."""
+    """number: counts a communicator's layouts, the same on all of its ranks. frame: all but the kinds that the layout
+    depends on."""
 
     number: int
     frame: list[Any]
-    kinds: _Kinds
     layout: Layout
 
-    def fits(self, sources: Sequence[Replicated | Shard], *, frame: list[Any], also_others: bool) -> bool:
-        return (
-            self.frame == frame
-            and self.kinds.now(sources) == self.kinds
-            and not (also_others and self.layout.others.now(sources) != self.layout.others)
-        )
+    def fits(self, sources: Sequence[Replicated | Shard], *, frame: list[Any], trusting: bool) -> bool:
+        return self.frame == frame and (trusting or all(kinds.fit(sources) for kinds in self.layout.kinds))
 
 
-# The last layouts of each communicator, newest last: what a function of the state's names and shapes once gave.
-_LAST: weakref.WeakKeyDictionary[Collective, list[_Remembered]] = weakref.WeakKeyDictionary()
+@dataclass(kw_only=True, eq=False)
+class _Memory:
+    """Of a communicator. layouts: the last ones, newest last: what a function of the state's names and shapes once
+    gave. trusted: what has the same names has had the same kinds so far."""
+
+    layouts: list[_Remembered] = field(default_factory=list)
+    trusted: bool = True
+
+
+_MEMORY: weakref.WeakKeyDictionary[Collective, _Memory] = weakref.WeakKeyDictionary()
 _REMEMBERED = 2  # a run saves one kind of state, or all of it and its weights
 
 
@@ -114,21 +120,22 @@ def layout_for(
     file_of_rank: Sequence[int],
     alignment: int,
     header: Metadata,
-    others_later: bool = False,
+    trusting: bool = False,
 ) -> Layout:
     """The layout of this save. Collective.
 
     sources: `state.sources()`. alignment: bytes, of large datasets. header: the metadata but for its tensors, parts
-    and hashes; rank 0's counts. others_later: the caller calls `check_others` later, before the save is finished.
-    Raises CheckpointError on every rank when the ranks' states do not belong together (with others_later some of that
-    is left to `check_others`), or HDF5 cannot hold them.
+    and hashes; rank 0's counts. trusting: dtypes and shapes are not looked at: the caller takes `Layout.groups`, and
+    where that raises on any rank calls `distrust` and begins anew.
+    Raises CheckpointError on every rank when the ranks' states do not belong together (with `trusting` this may be left
+    to the second time), or HDF5 cannot hold them.
     """
     frame = _frame(sources, file_of_rank=file_of_rank, alignment=alignment)
-    remembered = _LAST.setdefault(comm, [])
+    memory = _MEMORY.setdefault(comm, _Memory())
     fitting = {
         entry.number: entry.layout
-        for entry in remembered
-        if entry.fits(sources, frame=frame, also_others=not others_later)
+        for entry in memory.layouts
+        if entry.fits(sources, frame=frame, trusting=trusting and memory.trusted)
         and (comm.rank != 0 or _has_room(entry.layout, header=header))
     }
     try:
@@ -137,18 +144,20 @@ def layout_for(
         fitting, mine = {}, ""
     vote = json.dumps([sorted(fitting), step, mine]).encode()
     votes = [json.loads(data) for data in comm.all_gather_bytes(vote)]
-    # What fits on all ranks fits: of each tensor those that write it have looked at it.
     common = set(fitting).intersection(*(numbers for numbers, *_ in votes))
     if common and all(rest == votes[0][1:] for _, *rest in votes):
         return fitting[max(common)]
     plan = agree_on_plan(state, step=step, comm=comm, file_of_rank=file_of_rank)
     layout = _lay_out(plan, sources=sources, comm=comm, alignment=alignment, header=header)
-    others = set(layout.others.numbers)
-    kinds = _Kinds.of(sources, [number for number in range(len(sources)) if number not in others])
-    number = remembered[-1].number + 1 if remembered else 0
-    del remembered[: -(_REMEMBERED - 1)]
-    remembered.append(_Remembered(number=number, frame=frame, kinds=kinds, layout=layout))
+    layouts = memory.layouts
+    number = layouts[-1].number + 1 if layouts else 0
+    layouts[:] = [*layouts[-(_REMEMBERED - 1) :], _Remembered(number=number, frame=frame, layout=layout)]
     return layout
+
+
+def distrust(comm: Collective) -> None:
+    """Look at dtypes and shapes before each save from now on. To be called on every rank."""
+    _MEMORY.setdefault(comm, _Memory()).trusted = False
 
 
 def _frame(
@@ -162,13 +171,11 @@ def _frame(
     ]
 
 
-def _others(plan: WritePlan, *, sources: Sequence[Replicated | Shard], rank: int) -> list[int]:
-    """Numbers of the replicated sources that some ranks write, and this one does not."""
-    num_replicated = sum(isinstance(source, Replicated) for source in sources)
-    by_rank = [{extent.source for extent in extents} for extents in plan.extents_by_rank]
-    return sorted(
-        number for number in set().union(*by_rank) - by_rank[rank] if number < num_replicated
-    )  # the replicated come first, with the same numbers on every rank
+def _kinds(own: OwnBytes, *, sources: Sequence[Replicated | Shard]) -> list[_Kinds]:
+    """See `Layout`."""
+    numbers = [[segment.source for segment in group.segments] for group in own.groups]
+    rest = sorted(set(range(len(sources))).difference(*numbers))
+    return [_Kinds.of(sources, found) for found in (*numbers, rest)]
 
 
 def _has_room(layout: Layout, *, header: Metadata) -> bool:
@@ -212,10 +219,8 @@ def _lay_out(
     offsets = [[next(by_file[piece.file]) for piece in tensor.pieces] for tensor in plan.tensors]
     if text is not None:
         text = text.with_offsets([offset for places in offsets for offset in places])
-    return Layout(
-        files=plan.files, skeleton=skeleton, text=text, own=own_bytes(plan, rank=comm.rank, offsets=offsets),
-        others=_Kinds.of(sources, _others(plan, sources=sources, rank=comm.rank)),
-    )  # fmt: skip
+    own = own_bytes(plan, rank=comm.rank, offsets=offsets)
+    return Layout(files=plan.files, skeleton=skeleton, text=text, own=own, kinds=_kinds(own, sources=sources))
 
 
 def _datasets(plan: WritePlan, *, file: int) -> list[SkeletonDataset]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -154,11 +154,13 @@ def _grouped(
         yield Group(segments=tuple(small), extents=extents, num_bytes=end - begin, offset=begin)
 
 
-def content_of(sources: Sequence[Replicated | Shard], own: OwnBytes, *, staging: Staging) -> Content:
-    """Each group's bytes; small tensors are joined in memory of `staging`. Large ones are handed out as they lie in
-    memory; one that is not contiguous is made so, one of a device is brought to the host extent by extent: the host
-    never holds a second copy of it."""
-    for group in own.groups:
+def content_of(
+    sources: Sequence[Replicated | Shard], own: OwnBytes, *, groups: Iterable[Group], staging: Staging
+) -> Content:
+    """The bytes of each of `groups`, which are those of `own`; small tensors are joined in memory of `staging`. Large
+    ones are handed out as they lie in memory; one that is not contiguous is made so, one of a device is brought to the
+    host extent by extent: the host never holds a second copy of it."""
+    for group in groups:
         if group.offset is not None:
             joined = staging.memory_for(group.offset, group.num_bytes)
             _copy_group(torch.from_numpy(joined), sources, group, wait=True)

@@ -26,17 +26,17 @@ from typing import Any, final
 from hpctrain.checkpoint.collector import collector_paused
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import choose_engine
-from hpctrain.checkpoint.file_work import FileWork
-from hpctrain.checkpoint.layout import Layout, layout_for
+from hpctrain.checkpoint.file_work import NOT_AS_PLANNED, FileWork
+from hpctrain.checkpoint.layout import distrust, layout_for
 from hpctrain.checkpoint.listing import file_name, folder_name
 from hpctrain.checkpoint.metadata import Metadata
-from hpctrain.checkpoint.own_bytes import Content, content_of
+from hpctrain.checkpoint.own_bytes import content_of
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.room import begin_partial
 from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank
 from hpctrain.checkpoint.snapshot import HostBuffers, content_copied
 from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import Replicated, Shard, State, encode_document
+from hpctrain.checkpoint.state import State, encode_document
 from hpctrain.checkpoint.striping import alignment_of
 from hpctrain.checkpoint.work import submit
 from hpctrain.comm.agreement import agreed, on_rank_0
@@ -71,17 +71,30 @@ class Saving:
     """One save under way. Made by `begin`; every rank calls `advance` until it has the result."""
 
     def __init__(
-        self, work: FileWork, *, executor: Executor | None, begin_s: float, notes: Sequence[str]
+        self,
+        *,
+        directory: Path,
+        step: int,
+        comm: Collective,
+        options: SaveOptions,
+        buffers: HostBuffers | None,
+        executor: Executor | None,
     ) -> None:
-        self.step = work.header.step
-        self.path = work.final
-        self._files = work
-        self._comm = work.comm
+        """Use `begin`."""
+        self.step = step
+        self.path: Path  # of the finished checkpoint
+        self._directory = directory
+        self._comm = comm
+        self._options = options
+        self._buffers = buffers
         self._executor = executor
-        self._begin_s = begin_s
-        self._notes = notes
+        self._begin_s = time.perf_counter()
         self._phase = _Phase.CONTENT
         self._work: Future[Any] = Future()
+        self._files: FileWork
+        self._notes: Sequence[str] = ()
+        # What it begins anew with, should the state be otherwise than in the save before.
+        self._state: State | None = None
 
     @classmethod
     def begin(
@@ -101,59 +114,65 @@ class Saving:
         not change before the save is finished. executor: runs the work on files, and never communicates; without
         one it is done here and in `advance`. One save at a time may write to a directory.
         Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
-        state does not fit together or the directory cannot be written; UsageError for a bad argument. Without buffers
-        a replica that is otherwise than those that are written may be told by `advance`.
+        state does not fit together or the directory cannot be written; UsageError for a bad argument. With neither
+        buffers nor executor a state that does not fit together may be told by `advance`.
         """
         with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
-            begin_s = time.perf_counter()
-            directory = Path(directory)
-            requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
-            files = file_of_rank(options, num_ranks=comm.num_ranks)
-            choice = choose_engine(
-                requested, directory=directory, comm=comm, in_background=executor is not None
-            )
-            sources = state.sources()
-            header = Metadata(
-                step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
-                writer={
-                    "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
-                    "files": max(files) + 1,
-                },
+            saving = cls(
+                directory=Path(directory), step=step, comm=comm, options=options, buffers=buffers,
+                executor=executor,
             )  # fmt: skip
-            layout = layout_for(
-                state, sources=sources, step=step, comm=comm, file_of_rank=files,
-                alignment=alignment_of(choice.filesystem), header=header, others_later=buffers is None,
-            )  # fmt: skip
-            folder = options.files != 1
-            name = folder_name(step) if folder else file_name(step)
-            partial, unique, note = begin_partial(
-                directory, name, layout=layout, choice=choice, comm=comm, options=options
-            )
-            if executor is not None:
-                # It is written later: what the caller changes in it meanwhile belongs to a later step.
-                frozen = json.loads(encode_document({"document": state.document, "parent": state.parent}))
-                header = replace(header, document=frozen["document"], parent=frozen["parent"])
-            work = FileWork(
-                final=directory / name, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
-                header=replace(header, id=unique),
-            )  # fmt: skip
-            notes = [choice.note, "past the page cache" if work.bypasses_cache else "", note]
-            saving = cls(work, executor=executor, begin_s=begin_s, notes=notes)
-            staging = Staging()
-            if buffers is None:
-                content = content_of(sources, layout.own, staging=staging)
-                content = _then_checked(content, layout=layout, sources=sources, staging=staging)
-            else:
-                content = content_copied(sources, layout.own, buffers=buffers)
-            saving._start(lambda: work.write_content(content, staging=staging))
+            saving._begin(state, trusting=buffers is None and executor is None)
             return saving
+
+    def _begin(self, state: State, *, trusting: bool) -> None:
+        """trusting: that dtypes and shapes are as in the save before. Collective."""
+        comm, options, step, directory = self._comm, self._options, self.step, self._directory
+        requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
+        files = file_of_rank(options, num_ranks=comm.num_ranks)
+        choice = choose_engine(
+            requested, directory=directory, comm=comm, in_background=self._executor is not None
+        )
+        self.path = directory / (file_name(step) if options.files == 1 else folder_name(step))
+        sources = state.sources()
+        header = Metadata(
+            step=step, created_unix_s=time.time(), document=state.document, parent=state.parent, tensors={},
+            writer={
+                "hpctrain": __version__, "num_ranks": comm.num_ranks, "engine": choice.engine.value,
+                "files": max(files) + 1,
+            },
+        )  # fmt: skip
+        layout = layout_for(
+            state, sources=sources, step=step, comm=comm, file_of_rank=files,
+            alignment=alignment_of(choice.filesystem), header=header, trusting=trusting,
+        )  # fmt: skip
+        partial, unique, note = begin_partial(
+            directory, self.path.name, layout=layout, choice=choice, comm=comm, options=options
+        )
+        if self._executor is not None:
+            # It is written later: what the caller changes in it meanwhile belongs to a later step.
+            frozen = json.loads(encode_document({"document": state.document, "parent": state.parent}))
+            header = replace(header, document=frozen["document"], parent=frozen["parent"])
+        self._files = work = FileWork(
+            final=self.path, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
+            header=replace(header, id=unique),
+        )  # fmt: skip
+        self._notes = [choice.note, "past the page cache" if work.bypasses_cache else "", note]
+        self._state = state if trusting else None
+        staging = Staging()
+        if self._buffers is None:
+            groups = layout.groups(sources, staging=staging)
+            content = content_of(sources, layout.own, groups=groups, staging=staging)
+        else:
+            content = content_copied(sources, layout.own, buffers=self._buffers)
+        self._start(lambda: work.write_content(content, staging=staging))
 
     def ready(self) -> bool:
         """Whether this rank's work of the present phase is done, or has failed. Not collective."""
         return self._phase is _Phase.DONE or self._work.done()
 
     def advance(self) -> SaveResult | None:
-        """End the present phase and begin the next: the result once all is committed. Collective.
+        """End the present phase and begin the next, or the same one anew: the result once all is committed. Collective.
 
         Waits for this rank's work; ask `ready` before. Raises the error of any rank on all of them, with nothing left
         behind and older checkpoints untouched.
@@ -178,8 +197,18 @@ class Saving:
 
     def _end_content(self) -> None:
         told = self._comm.all_gather_bytes(self._agreed_work())
-        self._phase = _Phase.COMMIT
-        self._start(lambda: self._files.commit(told))
+        state, self._state = self._state, None
+        if NOT_AS_PLANNED not in told:
+            self._phase = _Phase.COMMIT
+            self._start(lambda: self._files.commit(told))
+            return
+        self._phase = _Phase.DONE  # unless it can begin anew
+        self._files.undo()
+        distrust(self._comm)
+        if state is None:  # it changes while it is being saved
+            raise CheckpointError("a tensor's dtype or shape changed during the save", agreed=True)
+        self._begin(state, trusting=False)
+        self._phase = _Phase.CONTENT
 
     def _end_commit(self) -> SaveResult:
         done = self._agreed_work()
@@ -225,12 +254,3 @@ def save(
     chosen = SaveOptions(keep=keep, engine=engine, **options)
     with collector_paused():  # between the phases too
         return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()
-
-
-def _then_checked(
-    content: Content, *, layout: Layout, sources: Sequence[Replicated | Shard], staging: Staging
-) -> Content:
-    """The content; after it, while the last of it is being written, what this rank need not know before."""
-    yield from content
-    staging.write_now()
-    layout.check_others(sources)

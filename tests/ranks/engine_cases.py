@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, engine_choice, open_checkpoint, save
+from hpctrain.checkpoint import Replicated, Shard, State, engine_choice, load, open_checkpoint, save
 from hpctrain.checkpoint.batch import Stretch
 from hpctrain.checkpoint.engine import Engine
 from hpctrain.checkpoint.engine_choice import choose_engine
@@ -190,6 +190,9 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
         found[f"replica, {engine}"] = _told_of_a_replica(
             world, directory / f"replica-{engine}", engine=engine
         )
+        found[f"changed, {engine}"] = _saved_when_changed(
+            world.duplicate(), directory / f"changed-{engine}", engine=engine
+        )
     return found
 
 
@@ -212,6 +215,21 @@ def _told_of_a_replica(world: Any, directory: Path, *, engine: str) -> str:
     world.barrier()
     save_them(3)
     return f"{found}; left: {left}"
+
+
+def _saved_when_changed(world: Any, directory: Path, *, engine: str) -> str:
+    """Which tensors are not what was saved when, of large and of small ones, one has another shape than before on every
+    rank: each is written by one rank or two, who find it out while the others write."""
+    tensors = [torch.full((30_000 if i % 2 else 500,), float(i)) for i in range(2 * world.num_ranks)]
+    wrong = []
+    for step, changed in enumerate((None, 0, 1, None)):
+        if changed is not None:
+            tensors[changed] = torch.arange(40_000).reshape(200, 200)
+        items = [Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)]
+        path = save(State(items=items), directory=directory, step=step, comm=world, engine=engine).path
+        _, loaded = load(path, comm=world)
+        wrong += [f"{step} {item.name}" for item in items if not torch.equal(loaded[item.name], item.tensor)]
+    return f"{wrong}; left: {len(list(directory.iterdir()))}"
 
 
 def _failing(stretches: Iterator[Stretch]) -> Iterator[Stretch]:

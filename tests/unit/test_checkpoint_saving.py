@@ -8,13 +8,15 @@ import resource
 import shutil
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
+from hpctrain.checkpoint import saving as saving_module
 from hpctrain.checkpoint.commit import rename_finished
 from hpctrain.checkpoint.listing import (
     finished_newest_first,
@@ -26,9 +28,10 @@ from hpctrain.checkpoint.listing import (
 from hpctrain.checkpoint.retain import delete_checkpoint
 from hpctrain.checkpoint.structure import read_structure
 from hpctrain.checkpoint.verify import verify
+from hpctrain.comm import World
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import ThreadsWorld, run_threads
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
 from tests.unit.test_checkpoint_format import DOCUMENT
 
@@ -213,10 +216,13 @@ def test_a_tensor_of_another_kind_is_laid_out_anew_whoever_writes_it(tmp_path: P
         usual = items(changed=0, to=torch.full((40, 3), 0.0))
         for changed in range(7):
             for to in (torch.full((3, 41), 7.0), torch.full((40, 3), 7, dtype=torch.int64), torch.zeros(0)):
-                for made in (usual, items(changed=changed, to=to)):
+                comm = world.duplicate()  # one that has not been surprised yet
+                odd = items(changed=changed, to=to)
+                for made in (usual, odd, usual, odd, odd):
                     step += 1
-                    path = save(State(items=made), directory=tmp_path, step=step, comm=world, keep=1).path
-                    _, loaded = load(path, comm=world)
+                    path = save(State(items=made), directory=tmp_path, step=step, comm=comm, keep=1).path
+                    assert not list(tmp_path.glob(".*"))
+                    _, loaded = load(path, comm=comm)
                     assert all(same_bits(loaded[item.name], item.tensor) for item in made)
 
     run_threads(3, rank_main, timeout_s=120)
@@ -228,14 +234,14 @@ def test_a_replica_of_another_kind_is_told_in_a_later_save_too(tmp_path: Path, h
     options = SaveOptions(files=2 if how == "two files" else 1)
 
     def rank_main(world: ThreadsWorld) -> list[str]:
-        def save_it(odd: dict[int, torch.Tensor], *, step: int) -> Path:
+        def save_it(odd: dict[int, torch.Tensor], *, step: int, comm: World) -> Path:
             tensors = [torch.full((2048,), float(step + i)) for i in range(4)] + [torch.empty(0)]
             if world.rank == 1:
                 tensors = [odd.get(i, tensor) for i, tensor in enumerate(tensors)]
             state = State(items=[Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)])
             with ThreadPoolExecutor(1) as executor:
                 saving = Saving.begin(
-                    state, directory=tmp_path, step=step, comm=world, options=options,
+                    state, directory=tmp_path, step=step, comm=comm, options=options,
                     buffers=HostBuffers() if how == "copied" else None,
                     executor=executor if how == "in the background" else None,
                 )  # fmt: skip
@@ -244,23 +250,75 @@ def test_a_replica_of_another_kind_is_told_in_a_later_save_too(tmp_path: Path, h
         step, told = 0, []
         for odd in (torch.zeros(7), torch.zeros(2048, 1), torch.zeros(2048, dtype=torch.int32)):
             for changed in (0, 3, 4):
-                path = save_it({}, step=step)
-                with pytest.raises(
-                    CheckpointError, match=f"replicated tensors differ: 't{changed}'"
-                ) as error:
-                    save_it({changed: odd}, step=step + 1)
-                told.append(str(error.value))
-                world.barrier()
-                assert finished_newest_first(tmp_path)[0] == path
-                assert not list(tmp_path.glob(".*"))  # nothing half-written is left
-                world.barrier()
-                step += 2
+                comm = world.duplicate()  # one that has not been surprised yet
+                for _ in range(2):
+                    path = save_it({}, step=step, comm=comm)
+                    with pytest.raises(
+                        CheckpointError, match=f"replicated tensors differ: 't{changed}'"
+                    ) as error:
+                        save_it({changed: odd}, step=step + 1, comm=comm)
+                    told.append(str(error.value))
+                    world.barrier()
+                    assert finished_newest_first(tmp_path)[0] == path
+                    assert not list(tmp_path.glob(".*"))  # nothing half-written is left
+                    world.barrier()
+                    step += 2
         return told
 
     first, second = run_threads(2, rank_main, timeout_s=60)
     assert first == second
-    late = ["on those that write it" in text for text in first]
-    assert late == [False] * 9 if how == "copied" else late == [True, False, False] * 3
+
+
+@pytest.mark.parametrize("how", ["at once", "in the background", "copied"])
+def test_a_changed_tensor_costs_one_save_begun_anew_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Where tensors are taken later, or have been copied, they are looked at first."""
+    made: list[str] = []
+    begin = saving_module.begin_partial
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(args[1])
+        return begin(*args, **options)
+
+    monkeypatch.setattr(saving_module, "begin_partial", counted)
+    world = SerialWorld()
+    dtypes = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float64, torch.int32]
+    with ThreadPoolExecutor(1) as executor:
+        for step, dtype in enumerate(dtypes):
+            tensors = [torch.full((700, 40), step, dtype=dtype), *torch.full((50, 3), float(step))]
+            state = State(items=[Replicated(name=f"t{i:02}", tensor=t) for i, t in enumerate(tensors)])
+            begun = Saving.begin(
+                state, directory=tmp_path, step=step, comm=world,
+                executor=None if how == "at once" else executor,
+                buffers=HostBuffers() if how == "copied" else None,
+            )  # fmt: skip
+            _, loaded = load(begun.finish().path, comm=world)
+            assert all(same_bits(loaded[item.name], item.tensor) for item in state.items)
+    again = int(how == "at once")
+    assert [made.count(f"step-{step:08}.h5") for step in range(6)] == [1, 1, 1 + again, 1, 1, 1]
+
+
+def test_a_tensor_that_changes_while_it_is_saved_is_an_error(tmp_path: Path) -> None:
+    """Where saving in the background the caller has promised that it does not."""
+    world, tensor = SerialWorld(), torch.zeros(5, 5)
+    state = State(items=[Replicated(name="w", tensor=tensor)])
+    path = save(state, directory=tmp_path, step=1, comm=world).path
+    late: Future[Any] = Future()
+
+    class Later(Executor):
+        def submit(self, work: Any, /, *args: Any, **options: Any) -> Future[Any]:
+            tensor.resize_(7)
+            try:
+                late.set_result(work())
+            except HpctrainError as error:
+                late.set_exception(error)
+            return late
+
+    begun = Saving.begin(state, directory=tmp_path, step=2, comm=world, executor=Later())
+    with pytest.raises(CheckpointError, match="changed during the save"):
+        begun.finish()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_states_that_take_turns_are_laid_out_once_each_whoever_writes_what_differs(tmp_path: Path) -> None:
