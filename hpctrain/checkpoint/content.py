@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,62 +27,78 @@ _SHORT_RUN_BYTES = 32 << 10
 # One number type per element size: copying boxes needs the width of an element and nothing else of it.
 _WIDTH: dict[int, str] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
+# Reads some of a tensor into memory that was set aside for it. Raises as `read_region`.
+Read: TypeAlias = Callable[[ContentFiles], None]
+
 
 def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
     """The elements in `region`, a box of the tensor's shape, on the CPU.
 
     Raises DamagedContentError, and CheckpointError or OSError when a file cannot be opened or is too short.
     """
-    result = fresh_tensor(region.shape, dtype=tensor.dtype)
-    if result.numel():
-        fill_region(files, tensor=tensor, region=region, target=memory_of(result))
+    result, reads = planned(tensor, region=region)
+    for read in reads:
+        read(files)
     return result
 
 
-def fill_region(files: ContentFiles, *, tensor: StoredTensor, region: Box, target: np.ndarray) -> None:
-    """Read `region` into `target`, its bytes in row-major order, shape (num_bytes,). Raises as `read_region`."""
-    for piece in tensor.pieces:
-        for stretch in stretches_of(piece):
-            fill_from(files, tensor=tensor, piece=piece, stretch=stretch, region=region, target=target)
+def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Read]]:
+    """Memory for `read_region`'s result, and the reads that fill it, in the order of the files. Raises CheckpointError
+    where memory lacks.
+
+    To be asked for of all tensors before the first is read: after each large one nothing of this is left in the
+    processor's caches, and then it takes thirty times as long.
+    """
+    result = fresh_tensor(region.shape, dtype=tensor.dtype)
+    if not result.numel():
+        return result, []
+    target = memory_of(result)
+    found = (
+        planned_stretch(tensor, piece=piece, stretch=stretch, region=region, target=target)
+        for piece in tensor.pieces
+        for stretch in stretches_of(piece)
+    )
+    return result, [read for read in found if read is not None]
 
 
-def fill_from(
-    files: ContentFiles,
-    *,
-    tensor: StoredTensor,
-    piece: StoredPiece,
-    stretch: Stretch,
-    region: Box,
-    target: np.ndarray,
-) -> None:
-    """As `fill_region`, what one stretch of the file holds of it."""
+def planned_stretch(
+    tensor: StoredTensor, *, piece: StoredPiece, stretch: Stretch, region: Box, target: np.ndarray
+) -> Read | None:
+    """What reads the part of `region` that one stretch of the file holds; None where it holds nothing of it.
+
+    target: the bytes of `region` in row-major order, shape (num_bytes,).
+    """
     elem_bytes = tensor.elem_bytes
     begin = flat_start(region, shape=tensor.shape)
     place = flat_start(piece.box, shape=tensor.view)
     if begin is not None and place is not None:  # both are one run of the tensor's elements
         first = place + stretch.start - begin
         if first >= region.num_elems or first + stretch.num_elems <= 0:
-            return
+            return None
         if 0 <= first <= region.num_elems - stretch.num_elems and _fits_memory(stretch, elem_bytes):
             # The usual case: straight into its place, and hashed there while it is in the processor's cache.
             buffer = target[first * elem_bytes : (first + stretch.num_elems) * elem_bytes]
-            _read_and_check(files, tensor, piece, stretch, buffer)
-            return
+            return partial(_read_and_check, tensor=tensor, piece=piece, stretch=stretch, buffer=buffer)
     wanted = [extent for extent in stretch.extents if _touches(tensor, extent, region)]
     if not wanted:
-        return
-    if _fits_memory(stretch, elem_bytes) and (
+        return None
+    together = _fits_memory(stretch, elem_bytes) and (
         len(wanted) == len(stretch.extents) or _run_bytes(wanted[0], piece, elem_bytes) < _SHORT_RUN_BYTES
-    ):
-        buffer = files.scratch(stretch.num_elems * elem_bytes)
-        for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
-            if len(wanted) == len(stretch.extents) or extent in wanted:
-                _check(files, content, tensor=tensor, piece=piece, extent=extent)
-                _copy(content, tensor=tensor, extent=extent, region=region, target=target)
-        return
-    for extent in wanted:
-        content = read_extent(files, tensor=tensor, piece=piece, extent=extent)
-        _copy(content, tensor=tensor, extent=extent, region=region, target=target)
+    )
+
+    def read(files: ContentFiles) -> None:
+        if together:
+            buffer = files.scratch(stretch.num_elems * elem_bytes)
+            for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+                if len(wanted) == len(stretch.extents) or extent in wanted:
+                    _check(files, content, tensor=tensor, piece=piece, extent=extent)
+                    _copy(content, tensor=tensor, extent=extent, region=region, target=target)
+            return
+        for extent in wanted:
+            content = read_extent(files, tensor=tensor, piece=piece, extent=extent)
+            _copy(content, tensor=tensor, extent=extent, region=region, target=target)
+
+    return read
 
 
 def read_extent(
@@ -122,7 +140,7 @@ def find_damage(
         buffer = files.scratch(stretch.num_elems * tensor.elem_bytes)
         if len(stretch.extents) == 1:
             try:
-                _read_and_check(files, tensor, piece, stretch, buffer)
+                _read_and_check(files, tensor=tensor, piece=piece, stretch=stretch, buffer=buffer)
             except DamagedContentError as error:
                 yield error.damage
             continue
@@ -145,7 +163,7 @@ def _damaged_one_by_one(
 
 
 def _read_and_check(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
 ) -> None:
     """Read all of the stretch into `buffer`, and compare the hashes of its extents."""
     if len(stretch.extents) > 1:

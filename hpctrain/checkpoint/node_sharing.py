@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.boxes import whole
-from hpctrain.checkpoint.content import check_stretch, fill_from
+from hpctrain.checkpoint.content import check_stretch, planned_stretch
 from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.filesystem import filesystem_of
 from hpctrain.checkpoint.fresh_memory import fresh_tensor, memory_of
@@ -155,17 +155,18 @@ def read_sharing(
             loaded[name] = mine[name] if name in mine else fresh_tensor(stored.shape, dtype=stored.dtype)
             if name not in mine and stored.num_bytes:
                 memory[name] = memory_of(loaded[name])
+        reads = []
+        for unit in (unit for units in shares[comm.rank] for unit in units):
+            stored = checkpoint.tensors[unit.name]
+            read = planned_stretch(
+                stored, piece=unit.piece, stretch=unit.stretch, region=whole(stored.shape),
+                target=memory[unit.name],
+            )  # fmt: skip
+            assert read is not None
+            reads.append(read)
         with checkpoint.named(), ContentFiles(checkpoint.files, read_ahead=True) as files:
-            for unit in (unit for units in shares[comm.rank] for unit in units):
-                stored = checkpoint.tensors[unit.name]
-                fill_from(
-                    files,
-                    tensor=stored,
-                    piece=unit.piece,
-                    stretch=unit.stretch,
-                    region=whole(stored.shape),
-                    target=memory[unit.name],
-                )
+            for read in reads:
+                read(files)
 
     agreed(comm, read_own)
     for place in range(num_rounds):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.boxes import Box, whole
-from hpctrain.checkpoint.content import read_region
+from hpctrain.checkpoint.content import Read, planned, read_region
 from hpctrain.checkpoint.content_files import ContentFiles
 from hpctrain.checkpoint.file_bytes import explained
 from hpctrain.checkpoint.listing import finished_newest_first
@@ -80,12 +80,16 @@ class Checkpoint:
                 f"{self.path} has no tensor {_some(missing)}, of which a part was asked for"
             )
         loaded: dict[str, torch.Tensor] = {}
+        reads: list[Read] = []
         with self.named(), ContentFiles(self.files, read_ahead=names is None) as files:
             for name in self.tensors if names is None else names:
                 tensor = self.tensors[name]
                 offset, shape = regions.get(name, (None, None))
                 region = self.region_of(tensor, offset=offset, shape=shape)
-                loaded[name] = read_region(files, tensor=tensor, region=region)
+                loaded[name], its_reads = planned(tensor, region=region)
+                reads += its_reads
+            for read in reads:
+                read(files)
         return loaded
 
     @contextmanager
