@@ -46,7 +46,7 @@ def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Re
     """Memory for `read_region`'s result, and the reads that fill it, in the order of the files. Raises CheckpointError
     where memory lacks.
 
-    To be asked for of all tensors before the first is read: after each large one nothing of this is left in the
+    To be asked for of many tensors before the first is read: after each large one nothing of this is left in the
     processor's caches, and then it takes thirty times as long.
     """
     result = fresh_tensor(region.shape, dtype=tensor.dtype)

@@ -11,6 +11,7 @@ import warnings
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import CheckpointError
 
@@ -67,7 +68,11 @@ def storage_dtype(name: str) -> np.dtype:
 
 
 def check_plain(tensor: torch.Tensor) -> None:
-    """Raises CheckpointError for tensors that are not plain strided memory (sparse, quantized, meta)."""
+    """Raises CheckpointError for tensors that are not plain strided memory (sparse, quantized, meta, lazy)."""
+    if is_lazy(tensor):
+        raise CheckpointError(
+            "cannot store a parameter of a lazy module that has no shape yet: let it see a batch before it is saved"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise CheckpointError(
             f"cannot store a tensor of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}: "

@@ -102,10 +102,11 @@ class FileWork:
         """Once all ranks have committed: delete, on the nodes' own storage, what is no longer kept. Notes."""
         return self._retain() if self.options.local and self._leads_folder else []
 
-    def undo(self) -> None:
-        """Remove what is there of a save that failed somewhere."""
+    def undo(self, *, committing: bool) -> None:
+        """Remove what is there of a save that failed somewhere. committing: `commit` may have renamed it on this node;
+        before that an older checkpoint of the same step has the name."""
         if self._leads_folder:
-            for path in (self.partial, *([self.final] if self.options.local else [])):
+            for path in (self.partial, *([self.final] if self.options.local and committing else [])):
                 with suppress(OSError):
                     remove(path)
 

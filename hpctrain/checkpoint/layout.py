@@ -33,7 +33,8 @@ from hpctrain.errors import CheckpointError
 
 
 class NotAsPlannedError(CheckpointError):
-    """A tensor has another dtype or shape than in the save before, for which the layout was made."""
+    """A tensor has another dtype or shape than in the save before, for which the layout was made. Never shown: the save
+    begins anew."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +50,7 @@ class Layout:
 
     def groups(self, sources: Sequence[Replicated | Shard], *, staging: Staging) -> Iterator[Group]:
         """The groups of `own`, each once its sources have been looked at; in the end, while the last of them is being
-        written, the sources that are in none. Not collective. Raises NotAsPlannedError."""
+        written where a `staging` is made use of, the sources that are in none. Not collective. NotAsPlannedError."""
         *by_group, rest = self.kinds
         for group, kinds in zip(self.own.groups, by_group, strict=True):
             kinds.check(sources)
@@ -78,7 +79,10 @@ class _Kinds:
 
     def fit(self, sources: Sequence[Replicated | Shard]) -> bool:
         """Whether the sources with the same numbers are so."""
-        return _Kinds.of(sources, self.numbers) == self
+        try:
+            return _Kinds.of(sources, self.numbers) == self
+        except RuntimeError:  # one without a shape, nested or lazy: planning tells
+            return False
 
     def check(self, sources: Sequence[Replicated | Shard]) -> None:
         if not self.fit(sources):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from hpctrain.checkpoint.structure import Structure, is_checkpoint, read_structu
 from hpctrain.comm.agreement import on_rank_0
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
+
+# So few that small ones' plans are still in the processor's caches when they are read, and so many that planning large
+# ones is nothing.
+_PLANNED_TENSORS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +85,18 @@ class Checkpoint:
                 f"{self.path} has no tensor {_some(missing)}, of which a part was asked for"
             )
         loaded: dict[str, torch.Tensor] = {}
-        reads: list[Read] = []
+        wanted = iter(self.tensors if names is None else names)
         with self.named(), ContentFiles(self.files, read_ahead=names is None) as files:
-            for name in self.tensors if names is None else names:
-                tensor = self.tensors[name]
-                offset, shape = regions.get(name, (None, None))
-                region = self.region_of(tensor, offset=offset, shape=shape)
-                loaded[name], its_reads = planned(tensor, region=region)
-                reads += its_reads
-            for read in reads:
-                read(files)
+            while some := list(islice(wanted, _PLANNED_TENSORS)):
+                reads: list[Read] = []
+                for name in some:
+                    tensor = self.tensors[name]
+                    offset, shape = regions.get(name, (None, None))
+                    region = self.region_of(tensor, offset=offset, shape=shape)
+                    loaded[name], its_reads = planned(tensor, region=region)
+                    reads += its_reads
+                for read in reads:
+                    read(files)
         return loaded
 
     @contextmanager

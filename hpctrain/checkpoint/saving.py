@@ -111,8 +111,9 @@ class Saving:
         """Agree, make room, copy, and start writing. Collective.
 
         buffers: the state is copied into them, and its tensors may change when this returns; without, they must
-        not change before the save is finished. executor: runs the work on files, and never communicates; without
-        one it is done here and in `advance`. One save at a time may write to a directory.
+        not change before the save is finished: they may be read again until then. executor: runs the work on files,
+        and never communicates; without one it is done here and in `advance`. One save at a time may write to a
+        directory.
         Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
         state does not fit together or the directory cannot be written; UsageError for a bad argument. With neither
         buffers nor executor a state that does not fit together may be told by `advance`.
@@ -202,8 +203,7 @@ class Saving:
             self._phase = _Phase.COMMIT
             self._start(lambda: self._files.commit(told))
             return
-        self._phase = _Phase.DONE  # unless it can begin anew
-        self._files.undo()
+        self._undo()
         distrust(self._comm)
         if state is None:  # it changes while it is being saved
             raise CheckpointError("a tensor's dtype or shape changed during the save", agreed=True)
@@ -226,9 +226,13 @@ class Saving:
         try:
             return agreed(self._comm, self._work.result, os_error=CheckpointError)
         except HpctrainError:
-            self._phase = _Phase.DONE
-            self._files.undo()
+            self._state = None
+            self._undo()
             raise
+
+    def _undo(self) -> None:
+        committing, self._phase = self._phase is _Phase.COMMIT, _Phase.DONE
+        self._files.undo(committing=committing)
 
     def _start(self, work: Callable[[], Any]) -> None:
         self._work = submit(self._executor, work)

@@ -162,8 +162,8 @@ class Monitored(Forwarding):
 
     timeout_s: an operation that takes longer ends the run with exit code 6. It must be more than the longest
     time one rank may rightly keep the others waiting (a checkpoint, an evaluation on rank 0).
-    directory: a folder that all ranks see, for the positions of the ranks; made if need be. Without it the
-    missing ranks cannot be named. step: set it to have it in the messages.
+    directory: as of `publish_in`, which is collective. Without it the missing ranks cannot be named. step: set it
+    to have it in the messages.
     """
 
     def __init__(self, world: World, *, timeout_s: float, directory: Path | None = None) -> None:

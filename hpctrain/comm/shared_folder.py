@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from contextlib import suppress
@@ -39,10 +40,19 @@ def make_shared_folder(directory: Path, *, comm: Collective) -> None:
 def is_seen(path: Path) -> bool:
     """Whether this rank sees what another one has made, within `VISIBLE_WITHIN_S`. Raises OSError."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while not path.exists():
+    while not _is_there(path):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
         with suppress(OSError, StopIteration):  # asks the server again instead of the attribute cache
             os.listdir(next(above for above in path.parents if above.exists()))
     return True
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # of what was there before
+            return False
+        raise

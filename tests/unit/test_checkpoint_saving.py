@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
 from hpctrain.checkpoint import saving as saving_module
@@ -297,6 +298,30 @@ def test_a_changed_tensor_costs_one_save_begun_anew_and_no_more(
             assert all(same_bits(loaded[item.name], item.tensor) for item in state.items)
     again = int(how == "at once")
     assert [made.count(f"step-{step:08}.h5") for step in range(6)] == [1, 1, 1 + again, 1, 1, 1]
+
+
+def test_a_save_that_begins_anew_and_fails_leaves_what_had_its_name(tmp_path: Path) -> None:
+    """On the nodes' own storage, where each node renames its own."""
+    options = SaveOptions(files="node", node_of_rank=(0, 1), local=True)
+
+    def rank_main(world: ThreadsWorld) -> None:
+        directory = tmp_path / str(world.rank)
+
+        def save_it(odd: torch.Tensor) -> None:
+            tensors = [torch.full((2048,), 1.0), torch.full((2048,), 2.0), odd]
+            items = [Replicated(name=f"t{i}", tensor=tensor) for i, tensor in enumerate(tensors)]
+            Saving.begin(
+                State(items=items), directory=directory, step=1, comm=world, options=options
+            ).finish()
+
+        save_it(torch.zeros(4))
+        before = {path: path.stat().st_ino for path in directory.rglob("*")}
+        for odd in (torch.zeros(4 + world.rank), torch.zeros(4).to_sparse(), UninitializedParameter()):
+            with pytest.raises(CheckpointError):
+                save_it(odd)
+            assert {path: path.stat().st_ino for path in directory.rglob("*")} == before
+
+    run_threads(2, rank_main, timeout_s=60)
 
 
 def test_a_tensor_that_changes_while_it_is_saved_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import threading
 import time
@@ -42,6 +43,22 @@ def test_what_is_not_seen_at_once_is_waited_for(tmp_path: Path) -> None:
     assert shared_folder.is_seen(folder)
     assert time.monotonic() - begin_s >= 0.3
     later.join()
+
+
+def test_a_stale_handle_is_looked_up_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [OSError(errno.ESTALE, "Stale file handle"), None]
+    exists = Path.exists
+
+    def stale_once(path: Path) -> bool:
+        error = errors.pop() if path == tmp_path and errors else None
+        if error is not None:
+            raise error
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", stale_once)
+    assert shared_folder.is_seen(tmp_path)
+    assert shared_folder.is_seen(tmp_path)
+    assert errors == []
 
 
 def test_one_that_other_ranks_do_not_see_is_an_error_on_all(
