@@ -2,8 +2,8 @@
 
 A run saves the same tensors again and again. As long as no rank's tensors have changed in name, dtype or shape,
 one small vote replaces planning, laying out and telling. Names are compared before it. To look at each of thousands of
-tensors takes as long as to write a megabyte, so dtypes and shapes are compared when the tensor is taken, while the disk
-works already: where one has changed after all, the save begins anew.
+tensors takes as long as to write several megabytes, so dtypes and shapes are compared when the tensor is taken, while
+the disk works already: where one has changed after all, the save begins anew.
 """
 
 from __future__ import annotations
