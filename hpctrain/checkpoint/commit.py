@@ -20,22 +20,27 @@ from hpctrain.checkpoint.listing import (
     remove_partial_files,
     replaced_name,
 )
+from hpctrain.checkpoint.recycling import take_spare
 from hpctrain.checkpoint.seal import Seal, encode_seal
 from hpctrain.checkpoint.skeleton import Skeleton
 from hpctrain.checkpoint.structure import check_sealed
 
 
-def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
-    """Make the directory, remove what killed saves left in it, and begin the partial checkpoint, if it is a folder.
+def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
+    """Make the directory, remove what killed saves left in it, and begin the partial checkpoint, if it is a folder, or
+    there is a spare file whose room it can take.
 
-    What could not be removed is returned as text: it is no reason not to save.
+    spare_bytes: of that room, as many as it needs; None: spare files are removed with the rest. What could not be
+    removed is returned as text: it is no reason not to save.
     """
     with explained(action="write checkpoints to", path=directory):
         missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
         directory.mkdir(parents=True, exist_ok=True)
         for place in missing:  # the names of all of them, not only of the last
             sync_directory(place.parent)
-        notes = remove_partial_files(directory)
+        if spare_bytes is not None:
+            take_spare(directory, partial, file_bytes=spare_bytes)
+        notes = remove_partial_files(directory, but=partial)
         if folder:
             partial.mkdir()
     return notes
@@ -43,7 +48,7 @@ def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
 
 def create_file(path: Path, *, file_bytes: int) -> None:
     """Create a file of its full length, without content, with room on disk for it. It may be there already, made to be
-    striped."""
+    striped, or in a spare file's room."""
     with explained(action="create", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

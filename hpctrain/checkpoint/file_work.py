@@ -111,7 +111,10 @@ class FileWork:
                     remove(path)
 
     def _retain(self) -> list[str]:
-        return retain(self.final.parent, saved=self.final, retention=retention_of(self.options.keep))
+        return retain(
+            self.final.parent, saved=self.final, retention=retention_of(self.options.keep),
+            recycle=self.options.recycles(self.choice.filesystem),
+        )  # fmt: skip
 
     def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
         """The parts, and the hashes of all ranks' extents."""

@@ -33,6 +33,11 @@ class Filesystem:
         return self.kind in ("ext4", "xfs")
 
     @property
+    def keeps_blocks(self) -> bool:
+        """Whether a file whose content is declared empty keeps the blocks it has: ext4 does, xfs finds others."""
+        return self.kind == "ext4"
+
+    @property
     def is_lustre(self) -> bool:
         return self.kind == "lustre"
 

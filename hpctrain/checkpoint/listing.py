@@ -1,4 +1,4 @@
-"""Names of checkpoints in a directory: finished, being written, replaced. Thin I/O, done by rank 0 alone.
+"""Names of checkpoints in a directory: finished, being written, replaced, spare. Thin I/O, done by rank 0 alone.
 
 A checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. What is not finished, or no longer counts,
 has a name that begins with a dot.
@@ -17,6 +17,7 @@ MAIN_FILE = "data-00000.h5"
 _FINISHED = re.compile(r"step-(\d{8,18})(\.h5)?")
 _PARTIAL = re.compile(r"\.step-\d{8,18}(\.h5)?\.partial-[0-9a-f]{16}")
 _REPLACED = re.compile(r"\.step-(\d{8,18})(?:\.h5)?\.replaced-[0-9a-f]{16}")
+_SPARE = re.compile(r"\.step-\d{8,18}\.h5\.spare-[0-9a-f]{16}")
 
 
 def file_name(step: int) -> str:
@@ -54,6 +55,16 @@ def replaced_name(name: str, *, unique: str) -> str:
     return f".{name}.replaced-{unique}"
 
 
+def spare_name(name: str, *, unique: str) -> str:
+    """What the file of the checkpoint `name` is called once only its room is of use. unique: 16 hex digits."""
+    return f".{name}.spare-{unique}"
+
+
+def is_spare(path: Path) -> bool:
+    """Whether this is the name of a file whose content counts no longer, and whose room is kept for the next save."""
+    return _SPARE.fullmatch(path.name) is not None
+
+
 def step_of(path: Path) -> int | None:
     """The step in a finished checkpoint's name, or a replaced one's; None for any other name."""
     match = _FINISHED.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
@@ -78,22 +89,26 @@ def finished_newest_first(directory: Path) -> list[Path]:
 
 
 def partial_files(directory: Path) -> list[Path]:
-    """What killed runs have left behind: files and folders with our name for a checkpoint being written, and
-    replaced ones whose place is taken."""
+    """What no longer or not yet counts: files and folders with our name for a checkpoint being written, replaced ones
+    whose place is taken, and spare ones."""
     entries = _entries(directory)
     steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
     return sorted(
         path
         for path in entries
-        if _PARTIAL.fullmatch(path.name) or (_REPLACED.fullmatch(path.name) and step_of(path) in steps)
+        if _PARTIAL.fullmatch(path.name)
+        or is_spare(path)
+        or (_REPLACED.fullmatch(path.name) and step_of(path) in steps)
     )
 
 
-def remove_partial_files(directory: Path) -> list[str]:
-    """Remove them; what could not be removed, in words. Only whoever writes to the directory may do this: the partial
-    file may be another process's save that is still going on."""
+def remove_partial_files(directory: Path, *, but: Path | None = None) -> list[str]:
+    """Remove them, all but one; what could not be removed, in words. Only whoever writes to the directory may do this:
+    the partial file may be another process's save that is still going on."""
     notes = []
     for path in partial_files(directory):
+        if path == but:
+            continue
         try:
             remove(path)
         except FileNotFoundError:

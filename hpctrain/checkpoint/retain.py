@@ -16,21 +16,25 @@ from hpctrain.checkpoint.listing import (
     partial_name,
     step_of,
 )
+from hpctrain.checkpoint.recycling import set_aside
 from hpctrain.checkpoint.retention import Best, Retention, steps_to_delete
 from hpctrain.checkpoint.structure import read_structure
 from hpctrain.errors import HpctrainError
 
 
-def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
+def retain(directory: Path, *, saved: Path, retention: Retention, recycle: bool = False) -> list[str]:
     """Delete the checkpoints of `directory` that `retention` does not keep, now that `saved` is proven and has
-    its final name. Not collective.
+    its final name. Not collective. recycle: one of them becomes a spare file, for the next save.
 
     What went wrong is returned as text: it is no reason to call the save failed.
     """
     paths, notes = deletable(directory, saved=saved, retention=retention)
     for path in paths:
         try:
-            delete_checkpoint(path)
+            if recycle and set_aside(path):
+                recycle = False
+            else:
+                delete_checkpoint(path)
         except OSError as error:
             notes.append(f"could not delete {path.name}: {error.strerror or error}")
     return notes

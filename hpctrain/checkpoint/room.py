@@ -32,7 +32,13 @@ def begin_partial(
     partial = directory / partial_name(name, unique=unique)
 
     def make() -> list[str]:
-        return make_room(directory, partial, folder=options.files != 1) if leads else []
+        if not leads:
+            return []
+        skeleton = layout.skeleton if options.recycles(choice.filesystem) else None
+        return make_room(
+            directory, partial, folder=options.files != 1,
+            spare_bytes=None if skeleton is None else skeleton.file_bytes,
+        )  # fmt: skip
 
     def create() -> str:
         if layout.skeleton is None:

@@ -24,6 +24,8 @@ class SaveOptions:
     limit_mb_per_s: a rank writes no faster, in 10^6 bytes a second.
     page_cache: whether the engine `direct` writes through it; "auto" bypasses it where that is known to be faster,
     unless the files are `local`: those are read again at once.
+    recycle: of the checkpoints that `keep` lets go of, one's room on disk is kept for the next save, where that is
+    known to be faster (ext4): in a hidden file, which `recycling.remove_spares` gives back. Not of folders.
     """
 
     keep: Retention | int | None = 3
@@ -33,6 +35,11 @@ class SaveOptions:
     local: bool = False
     limit_mb_per_s: float | None = None
     page_cache: PageCache = "auto"
+    recycle: bool = False
+
+    def recycles(self, filesystem: Filesystem) -> bool:
+        """Whether a save takes the room of a checkpoint that was let go of, and keeps it for the next."""
+        return self.recycle and self.files == 1 and filesystem.keeps_blocks
 
     def bypass_cache(self, filesystem: Filesystem) -> bool:
         """Whether large writes go past the page cache."""

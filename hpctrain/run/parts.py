@@ -182,6 +182,7 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
             node_of_rank=node_of_rank,
             limit_mb_per_s=section.limit_mb_per_s,
             page_cache=section.page_cache,
+            recycle=section.recycle,
         ),
     )
 

@@ -61,6 +61,11 @@ class CheckpointSection(Section):
         description="Whether checkpoints are written through the kernel's page cache. `bypass` costs less of the "
         "processor; where the filesystem cannot, the cache is used. `auto`: bypassed on ext4 and xfs.",
     )
+    recycle: bool = Field(
+        True,
+        description="On ext4, the room on disk of a checkpoint that is let go of is kept for the next one, which is "
+        "then written faster: until the run ends one more is there than are kept, in a hidden file.",
+    )
     directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
 
     local: str | None = Field(

@@ -12,6 +12,7 @@ from typing import final
 
 from hpctrain.checkpoint import State
 from hpctrain.checkpoint.interval import Advice, Costs
+from hpctrain.checkpoint.recycling import remove_spares
 from hpctrain.checkpoint.requests import SaveRequests
 from hpctrain.checkpoint.saver import Begin, Saved, Saver, saving_into
 from hpctrain.comm import Collective
@@ -132,6 +133,8 @@ class Checkpointing:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._saver.__exit__(kind, error, where)
+        if error is None and self._comm.rank == 0 and self._policy.options.recycle:
+            remove_spares(self._policy.directory)
 
     # ------------------------------------------------------------------ when one is committed
 

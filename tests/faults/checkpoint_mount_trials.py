@@ -15,13 +15,18 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from hpctrain.checkpoint import load_newest_good
+from hpctrain.checkpoint.filesystem import Filesystem
+from hpctrain.checkpoint.listing import finished_newest_first
+from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.agreement import all_gather_json
+from hpctrain.comm.serial import SerialWorld
 from hpctrain.errors import CheckpointError, ExitCode
 from tests.faults.checkpoint_mounts import Nodes, own_mounts
 from tests.faults.checkpoint_power_loss import states_after, write_out
@@ -315,9 +320,22 @@ def short_writes(trial: Trial, count: int) -> dict[str, Any]:
 def power_loss(trial: Trial, count: int) -> dict[str, Any]:
     """After any operation the power fails, and what was not flushed is lost, all of it or some: the newest
     reported checkpoint is there, or a newer one, and nothing that looks finished is torn."""
-    num_elems = 20_000  # all that the disk holds is written and read again for each case
     # A file, a folder, a file in the folder's place, a folder in its place and in that of a folder, a file.
     steps = [(1, WAYS[0]), (2, WAYS[3]), (2, WAYS[1]), (2, WAYS[2]), (2, WAYS[3]), (3, WAYS[0])]
+    return power_lost(trial, count, steps=steps)
+
+
+def power_loss_recycling(trial: Trial, count: int) -> dict[str, Any]:
+    """The same where a save takes the room of a checkpoint that was let go of, before and beside others that do not."""
+    ways = [Way(form="file", mode=mode, recycle=True) for mode in ("sync", "async")]
+    steps = [(1, WAYS[0]), (2, ways[0]), (3, ways[1]), (4, ways[0]), (5, WAYS[1])]
+    # This filesystem has no blocks to gain from, but it can declare a file empty.
+    with patch.object(Filesystem, "keeps_blocks", new=True):
+        return power_lost(trial, count, steps=steps)
+
+
+def power_lost(trial: Trial, count: int, *, steps: Sequence[tuple[int, Way]]) -> dict[str, Any]:
+    num_elems = 20_000  # all that the disk holds is written and read again for each case
     place = trial.nodes.shared / "run" / "checkpoints"
     mount = trial.nodes.mounts[0]
     mount.fault(trace=True)
@@ -347,7 +365,10 @@ def check_power_loss(events: list[dict[str, Any]], *, num_elems: int, samples: i
             place = Path(folder) / str(number)
             place.mkdir()
             write_out(found, place)
-            newest = newest_step(place / "run" / "checkpoints", num_elems=num_elems)
+            checkpoints = place / "run" / "checkpoints"
+            newest = newest_step(checkpoints, num_elems=num_elems)
+            for path in finished_newest_first(checkpoints)[1:]:
+                assert not verify(path, comm=SerialWorld())[0].damage, (path, number)
             operation = events[events_before - 1]
             assert reported <= newest <= reported + 1, (
                 reported,
@@ -357,11 +378,16 @@ def check_power_loss(events: list[dict[str, Any]], *, num_elems: int, samples: i
             )
             outcomes[f"{newest - reported}"] += 1
             shutil.rmtree(place)
-    return {"events": len(events), "outcomes": dict(outcomes)}
+    return {
+        "events": len(events),
+        "outcomes": dict(outcomes),
+        "operations": Counter(e["operation"] for e in events),
+    }
 
 
 TRIALS = {
     "power-loss": power_loss,
+    "power-loss-recycling": power_loss_recycling,
     "killed-at-random": killed_at_random,
     "killed-at-each-operation": killed_at_each_operation,
     "failing-operations": failing_operations,

@@ -7,6 +7,8 @@ the n-th file operation of a child fail, be cut short, or kill it.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import os
 import random
@@ -21,7 +23,8 @@ import h5py
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good, save
-from hpctrain.checkpoint.listing import partial_files
+from hpctrain.checkpoint.listing import finished_newest_first, is_spare, partial_files
+from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.communicator import World
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import run_threads
@@ -41,10 +44,19 @@ def state_at(step: int, rank: int) -> State:
     )
 
 
-def save_steps(directory: Path, steps: range, report: Callable[[int], None]) -> None:
+def save_steps(
+    directory: Path, steps: range, report: Callable[[int], None], *, recycle: bool = False
+) -> None:
     def rank_main(world: World) -> None:
         for step in steps:
-            save(state_at(step, world.rank), directory=directory, step=step, comm=world, keep=2)
+            save(
+                state_at(step, world.rank),
+                directory=directory,
+                step=step,
+                comm=world,
+                keep=2,
+                recycle=recycle,
+            )
             if world.rank == 0:
                 report(step)
 
@@ -89,78 +101,123 @@ def in_child(
     return status, reported
 
 
+def ignored(step: int) -> None:
+    """A step that nobody is told of."""
+
+
+def has_spare(directory: Path) -> bool:
+    return any(map(is_spare, partial_files(directory)))
+
+
+def save_until_spare(directory: Path) -> int:
+    """The newest step, once the next save finds room of the one that was let go of."""
+    newest = newest_step(directory)
+    while not has_spare(directory):
+        newest += 1
+        save_steps(directory, range(newest, newest + 1), ignored, recycle=True)
+    return newest
+
+
+def check_all(directory: Path) -> None:
+    """Every file with a checkpoint's name is whole, not only the newest."""
+    for path in finished_newest_first(directory):
+        assert not verify(path, comm=SerialWorld())[0].damage, path
+
+
 def killed_at_random(directory: Path, trials: int) -> dict[str, Any]:
     """SIGKILL at random moments of a loop of saves; the next trial goes on where the one before stopped."""
     choose = random.Random(5)
-    partials, saves = 0, 0
-    for _ in range(trials):
+    partials, spares, saves = 0, 0, 0
+    for number in range(trials):
+        recycle = number % 4 != 0
         begin = newest_step(directory) + 1
         status, reported = in_child(
-            lambda report, begin=begin: save_steps(directory, range(begin, begin + 10_000), report),  # type: ignore[misc]
+            lambda report, begin=begin, recycle=recycle: save_steps(  # type: ignore[misc]
+                directory, range(begin, begin + 10_000), report, recycle=recycle
+            ),
             kill_after_s=choose.uniform(0.02, 0.25),
         )
         assert os.WIFSIGNALED(status), status
         newest_reported = max([begin - 1, *reported])
         saves += len(reported)
-        partials += len(partial_files(directory))
+        left = partial_files(directory)
+        spares += sum(map(is_spare, left))
+        partials += len(left) - sum(map(is_spare, left))
         found = newest_step(directory)
         assert newest_reported <= found <= newest_reported + 1, (newest_reported, found)
-    return {"trials": trials, "saves": saves, "partials": partials, **cleaned(directory)}
+    return {"trials": trials, "saves": saves, "partials": partials, "spares": spares, **cleaned(directory)}
 
 
 def killed_at_each_operation(directory: Path, _: int) -> dict[str, Any]:
-    """SIGKILL before and after the n-th write, flush, rename and removal of a save, for every n."""
-    save_steps(directory, range(1, 2), lambda step: None)
-    operations = 0
-    outcomes = set()
-    for moment in ("before", "after"):
-        for place in range(1, 10_000):
-            newest = newest_step(directory)
-            os.environ["CHECKPOINT_FAULT"] = f"kill-{moment}:{place}"
-            status, reported = in_child(
-                lambda report, step=newest + 1: save_steps(directory, range(step, step + 1), report),  # type: ignore[misc]
-                kill_after_s=None,
-            )
-            os.environ["CHECKPOINT_FAULT"] = ""
-            found = newest_step(directory)
-            if not os.WIFSIGNALED(status):
-                assert (status, reported, found) == (0, [newest + 1], newest + 1)
-                operations = place - 1
-                break
-            assert found in (newest, newest + 1)
-            assert not reported
-            outcomes.add(found - newest)
-    return {"operations": operations, "outcomes": sorted(outcomes), **cleaned(directory)}
+    """SIGKILL before and after the n-th write, flush, rename and removal of a save, for every n; in new room, and in
+    that of a checkpoint that was let go of."""
+    operations: list[int] = []
+    outcomes, spares = set(), 0
+    for recycle in (False, True):
+        save_steps(directory, range(newest_step(directory) + 1, newest_step(directory) + 2), ignored)
+        for moment in ("before", "after"):
+            for place in range(1, 10_000):
+                newest = save_until_spare(directory) if recycle else newest_step(directory)
+                spares += has_spare(directory)
+                os.environ["CHECKPOINT_FAULT"] = f"kill-{moment}:{place}"
+                status, reported = in_child(
+                    lambda report, step=newest + 1, recycle=recycle: save_steps(  # type: ignore[misc]
+                        directory, range(step, step + 1), report, recycle=recycle
+                    ),
+                    kill_after_s=None,
+                )
+                os.environ["CHECKPOINT_FAULT"] = ""
+                found = newest_step(directory)
+                if not os.WIFSIGNALED(status):
+                    assert (status, reported, found) == (0, [newest + 1], newest + 1)
+                    break
+                assert found in (newest, newest + 1)
+                assert not reported
+                outcomes.add(found - newest)
+                check_all(directory)
+        operations.append(place - 1)
+    return {"operations": operations, "outcomes": sorted(outcomes), "spares": spares, **cleaned(directory)}
 
 
 def failing_operations(directory: Path, _: int) -> dict[str, Any]:
-    """The n-th operation of a save says EIO, or ENOSPC: an error, and the older checkpoint is the newest."""
-    save_steps(directory, range(1, 2), lambda step: None)
-    failures = 0
-    for fault in ("eio", "enospc"):
+    """The n-th operation of a save says EIO, or ENOSPC: an error, and the older checkpoint is the newest; or it is one
+    without which the save succeeds: of taking room that is there, and of deleting an older checkpoint."""
+    save_steps(directory, range(1, 2), ignored)
+    failures, unharmed = 0, 0
+    for recycle, fault in itertools.product((False, True), ("eio", "enospc")):
         for place in range(1, 10_000):
-            newest = newest_step(directory)
+            newest = save_until_spare(directory) if recycle else newest_step(directory)
+            assert has_spare(directory) == recycle
             os.environ["CHECKPOINT_FAULT"] = f"{fault}:{place}"
 
-            def failing_save(report: Callable[[int], None], step: int = newest + 1) -> None:
+            def failing_save(
+                report: Callable[[int], None],
+                step: int = newest + 1,
+                recycle: bool = recycle,
+                place: int = place,
+            ) -> None:
                 try:
-                    save_steps(directory, range(step, step + 1), report)
+                    save_steps(directory, range(step, step + 1), report, recycle=recycle)
                 except CheckpointError:
                     report(-1)
+                if ctypes.CDLL(None).checkpoint_operations() < place:
+                    report(0)
 
             status, reported = in_child(failing_save, kill_after_s=None)
             os.environ["CHECKPOINT_FAULT"] = ""
             assert status == 0, status
             found = newest_step(directory)
-            assert not partial_files(directory)
-            if reported == [newest + 1]:
+            check_all(directory)
+            assert all(map(is_spare, partial_files(directory)))
+            if reported == [newest + 1, 0]:  # past the last one
                 assert found == newest + 1
-                break  # the last one: deleting an older checkpoint, whose failure is only noted; or past it
+                break
             # When the flush of the directory fails, the rename has been done and the new one is there.
             assert found in (newest, newest + 1)
-            assert reported == [-1]
-            failures += 1
-    return {"failures": failures, **cleaned(directory)}
+            assert reported in ([-1], [newest + 1])
+            failures += reported == [-1]
+            unharmed += reported != [-1]
+    return {"failures": failures, "unharmed": unharmed, **cleaned(directory)}
 
 
 def interrupted_and_short_writes(directory: Path, _: int) -> dict[str, Any]:
