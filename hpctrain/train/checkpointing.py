@@ -16,6 +16,7 @@ from hpctrain.checkpoint.recycling import remove_spares
 from hpctrain.checkpoint.requests import SaveRequests
 from hpctrain.checkpoint.saver import Begin, Saved, Saver, saving_into
 from hpctrain.comm import Collective
+from hpctrain.errors import StoppedEarly
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.settings import CheckpointPolicy
 
@@ -133,7 +134,11 @@ class Checkpointing:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._saver.__exit__(kind, error, where)
-        if error is None and self._comm.rank == 0 and self._policy.options.recycle:
+        if (
+            self._policy.options.recycle
+            and self._comm.rank == 0
+            and (error is None or isinstance(error, StoppedEarly))
+        ):
             remove_spares(self._policy.directory)
 
     # ------------------------------------------------------------------ when one is committed

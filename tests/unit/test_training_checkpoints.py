@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from hpctrain.checkpoint import load, open_checkpoint
+from hpctrain.checkpoint.filesystem import filesystem_of
 from hpctrain.checkpoint.interval import advise
-from hpctrain.checkpoint.listing import finished_newest_first
+from hpctrain.checkpoint.listing import finished_newest_first, is_spare, partial_files
 from hpctrain.checkpoint.requests import FILE_NAME
 from hpctrain.comm import Monitored
 from hpctrain.comm.serial import SerialWorld
@@ -31,6 +33,7 @@ from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology
 from hpctrain.train import CheckpointPolicy
+from tests.unit.test_checkpoint_recycling import identity
 
 STEPS = 10
 BACKGROUND = {"mode": "async", "limit_mb_per_s": 0.05}  # 24 kB: half a second, many steps long
@@ -131,6 +134,33 @@ def same_content(first: Path, second: Path) -> bool:
 
 
 # ---------------------------------------------------------------------- in the background
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_room_of_a_checkpoint_let_go_is_the_next_ones_until_the_run_ends(
+    where: Path, mode: str, stopped: bool
+) -> None:
+    directory = where / "run" / "checkpoints"
+    if not filesystem_of(where).keeps_blocks:
+        pytest.skip(f"{where} is not on ext4: no room is kept there")
+    files: set[tuple[int, int]] = set()
+    spares: list[int] = []  # while a step is computed
+    task = Classifier()
+
+    def look() -> None:
+        files.update(map(identity, directory.glob("step-*")))
+        spares.append(sum(map(is_spare, partial_files(directory))))
+        if stopped and task.steps == 15:
+            task.stop.request("the test")
+
+    task.at = dict.fromkeys(range(1, 20), look)
+    with pytest.raises(StoppedEarly) if stopped else nullcontext():
+        run(where, task, run={"steps": 20}, checkpoint={"mode": mode, "every_steps": 2, "keep": 2})
+    assert max(spares) == (mode == "sync")  # in the background, the next one has taken it at once
+    assert len(files) == 3  # two that are kept, and one
+    assert len(list(directory.iterdir())) == 2
+    assert len(finished_newest_first(directory)) == 2
 
 
 def test_in_the_background_the_same_is_saved_and_training_goes_on_meanwhile(where: Path) -> None:
