@@ -20,7 +20,7 @@ from benchmarks.checkpoint.limit import disk_limit
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
 from hpctrain.bench.checkpoint import take_turns
 from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
-from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, SyncSaving, Way
+from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, RunSaving, SyncSaving, Way
 from hpctrain.checkpoint import load, save
 from hpctrain.run import Session, start
 
@@ -29,7 +29,7 @@ M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each round: raw, the disk's limit, ours by engine, and peers. Figure 1."""
+    """Seconds of each round: raw, the disk's limit, ours by engine and as in a run, and peers. Figure 1."""
     world, directory = session.world, Path(settings["directory"])
     state = _state(settings)
     raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
@@ -40,6 +40,7 @@ def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
             SyncSaving(state.state, engine=engine, comm=world, directory=directory)
             for engine in settings["engines"]
         ),
+        RunSaving(state.state, engine="auto", comm=world, directory=directory),
         *(
             PeerSaving(peer, state, comm=world, directory=directory)
             for peer in peers(world, names=settings["peers"])

@@ -23,6 +23,7 @@ from hpctrain.bench.checkpoint_ways import (
     Loading,
     RawReading,
     RawWriting,
+    RunSaving,
     SyncSaving,
     Turn,
     Way,
@@ -36,8 +37,9 @@ from hpctrain.errors import CheckpointError, UsageError
 
 # Of the state in a rank's memory: itself, what is read into fresh memory, and what else it needs.
 MEMORY_COPIES = 2.2
-# The largest number of files of the state's size at one time: two to read from, one being written.
-FILES_AT_ONCE = 3
+# The largest number of files of the state's size at one time: two to read from, one being written, and for each engine
+# two that a run has between its saves.
+FILES_AT_ONCE, FILES_OF_RUN = 3, 2
 
 
 class Cache(str, Enum):
@@ -144,7 +146,8 @@ def measure_checkpoint(
     behind: list[AsyncSaving] = []
     if Mode.SYNC in asked.modes:
         ways += [
-            SyncSaving(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
+            way(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
+            for way in (SyncSaving, RunSaving)
             for name in asked.engines
         ]
     if Mode.ASYNC in asked.modes:
@@ -224,9 +227,10 @@ def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> 
                 "smaller --size"
             )
         free = shutil.disk_usage(directory).free
-        if FILES_AT_ONCE * asked.num_bytes > free:
+        files = FILES_AT_ONCE + FILES_OF_RUN * len(asked.engines) * (Mode.SYNC in asked.modes)
+        if files * asked.num_bytes > free:
             raise UsageError(
-                f"{FILES_AT_ONCE} files of {asked.num_bytes / 1e9:.3g} GB do not fit into {directory}, where "
+                f"{files} files of {asked.num_bytes / 1e9:.3g} GB do not fit into {directory}, where "
                 f"{free / 1e9:.3g} GB are free: ask for a smaller --size or another --directory"
             )
 

@@ -30,8 +30,8 @@ def test_two_ranks_measure_every_way_and_leave_nothing(tmp_path: Path) -> None:
     assert sum(document["rank_bytes"]) == document["bytes"] == 1 << 20
     ways = {way["what"]: way for way in document["ways"]}
     assert set(ways) == {
-        "raw write", "raw read", "memcpy", "load, verified", "save, direct", "save, auto", "save async, direct",
-        "save async, auto",
+        "raw write", "raw read", "memcpy", "load, verified", "save, direct", "save, auto", "save in a run, direct",
+        "save in a run, auto", "save async, direct", "save async, auto",
     }  # fmt: skip
     for name, way in ways.items():
         assert len(way["samples_s"]) == 2
