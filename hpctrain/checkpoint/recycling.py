@@ -8,9 +8,11 @@ nothing before it is done: one checkpoint more than are kept.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
+import signal
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -32,12 +34,15 @@ def set_aside(path: Path) -> bool:
 
 
 def take_spare(directory: Path, partial: Path, *, file_bytes: int) -> None:
-    """Begin the partial checkpoint in the room of a spare file, if there is one that can be used.
+    """Begin the partial checkpoint, and if there is a spare file that can be used, in its room.
 
-    So many bytes of it then read as zeros, as in a new one; it may be longer. Raises CheckpointError when the directory
-    cannot be listed.
+    So many bytes of it read as zeros, as in a new file; it may be longer. Raises OSError when a file cannot be made,
+    and CheckpointError when the directory cannot be listed.
     """
-    for path in filter(is_spare, partial_files(directory)):
+    spares = list(filter(is_spare, partial_files(directory)))
+    if spares:
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    for path in spares:
         if _taken(path, partial, file_bytes=file_bytes):
             return
 
@@ -51,12 +56,13 @@ def remove_spares(directory: Path) -> None:
 
 
 def _taken(spare: Path, partial: Path, *, file_bytes: int) -> bool:
+    """partial: a new file, whose place the spare one takes."""
     with suppress(
         OSError
     ):  # what is wrong with it is no concern of the save's: it is removed with the others
-        fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            if not _is_plain(os.fstat(fd)) or not _is_ours_alone(fd):
+            if not _is_plain(os.fstat(fd)) or _rights(fd) != _rights(partial) or not _is_ours_alone(fd):
                 return False
             # On disk, the checkpoint must not have its own name any more when its content goes.
             sync_directory(spare.parent)
@@ -74,11 +80,24 @@ def _is_plain(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
+def _rights(file: int | Path) -> tuple[int, int, int, dict[str, bytes]]:
+    """Owner, group, mode, and what else is attached to it, such as access lists."""
+    status, attached = os.stat(file), {}
+    try:
+        attached = {name: os.getxattr(file, name) for name in os.listxattr(file)}
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:  # then there are none
+            raise
+    return status.st_uid, status.st_gid, status.st_mode, attached
+
+
 def _is_ours_alone(fd: int) -> bool:
     """Whether nobody else has the file open or mapped: only then the kernel grants a lease for writing."""
     try:
+        # Who opens the file meanwhile is announced by a signal: not by SIGIO, which would end the process.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
         return False
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True

@@ -35,6 +35,8 @@ def retain(directory: Path, *, saved: Path, retention: Retention, recycle: bool 
                 recycle = False
             else:
                 delete_checkpoint(path)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             notes.append(f"could not delete {path.name}: {error.strerror or error}")
     return notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,15 @@ import torch
 from hpctrain.checkpoint import Replicated, Shard, State, load, save
 from hpctrain.checkpoint.disk import allocate, declare_empty
 from hpctrain.checkpoint.filesystem import filesystem_of
-from hpctrain.checkpoint.listing import file_name, finished_newest_first, is_spare, partial_files, spare_name
-from hpctrain.checkpoint.recycling import remove_spares
+from hpctrain.checkpoint.listing import (
+    file_name,
+    finished_newest_first,
+    is_spare,
+    partial_files,
+    partial_name,
+    spare_name,
+)
+from hpctrain.checkpoint.recycling import remove_spares, take_spare
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.verify import verify
 from hpctrain.comm.serial import SerialWorld
@@ -118,6 +126,68 @@ def test_a_spare_file_reads_as_zeros_and_keeps_its_blocks(directory: Path) -> No
         assert path.read_bytes() == bytes(300_000)
     finally:
         os.close(fd)
+
+
+def test_nothing_of_the_old_content_can_be_read_in_its_room(directory: Path) -> None:
+    save_steps(directory, range(1, 3))
+    (spare,) = spares(directory)
+    file, size = identity(spare), spare.stat().st_size
+    partial = directory / partial_name(file_name(3), unique="0" * 16)
+    take_spare(directory, partial, file_bytes=size)
+    assert identity(partial) == file
+    assert partial.read_bytes() == bytes(size)
+    assert not spare.exists()
+
+
+@pytest.mark.parametrize("change", ["mode", "owner", "attribute", "umask"])
+def test_room_under_other_rights_than_a_new_file_has_is_given_back(directory: Path, change: str) -> None:
+    if change == "owner" and os.getuid() != 0:
+        pytest.skip("only root can give a file to somebody else")
+    save_steps(directory, range(1, 3))
+    (spare,) = spares(directory)
+    before = os.umask(0o027 if change == "umask" else 0o022)
+    try:
+        if change == "mode":
+            spare.chmod(0o666)
+        elif change == "owner":
+            os.chown(spare, 1234, 1234)
+        elif change == "attribute":
+            os.setxattr(spare, "user.note", b"epoch 1")
+        save_steps(directory, range(3, 4))
+    finally:
+        os.umask(before)
+    path = directory / file_name(3)
+    check(path, step=3)
+    assert path.stat().st_mode & 0o777 == (0o640 if change == "umask" else 0o644)
+    assert path.stat().st_uid == os.getuid()
+    assert os.listxattr(path) == []
+    assert len(list(directory.iterdir())) == 2  # and the room of the second
+
+
+def test_who_opens_the_file_at_that_moment_does_not_end_the_process(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(directory, range(1, 3))
+    (spare,) = spares(directory)
+    plain, tried, signals = fcntl.fcntl, [], []
+
+    def slow(fd: int, command: int, argument: int) -> int:
+        result = int(plain(fd, command, argument))
+        if (command, argument) == (fcntl.F_SETLEASE, fcntl.F_WRLCK):
+            with pytest.raises(BlockingIOError):  # our lease is in the way, and is broken
+                os.open(spare, os.O_RDONLY | os.O_NONBLOCK)
+            tried.append(spare)
+        return result
+
+    monkeypatch.setattr("hpctrain.checkpoint.recycling.fcntl.fcntl", slow)
+    kept = signal.signal(signal.SIGIO, lambda number, frame: signals.append(number))
+    try:
+        save(state_at(3), directory=directory, step=3, comm=SerialWorld(), keep=1, recycle=True)
+    finally:
+        signal.signal(signal.SIGIO, kept)
+    assert tried == [spare]
+    assert signals == []
+    check(directory / file_name(3), step=3)
 
 
 def is_linked(path: Path) -> Callable[[], None]:
