@@ -57,9 +57,8 @@ def remove_spares(directory: Path) -> None:
 
 def _taken(spare: Path, partial: Path, *, file_bytes: int) -> bool:
     """partial: a new file, whose place the spare one takes."""
-    with suppress(
-        OSError
-    ):  # what is wrong with it is no concern of the save's: it is removed with the others
+    # What is wrong with it is no concern of the save's: it is removed with the others.
+    with suppress(OSError):
         fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not _is_plain(os.fstat(fd)) or _rights(fd) != _rights(partial) or not _is_ours_alone(fd):
