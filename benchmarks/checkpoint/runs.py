@@ -121,7 +121,7 @@ def loads(scratch: Path, scale: Scale, say: Say) -> list[Record]:
 def background(scratch: Path, scale: Scale, say: Say) -> list[Record]:
     """Figure 3."""
     asked = {"num_bytes": scale.num_bytes, "num_tensors": NUM_TENSORS, "warmup": 1, "seed": SEED}
-    stall = measured("stalls", {**asked, "repeats": scale.rounds}, num_ranks=2, scratch=scratch)
+    stall = measured("stalls", {**asked, "repeats": scale.small_rounds}, num_ranks=2, scratch=scratch)
     say("standing still")
     memory = {
         what: measured("memory", {**asked, "what": what, "saves": 3}, num_ranks=2, scratch=scratch)["ranks"]
