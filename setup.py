@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 root = Path(__file__).parent
 version = re.search(r'__version__ = "([^"]+)"', (root / "hpctrain" / "version.py").read_text()).group(1)
@@ -17,7 +17,16 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpctrain", "hpctrain.*"]),
-    package_data={"hpctrain": ["py.typed"]},
+    package_data={"hpctrain": ["py.typed", "reduce/*.pyi"]},
+    # Sums in shared memory. Without a compiler numpy makes them, and `hpctrain doctor` says so.
+    ext_modules=[
+        Extension(
+            "hpctrain.reduce._add",
+            ["hpctrain/reduce/_add.c"],
+            extra_compile_args=["-O3", "-ffp-contract=off"],
+            optional=True,
+        )
+    ],
     install_requires=[
         "torch>=2.1",
         "numpy>=1.24",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from hpctrain.comm import Collective, broadcast_json
@@ -17,7 +18,7 @@ from hpctrain.reduce.buckets import Bucket, completed_order, plan_buckets
 from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
 from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer, Chooser, StateTensor, StepSums
+from hpctrain.reduce.reducer import BucketReducer, Chooser, Numbers, StateTensor, StepSums
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
 
@@ -82,6 +83,7 @@ class AllReduceUpdater:
             if self._distributed
             else None
         )
+        self._overlap = overlap
         self._syncing = True
         self._closed = False
         self._reset()
@@ -102,7 +104,7 @@ class AllReduceUpdater:
         return self._memory.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        self._loss_is_weighted = True
+        self._unsent_factor = 1.0
         factor = weight * self._scale.value
         if last:
             (loss * factor).backward()
@@ -131,14 +133,18 @@ class AllReduceUpdater:
         if self._closed:
             raise UsageError("this updater is closed, and no rank's gradients reach another: make a new one")
         self._check_parameters()
+        self._put_rest()
+        self._memory.check_untouched()
+        numbers, carried = self._numbers(sums or {})
         started = time.perf_counter()
         sync_s = self._finish_reduction()
         waited_s = time.perf_counter() - started
-        self._memory.check_untouched()
-        square = self._square()
-        started = time.perf_counter()
-        totals, square, replan = self._agree(sums or {}, square=square)
-        waited_s += time.perf_counter() - started
+        if not carried:
+            numbers[0] = self._square()
+            started = time.perf_counter()
+            self._add_up(numbers)
+            waited_s += time.perf_counter() - started
+        square, replan, *totals = numbers.tolist()
         norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
         finite = math.isfinite(norm) and self._take_gradients(norm)
         if finite:
@@ -157,7 +163,7 @@ class AllReduceUpdater:
             applied=finite,
             grad_norm=norm if finite else math.nan,
             loss_scale=used_scale,
-            sums=totals,
+            sums=dict(zip(sorted(sums or {}), totals, strict=True)),
             sync_s=sync_s + (waited_s if not self._distributed else 0.0),
             exposed_sync_s=waited_s if self._distributed else 0.0,
         )
@@ -226,28 +232,30 @@ class AllReduceUpdater:
         self._placed = [False] * len(self._parameters)
         self._ready: list[int] = []
         self._next_bucket = 0
-        self._loss_is_weighted = False
+        # What gradients are multiplied by on their way into a bucket, if their loss was not: before the wire, as many
+        # ranks' gradients near 1024 overflow float16 when summed.
+        self._unsent_factor = self._scale.value / self._comm.num_ranks
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if self._syncing:
                 self._ready.append(index)
-                self._put(index)
-                self._send_complete_buckets()
+                if self._put(index) == 0:
+                    self._send_complete_buckets()
 
         return gradient_is_ready
 
-    def _put(self, index: int) -> None:
-        """The gradient into its place in the bucket; each parameter once a step."""
+    def _put(self, index: int) -> int:
+        """The gradient into its place in the bucket, each parameter once a step; how many its bucket waits for."""
         if self._placed[index]:
             raise UsageError(
                 "backward ran twice before step(): the first gradients are already on the wire. Wrap all but "
                 "the last backward of a step in `with updater.no_sync():`"
             )
         self._placed[index] = True
-        # Scaled here, before the wire: many ranks' gradients near 1024 overflow float16 when summed.
-        factor = 1.0 if self._loss_is_weighted else self._scale.value / self._comm.num_ranks
-        self._waiting_for[self._memory.put(index, factor=factor)] -= 1
+        bucket = self._memory.put(index, factor=self._unsent_factor)
+        self._waiting_for[bucket] -= 1
+        return self._waiting_for[bucket]
 
     def _send_complete_buckets(self) -> None:
         """In the order of the plan, which is the same on every rank: the reductions must match."""
@@ -257,11 +265,14 @@ class AllReduceUpdater:
                 self._pipeline.submit(self._next_bucket)
             self._next_bucket += 1
 
-    def _finish_reduction(self) -> float:
-        """Send what no hook has sent: unused parameters, ranks without samples. Seconds of reduction."""
+    def _put_rest(self) -> None:
+        """What no hook has put: unused parameters, ranks without samples."""
         for index, placed in enumerate(self._placed):
             if not placed:
                 self._put(index)
+
+    def _finish_reduction(self) -> float:
+        """Send what is not yet sent. Seconds of reduction."""
         self._send_complete_buckets()
         return self._pipeline.wait() if self._pipeline is not None else 0.0
 
@@ -278,21 +289,23 @@ class AllReduceUpdater:
             return self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
         return square
 
-    def _agree(self, sums: Mapping[str, float], *, square: float) -> tuple[dict[str, float], float, bool]:
-        """Add up the caller's numbers and the squares; a share that is not finite makes the sum so on all ranks.
+    def _numbers(self, sums: Mapping[str, float]) -> tuple[Numbers, bool]:
+        """What is summed beside the gradients, and whether the reducer does it on its way; else `_add_up` has to.
 
-        The last value: whether rank 0 has seen for the first time in what order gradients become ready.
+        The gradients' square, of this rank's share (one that is not finite makes the sum so on all ranks); whether
+        rank 0 has seen for the first time in what order gradients become ready; the caller's numbers, by name.
         """
-        keys = sorted(sums)
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
-        buffer = torch.tensor([square, float(news), *(sums[k] for k in keys)], dtype=torch.float64)
-        turns = self._step_sums.sum_numbers(buffer) if self._step_sums is not None else None
+        numbers = np.array([0.0, news, *(sums[k] for k in sorted(sums))], dtype=np.float64)
+        carried = not self._overlap and self._step_sums is not None and self._step_sums.carry(numbers)
+        return numbers, carried
+
+    def _add_up(self, numbers: Numbers) -> None:
+        turns = self._step_sums.sum_numbers(numbers) if self._step_sums is not None else None
         if turns is None:
-            self._comm.all_reduce(buffer)
+            self._comm.all_reduce(torch.from_numpy(numbers))
         else:
             run_to_end([turns])
-        total, replan, *totals = buffer.tolist()
-        return dict(zip(keys, totals, strict=True)), total, replan > 0
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]

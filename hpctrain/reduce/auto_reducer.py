@@ -13,7 +13,7 @@ from hpctrain.reduce.auto_choice import AutoChoice
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.calibration import MakeReducer
 from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.reducer import BucketReducer, StateTensor, StepSums
+from hpctrain.reduce.reducer import BucketReducer, Numbers, StateTensor, StepSums
 from hpctrain.reduce.same_plan import check_same_plan
 
 
@@ -100,7 +100,11 @@ class AutoReducer:
         known = [square for square in squares if square is not None]
         return sum(known) if len(known) == len(squares) else None
 
-    def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
+    def carry(self, numbers: Numbers) -> bool:
+        used = self._used()
+        return len(used) == 1 and isinstance(used[0], StepSums) and used[0].carry(numbers)
+
+    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
         for reducer in self._used():
             if isinstance(reducer, StepSums) and (turns := reducer.sum_numbers(numbers)) is not None:
                 return turns

@@ -25,9 +25,9 @@ from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.chunk_memory import ChunkMemory
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
-from hpctrain.reduce.node_memory import MAX_NUMBERS, NodeMemory
-from hpctrain.reduce.node_sum import PIECE_ELEMS, NodeSum, sum_into
-from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.node_memory import MAX_NUMBERS, Flag, NodeMemory
+from hpctrain.reduce.node_sum import NodeSum, sum_into
+from hpctrain.reduce.reducer import Numbers, StateTensor
 from hpctrain.reduce.residuals import LOST
 from hpctrain.reduce.residuals import NAME as RESIDUAL
 from hpctrain.reduce.same_plan import check_same_plan
@@ -52,6 +52,16 @@ class _Planned:
     parts: list[Span]  # this carrier's part of each chunk
     within: NodeSum | None = None  # sums the one part where there is one node
     feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
+
+
+@dataclass(slots=True, kw_only=True)
+class _Carried:
+    """Numbers that are summed beside the buckets. to_sum, to_end: buckets that this rank has still to sum, to end."""
+
+    numbers: Numbers
+    to_sum: int
+    to_end: int
+    laid: Flag | None = None
 
 
 @final
@@ -92,6 +102,7 @@ class EngineReducer:
         self._under_way = 0
         self._bytes_sent = 0
         self._squares = False
+        self._carried: _Carried | None = None
         self._buckets: list[_Planned] = []
         self._memory = NodeMemory(transport, place=self._place)
 
@@ -109,7 +120,7 @@ class EngineReducer:
         if self._memory.lay_out([b.numel * b.dtype.itemsize for b in buckets]):
             self._comm.barrier()
         self._buckets = []
-        scratch = {bucket.dtype: torch.empty(PIECE_ELEMS, dtype=bucket.dtype) for bucket in buckets}
+        self._carried = None
         for number, bucket in enumerate(buckets):
             shared = [memory.view(bucket.dtype) for memory in self._memory.segments(number)]
             mine = shared[self._place.local]
@@ -121,9 +132,7 @@ class EngineReducer:
                 planned.within = NodeSum(
                     shared,
                     part=planned.parts[0],
-                    mine=self._place.local,
                     num_gradients=bucket.num_gradients if self._squares and bucket.slots else 0,
-                    scratch=scratch[bucket.dtype],
                 )
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
@@ -159,20 +168,31 @@ class EngineReducer:
     def square(self) -> float | None:
         if not self._squares or self._place.num_nodes > 1:
             return None
+        return self._summed_square()
+
+    def _summed_square(self) -> float:
         return sum(bucket.within.square() for bucket in self._buckets if bucket.within is not None)
 
-    def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
-        if self._place.num_nodes > 1 or numbers.numel() > MAX_NUMBERS:
+    def carry(self, numbers: Numbers) -> bool:
+        if not self._squares or not self._sums_numbers(numbers):
+            return False
+        self._carried = _Carried(numbers=numbers, to_sum=len(self._buckets), to_end=len(self._buckets))
+        return True
+
+    def _sums_numbers(self, numbers: Numbers) -> bool:
+        return self._place.num_nodes == 1 and len(numbers) <= MAX_NUMBERS
+
+    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
+        if not self._sums_numbers(numbers):
             return None
-        what = f"{numbers.numel()} numbers"
+        what = f"{len(numbers)} numbers"
         return self._watched(self._sum_numbers(numbers, what), what)
 
-    def _sum_numbers(self, numbers: torch.Tensor, what: str) -> Iterator[bool]:
+    def _sum_numbers(self, numbers: Numbers, what: str) -> Iterator[bool]:
         self._transport.begun(what)
-        values = numbers.numpy()
-        laid = self._memory.lay_numbers(values)
+        laid = self._memory.lay_numbers(numbers)
         yield from _until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
-        self._memory.add_numbers(laid, values)
+        self._memory.add_numbers(laid, numbers)
 
     def reduce(self, number: int) -> Iterator[bool]:
         what = f"bucket {number} ({self._buckets[number].mine.numel()} x {self._buckets[number].mine.dtype})"
@@ -206,10 +226,32 @@ class EngineReducer:
                 bucket.within.sum()
             else:
                 yield from self._all_chunks(bucket, first_tag=first_tag)
+        self._lay_carried()
         memory.raise_flag(summed)
         yield from _until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
+        self._add_carried()
         if bucket.on_device is not None:
             bucket.on_device.copy_(bucket.mine)
+
+    def _lay_carried(self) -> None:
+        """With this rank's last sum of a step, before it says that it is there."""
+        carried = self._carried
+        if carried is None:
+            return
+        carried.to_sum -= 1
+        if carried.to_sum == 0:
+            carried.numbers[0] = self._summed_square()
+            carried.laid = self._memory.lay_numbers(carried.numbers)
+
+    def _add_carried(self) -> None:
+        """When all ranks have said of all buckets that their sums are there: then their numbers are, too."""
+        carried = self._carried
+        if carried is None:
+            return
+        carried.to_end -= 1
+        if carried.to_end == 0 and carried.laid is not None:
+            self._carried = None
+            self._memory.add_numbers(carried.laid, carried.numbers)
 
     def _take_tags(self, num_chunks: int) -> int:
         """Two tags for each chunk, the same on every rank because the order of the buckets is."""

@@ -20,12 +20,14 @@ class _Place:
 
     gradient: the same memory as a tensor for `parameter.grad`. It has a version counter of its own, so that it
     tells a change by the user from ours and the reducer's. None where the parameter's dtype is not the
-    bucket's: then `.grad` is another tensor, and the sum is copied into it.
+    bucket's: then `.grad` is another tensor, and the sum is copied into it. version: of `gradient`, before backward.
     """
 
     bucket: int
     slot: torch.Tensor
     gradient: torch.Tensor | None
+    is_complex: bool
+    version: int = 0
 
 
 @final
@@ -53,6 +55,7 @@ class GradientMemory:
         pairs = list(zip(self.buckets, self.buffers, strict=True))
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
         self._rows = [rows for gradients in self._gradients for rows in in_rows(gradients)]
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
@@ -67,10 +70,11 @@ class GradientMemory:
         if gradient is None:
             place.slot.zero_()
             return place.bucket
+        # In backward each access to a tensor costs a microsecond: its code has left the caches.
         dense = gradient.detach() if gradient.requires_grad else gradient  # as after create_graph=True
         if dense.layout is not torch.strided:
             dense = dense.to_dense()
-        if dense.is_complex():
+        if place.is_complex:
             dense = torch.view_as_real(dense.resolve_conj())
         if factor == 1.0:
             place.slot.copy_(dense)
@@ -80,8 +84,10 @@ class GradientMemory:
             # Widened first: a product in a half type would be rounded.
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is not None:
-            parameter.grad = gradient = place.gradient
-        self._sent[index] = (gradient, gradient._version)
+            parameter.grad = place.gradient
+            self._sent[index] = (place.gradient, place.version)
+        else:
+            self._sent[index] = (gradient, gradient._version)
         return place.bucket
 
     def complete(self, number: int) -> None:
@@ -137,8 +143,9 @@ class GradientMemory:
         """Each `.grad` as the optimizer is to see it: none where no rank had one."""
         # All flags at once: on a GPU each look at a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        for slot, flag in zip(slots, summed, strict=True):
+        if 0 not in summed and None not in self._sent:  # as they were put
+            return
+        for slot, flag in zip(self._slots, summed, strict=True):
             if flag == 0:
                 self._parameters[slot.parameter].grad = None
             elif (gradient := self._places[slot.parameter].gradient) is not None:
@@ -152,10 +159,13 @@ class GradientMemory:
         """
         self._sent = [None] * len(self._parameters)
         for place in self._places:
-            if place.gradient is not None and _references(place) > self._usual_references:
+            if place.gradient is None:
+                continue
+            if _references(place) > self._usual_references:
                 fresh = place.gradient.data
                 place.gradient.data = place.gradient.clone()
                 place.gradient = fresh
+            place.version = place.gradient._version
 
     def leave(self) -> None:
         """No `.grad` is a view any longer: the buckets' memory may go."""
@@ -177,13 +187,14 @@ def describe_gradient(parameter: torch.nn.Parameter) -> GradientSpec:
 def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch.Tensor) -> _Place:
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if parameter.is_complex():
-        return _Place(number, flat.view(*parameter.shape, 2), None)
+        return _Place(number, flat.view(*parameter.shape, 2), None, True)
     # Laid out as the parameter is: an optimizer walks over both at once.
     order = _memory_order(parameter)
     view = flat.view([parameter.shape[dim] for dim in order]).permute(
         [order.index(dim) for dim in range(len(order))]
     )
-    return _Place(number, view, view.data if parameter.dtype is buffer.dtype else None)
+    gradient = view.data if parameter.dtype is buffer.dtype else None
+    return _Place(number, view, gradient, False)
 
 
 def _memory_order(parameter: torch.Tensor) -> list[int]:

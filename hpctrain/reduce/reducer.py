@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.reduce.buckets import Bucket
+
+Numbers: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +49,15 @@ class StepSums(Protocol):
         None, on every rank alike, where it was not taken. Not collective.
         """
 
-    def sum_numbers(self, numbers: torch.Tensor) -> Iterator[bool] | None:
-        """Sum a few float64 in host memory, shape (n,), over all ranks, in place. Collective, and as `reduce` in turns.
+    def carry(self, numbers: Numbers) -> bool:
+        """Sum a few numbers, shape (n,), over all ranks, in place, beside the next reduction of all buckets.
+
+        Before any of these; done when all of them are. The first number is replaced by what `square` will say. False,
+        on every rank alike if n is the same, where it cannot. Collective.
+        """
+
+    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
+        """Sum a few numbers, shape (n,), over all ranks, in place. Collective, and as `reduce` in turns.
 
         After `plan`, while nothing else is under way. The same bits on every rank. None where it cannot: on every rank
         alike, if n is the same.

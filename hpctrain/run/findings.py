@@ -43,6 +43,7 @@ def judge(facts: Facts) -> list[Finding]:
     return [
         _python(facts),
         _torch(facts),
+        *_sums(facts),
         _launcher(facts),
         _mpi(facts),
         _horovod(facts),
@@ -92,6 +93,19 @@ def _torch(facts: Facts) -> Finding:
             "check the driver and CUDA_VISIBLE_DEVICES, or ask Slurm for devices (--gpus-per-node)",
         )
     return _ok("torch", f"{torch['version']}, CPU only")
+
+
+def _sums(facts: Facts) -> list[Finding]:
+    # An older hpctrain, which some rank may have, does not tell.
+    if facts.get("sums", {}).get("compiled", True):
+        return []
+    return [
+        _warning(
+            "sums on a node",
+            "numpy makes them: hpctrain was installed where its C part could not be compiled",
+            "install a C compiler and Python's headers, then hpctrain again (make setup), for sums in half the time",
+        )
+    ]
 
 
 def _launcher(facts: Facts) -> Finding:

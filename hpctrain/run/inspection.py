@@ -27,6 +27,7 @@ def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: s
         "host": hostname,
         "python": _python(),
         "torch": _torch(),
+        "sums": _sums(),
         "launcher": _launcher(environ, hostname),
         "cores": _cores(environ),
         "mpi": probe_mpi4py(),
@@ -67,6 +68,13 @@ def _torch() -> dict[str, Any]:
         "nccl": nccl,
         "threads": torch.get_num_threads(),
     }
+
+
+def _sums() -> dict[str, Any]:
+    try:
+        return {"compiled": importlib.import_module("hpctrain.reduce.add").IS_COMPILED}
+    except Exception as error:  # without torch there is nothing to sum
+        return {"error": f"cannot be loaded: {error}".splitlines()[0]}
 
 
 def _launcher(environ: Mapping[str, str], hostname: str) -> dict[str, Any]:

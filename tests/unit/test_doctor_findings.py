@@ -74,6 +74,7 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
     [
         ({"torch": {"error": "cannot be loaded"}}, "torch", Level.PROBLEM, "cannot be loaded"),
         ({"torch": {"cuda": "12.8"}}, "torch", Level.WARNING, "no device is visible"),
+        ({"sums": {"compiled": False}}, "sums on a node", Level.WARNING, "numpy makes them"),
         ({"mpi": {"thread_level": "serialized"}}, "MPI", Level.PROBLEM, "threads: serialized"),
         ({"mpi": {"error": "not installed"}}, "MPI", Level.WARNING, "not installed"),
         ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Level.PROBLEM, "cannot start"),

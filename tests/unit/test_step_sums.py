@@ -6,6 +6,7 @@ import math
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.threads import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch
+from hpctrain.reduce.add import PIECE_ELEMS
 from hpctrain.reduce.algorithm import Algorithm
 from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.engine import EngineReducer
 from hpctrain.reduce.node_memory import MAX_NUMBERS
-from hpctrain.reduce.node_sum import PIECE_ELEMS
 from hpctrain.reduce.norm import ROW_ELEMS
 from hpctrain.reduce.patience import run_to_end
 from tests.unit.test_engine import CPU, engine, sum_all, topology_of, values_of
@@ -109,9 +110,7 @@ def test_numbers_are_summed_in_the_order_of_the_ranks(num_ranks: int) -> None:
         reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
         sums = []
         for number in range(200):
-            numbers = torch.tensor(
-                [0.1 * (world.rank + 1), number, 1e16 * (-1) ** world.rank], dtype=torch.float64
-            )
+            numbers = np.array([0.1 * (world.rank + 1), number, 1e16 * (-1) ** world.rank])
             if (number + world.rank) % 7 == 0:
                 time.sleep(0.001)
             turns = reducer.sum_numbers(numbers)
@@ -136,7 +135,7 @@ def test_a_rank_with_another_count_of_numbers_is_told_on_every_rank() -> None:
     def rank_main(world: ThreadsWorld) -> str:
         reducer = within(world, 3)
         reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        turns = reducer.sum_numbers(torch.zeros(3 if world.rank == 1 else 2, dtype=torch.float64))
+        turns = reducer.sum_numbers(np.zeros(3 if world.rank == 1 else 2))
         assert turns is not None
         with pytest.raises(BufferMismatch) as caught:
             run_to_end([turns])
@@ -151,11 +150,83 @@ def test_numbers_between_nodes_and_too_many_of_them_go_another_way() -> None:
     def rank_main(world: ThreadsWorld) -> None:
         reducer = within(world, 1, 1)
         reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        assert reducer.sum_numbers(torch.zeros(2, dtype=torch.float64)) is None
+        assert reducer.sum_numbers(np.zeros(2)) is None
         reducer.close()
         reducer = within(world, 2)
         reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
-        assert reducer.sum_numbers(torch.zeros(MAX_NUMBERS + 1, dtype=torch.float64)) is None
+        assert reducer.sum_numbers(np.zeros(MAX_NUMBERS + 1)) is None
         reducer.close()
+
+    run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 4_000_000])
+def test_numbers_are_carried_by_the_reductions_of_a_step(num_ranks: int, bucket_bytes: int) -> None:
+    """At uneven speeds, with the buckets taken in turns. The first number becomes the square of all gradients."""
+    buckets = plan_buckets(
+        [GradientSpec(size, torch.float32) for size in (7, 3000, 1)], bucket_bytes=bucket_bytes
+    )
+
+    def rank_main(world: ThreadsWorld) -> list[tuple[list[float], float]]:
+        reducer = within(world, num_ranks)
+        reducer.keep_squares()
+        buffers = reducer.plan(buckets, device=CPU)
+        found = []
+        for step in range(50):
+            for number, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
+                buffer[: bucket.num_gradients] = values_of(
+                    world.rank, bucket.num_gradients, dtype=torch.float32, seed=number + step
+                )
+            if (step + world.rank) % 7 == 0:
+                time.sleep(0.001)
+            numbers = np.array([math.nan, world.rank + 0.1 * step])
+            assert reducer.carry(numbers)
+            run_to_end([reducer.reduce(number) for number in range(len(buckets))])
+            exact = sum(
+                float(buffer[: bucket.num_gradients].double().square().sum())
+                for bucket, buffer in zip(buckets, buffers, strict=True)
+            )
+            found.append((numbers.tolist(), exact))
+            if step % 10 == 9:  # what is summed by itself takes the same places in memory
+                alone = np.array([1.0])
+                turns = reducer.sum_numbers(alone)
+                assert turns is not None
+                run_to_end([turns])
+                assert alone[0] == num_ranks
+        reducer.close()
+        return found
+
+    results = run_threads(num_ranks, rank_main)
+    assert all(result == results[0] for result in results)
+    for step, ((square, number), exact) in enumerate(results[0]):
+        assert square == pytest.approx(exact, rel=1e-6)
+        assert number == pytest.approx(sum(rank + 0.1 * step for rank in range(num_ranks)), rel=1e-12)
+
+
+def test_a_rank_that_carries_another_count_of_numbers_is_told_on_every_rank() -> None:
+    def rank_main(world: ThreadsWorld) -> str:
+        reducer = within(world, 3)
+        reducer.keep_squares()
+        reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+        assert reducer.carry(np.zeros(3 if world.rank == 1 else 2))
+        with pytest.raises(BufferMismatch) as caught:
+            sum_all(reducer, 1)
+        assert caught.value.agreed
+        return str(caught.value)
+
+    for told in run_threads(3, rank_main):
+        assert "rank 0: 2, rank 1: 3, rank 2: 2" in told
+
+
+def test_numbers_are_not_carried_between_nodes_nor_without_squares_nor_too_many() -> None:
+    def rank_main(world: ThreadsWorld) -> None:
+        for layout, asked, count in (((1, 1), True, 2), ((2,), False, 2), ((2,), True, MAX_NUMBERS + 1)):
+            reducer = within(world, *layout)
+            if asked:
+                reducer.keep_squares()
+            reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
+            assert not reducer.carry(np.zeros(count))
+            reducer.close()
 
     run_threads(2, rank_main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.nn import functional
 from hpctrain.comm import World
 from hpctrain.errors import DivergedError, UsageError
 from hpctrain.reduce import AllReduceUpdater, LossScale
+from hpctrain.reduce import add as add_module
+from hpctrain.reduce.add import add_in_numpy
 from hpctrain.reduce.algorithm import Algorithm
 from hpctrain.reduce.make import ReducerMaker
 from hpctrain.topology import Topology
@@ -98,6 +101,34 @@ def test_reductions_under_way_at_the_same_time_equal_plain_torch(algorithm: str,
     found = on_threads(len(nodes), case)
     assert all(map(torch.equal, found[0]["parameters"], found[-1]["parameters"]))
     assert closeness(found[0]["losses"], plain_torch()) < 1e-12
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_reductions_within_step_on_one_node_equal_plain_torch(
+    num_ranks: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node whose ranks use all cores, with the norm and the loss carried by the reductions."""
+    if not compiled:
+        monkeypatch.setattr(add_module, "_add", add_in_numpy)
+
+    def case(world: World, *, overlap: bool) -> dict[str, Any]:
+        maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
+        reducer = maker.make(Algorithm.HIERARCHICAL, wire="fp32")
+        found = train(world, reducer=reducer, overlap=overlap, micro_batches=2, clip_norm=1.0)
+        reducer.close()
+        return found
+
+    found = on_threads(num_ranks, partial(case, overlap=False))
+    beside = on_threads(num_ranks, partial(case, overlap=True))[0]
+    assert all(entry["losses"] == found[0]["losses"] for entry in found)
+    assert all(entry["norms"] == found[0]["norms"] for entry in found)
+    assert found[0]["losses"] == beside["losses"]
+    assert found[0]["norms"] == beside["norms"]
+    assert all(map(torch.equal, found[0]["parameters"], beside["parameters"]))
+    one = on_threads(1, lambda world: train(world, micro_batches=2, clip_norm=1.0))[0]
+    assert closeness(found[0]["losses"], one["losses"]) < 1e-12
+    assert closeness(found[0]["norms"], one["norms"]) < 1e-12
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

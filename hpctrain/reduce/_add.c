@@ -1,0 +1,113 @@
+/* Sums of the buckets of a node's ranks in one pass over memory. See add.py, which has the same in numpy. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <string.h>
+
+#define TILE 1024 /* elements that are summed in the first-level cache before they are written */
+#define LANES 16  /* squares are added in so many sums, in an order that no compiler may change: the same bits on any processor */
+
+/* The same code for several instruction sets; the loader takes the widest that the processor has. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define WIDEST
+#endif
+
+#define DEFINE_ADD(NAME, TYPE)                                                                                \
+    WIDEST static double NAME(const Py_buffer *parts, Py_ssize_t num_parts, const Py_buffer *into,            \
+                              Py_ssize_t num_into, Py_ssize_t numel, Py_ssize_t num_squared)                  \
+    {                                                                                                         \
+        double lanes[LANES] = {0}, square = 0;                                                                \
+        TYPE tile[TILE];                                                                                      \
+        for (Py_ssize_t begin = 0; begin < numel; begin += TILE) {                                            \
+            const Py_ssize_t size = numel - begin < TILE ? numel - begin : TILE;                              \
+            const Py_ssize_t left = num_squared - begin;                                                      \
+            const Py_ssize_t squared = left < 0 ? 0 : left < size ? left : size;                              \
+            const TYPE *first = (const TYPE *)parts[0].buf + begin;                                           \
+            if (num_parts == 1) {                                                                             \
+                memcpy(tile, first, size * sizeof(TYPE));                                                     \
+            } else {                                                                                          \
+                const TYPE *second = (const TYPE *)parts[1].buf + begin;                                      \
+                for (Py_ssize_t i = 0; i < size; i++)                                                         \
+                    tile[i] = first[i] + second[i];                                                           \
+            }                                                                                                 \
+            for (Py_ssize_t part = 2; part < num_parts; part++) {                                             \
+                const TYPE *other = (const TYPE *)parts[part].buf + begin;                                    \
+                for (Py_ssize_t i = 0; i < size; i++)                                                         \
+                    tile[i] += other[i];                                                                      \
+            }                                                                                                 \
+            Py_ssize_t i = 0;                                                                                 \
+            for (; i + LANES <= squared; i += LANES)                                                          \
+                for (int lane = 0; lane < LANES; lane++)                                                      \
+                    lanes[lane] += (double)tile[i + lane] * (double)tile[i + lane];                           \
+            for (; i < squared; i++)                                                                          \
+                lanes[i % LANES] += (double)tile[i] * (double)tile[i];                                        \
+            for (Py_ssize_t copy = 0; copy < num_into; copy++)                                                \
+                memcpy((TYPE *)into[copy].buf + begin, tile, size * sizeof(TYPE));                            \
+        }                                                                                                     \
+        for (int lane = 0; lane < LANES; lane++)                                                              \
+            square += lanes[lane];                                                                            \
+        return square;                                                                                        \
+    }
+
+DEFINE_ADD(add_float, float)
+DEFINE_ADD(add_double, double)
+
+/* Of shape (n,) with the same n, and all of float32 or all of float64. */
+static int alike(const Py_buffer *views, Py_ssize_t count)
+{
+    const char *format = views[0].format;
+    if (strcmp(format, "f") != 0 && strcmp(format, "d") != 0)
+        return 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (views[i].ndim != 1 || views[i].len != views[0].len || strcmp(views[i].format, format) != 0)
+            return 0;
+    return 1;
+}
+
+static PyObject *add(PyObject *module, PyObject *args)
+{
+    PyObject *parts, *into, *result = NULL;
+    Py_ssize_t num_squared, count = 0;
+    if (!PyArg_ParseTuple(args, "O!O!n", &PyTuple_Type, &parts, &PyTuple_Type, &into, &num_squared))
+        return NULL;
+    const Py_ssize_t num_parts = PyTuple_GET_SIZE(parts), num_into = PyTuple_GET_SIZE(into);
+    Py_buffer *views = PyMem_Calloc(num_parts + num_into, sizeof *views);
+    if (views == NULL)
+        return PyErr_NoMemory();
+    for (; count < num_parts + num_into; count++) {
+        PyObject *array = count < num_parts ? PyTuple_GET_ITEM(parts, count) : PyTuple_GET_ITEM(into, count - num_parts);
+        const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (count < num_parts ? 0 : PyBUF_WRITABLE);
+        if (PyObject_GetBuffer(array, &views[count], flags) != 0)
+            goto done;
+    }
+    if (num_parts == 0 || !alike(views, count)) {
+        PyErr_SetString(PyExc_ValueError, "add takes arrays of shape (n,), all of float32 or all of float64, and at least one part");
+        goto done;
+    }
+    const Py_ssize_t numel = views[0].len / views[0].itemsize;
+    const int is_float = views[0].format[0] == 'f';
+    double square;
+    Py_BEGIN_ALLOW_THREADS
+    square = (is_float ? add_float : add_double)(views, num_parts, views + num_parts, num_into, numel, num_squared);
+    Py_END_ALLOW_THREADS
+    result = PyFloat_FromDouble(square);
+done:
+    while (count > 0)
+        PyBuffer_Release(&views[--count]);
+    PyMem_Free(views);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"add", add, METH_VARARGS, "add(parts, into, num_squared): see hpctrain.reduce.add."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_add", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__add(void)
+{
+    return PyModuleDef_Init(&definition);
+}

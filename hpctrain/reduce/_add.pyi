@@ -1,0 +1,3 @@
+from hpctrain.reduce.add import Array
+
+def add(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int) -> float: ...
