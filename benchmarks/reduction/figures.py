@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.reduction.bounds import bytes_out_of_a_node
 from benchmarks.results_file import Record
 
 Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
-Blocks = Sequence[Sequence[float]]  # seconds, (rounds, steps)
+Blocks = Sequence[Sequence[Sequence[float]]]  # seconds, (rounds, steps, ranks)
+Over = Callable[[Sequence[float]], float]  # a step's time, from those of its ranks
 # Of a method: `steps`, and those `without` communication that were made in turn with them.
 Steps = Mapping[str, Mapping[str, Blocks]]
 
@@ -124,14 +125,18 @@ def time_records(
     ]
 
 
-def exposed(found: Steps, name: str) -> list[float]:
-    """Of each round the median of step minus the step without communication that was made beside it."""
+def exposed(found: Steps, name: str, *, over: Over = max) -> list[float]:
+    """Of each round the median of step minus the step without communication that was made beside it.
+
+    over: `max`, a step is as long as that of its slowest rank; `fmean`, as the mean over the ranks, so that what one
+    rank waits for another that computes longer counts as communication.
+    """
     both = zip(found[name]["steps"], found[name]["without"], strict=True)
-    return [median(a - b for a, b in zip(steps, without, strict=True)) for steps, without in both]
+    return [median(over(a) - over(b) for a, b in zip(steps, without, strict=True)) for steps, without in both]
 
 
 def step_s(blocks: Blocks) -> float:
-    return median(step for block in blocks for step in block)
+    return median(max(step) for block in blocks for step in block)
 
 
 def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, int]) -> list[Record]:
@@ -140,19 +145,23 @@ def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, i
     for workload, of in found.items():
         stem = f"reduction.3.{workload}"
         ours = min(("ours-fp32", "ours-fp16"), key=lambda name: median(exposed(of, name)))
-        pairs = [("exposed", ours, [*STEP_PEERS[32], *STEP_PEERS[16]])]
-        pairs += [(f"exposed.fp{bits}", f"ours-fp{bits}", list(STEP_PEERS[bits])) for bits in (32, 16)]
-        for name, mine, peers in pairs:
-            peer = min(peers, key=lambda other: median(exposed(of, other)))
+        peers = [*STEP_PEERS[32], *STEP_PEERS[16]]
+        rows: list[tuple[str, str, list[str], Over]] = [("exposed", ours, peers, max)]
+        rows += [(f"exposed.fp{bits}", f"ours-fp{bits}", list(STEP_PEERS[bits]), max) for bits in (32, 16)]
+        rows += [("exposed.mean", ours, peers, fmean)]
+        for name, mine, others, over in rows:
+            ms = {n: exposed(of, n, over=over) for n in (mine, *others)}
+            peer = min(others, key=lambda other: median(ms[other]))
             records.append(
                 Record(
                     id=f"{stem}.{name}",
-                    what=f"{workload}: exposed communication, {mine} / {peer}",
-                    value=median(exposed(of, mine)) / median(exposed(of, peer)),
+                    what=f"{workload}: exposed communication{', mean over the ranks' if over is fmean else ''}, "
+                    f"{mine} / {peer} ({1e3 * median(ms[mine]):.1f} / {1e3 * median(ms[peer]):.1f} ms)",
+                    value=median(ms[mine]) / median(ms[peer]),
                     bar=0.6,
                     sense="at most",
                     unit="s/s",
-                    samples={"exposed s": {n: exposed(of, n) for n in (mine, peer)},
+                    samples={"exposed s": {n: ms[n] for n in (mine, peer)},
                              "steps s": {n: of[n] for n in (mine, peer)}},
                 )
             )  # fmt: skip

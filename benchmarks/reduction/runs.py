@@ -38,7 +38,7 @@ class Scale:
     bytes_numel: int = 25_000_000
     times_numel: int = 4_194_304  # 16 MiB
     time_rounds: int = 9
-    step_rounds: int = 13
+    step_rounds: int = 21
     steps_per_block: int = 10
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB

@@ -46,16 +46,16 @@ class Pair:
 
 def time_steps(
     comm: Any, pairs: Sequence[Pair], *, batches: Sequence[Batch], num_rounds: int, block: int, seed: int
-) -> dict[str, dict[str, list[list[float]]]]:
+) -> dict[str, dict[str, list[list[list[float]]]]]:
     """By method: seconds of its counted steps (`steps`), and of the steps without communication that were made in turn
-    with them (`without`), mean over the ranks, each of shape (rounds, steps).
+    with them (`without`), each of shape (rounds, steps, ranks).
 
     In turns of a few steps, as what else the machine does moves a step by more than is to be measured from one second
     to the next; the first step of a turn finds the caches as the other model left them, and does not count. The ranks
     meet before each step, as they do in training at the end of the one before.
     """
     order = random.Random(seed)
-    found: dict[str, dict[str, list[list[float]]]] = {
+    found: dict[str, dict[str, list[list[list[float]]]]] = {
         pair.stepper.name: {"steps": [], "without": []} for pair in pairs
     }
     for _ in range(num_rounds):
@@ -71,9 +71,8 @@ def time_steps(
             comm.Barrier()
             pair.stepper.end()
             for kind, mine in times.items():
-                of_ranks = comm.allgather(mine)
                 found[pair.stepper.name][kind].append(
-                    [sum(step) / len(step) for step in zip(*of_ranks, strict=True)]
+                    [list(step) for step in zip(*comm.allgather(mine), strict=True)]
                 )
     return found
 

@@ -21,15 +21,16 @@ PIECE_ELEMS = 65536
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int) -> float:
     """What `add` does, in the same order; the squares' last bits may differ."""
     square = 0.0
-    for begin in range(0, len(parts[0]), PIECE_ELEMS):
-        piece = slice(begin, begin + PIECE_ELEMS)
-        total = parts[0][piece] + parts[1][piece] if len(parts) > 1 else parts[0][piece]
-        for other in parts[2:]:
-            total += other[piece]
-        counted = total[: max(0, num_squared - begin)].astype(np.float64)
-        square += float(np.dot(counted, counted))
-        for copy in into:
-            copy[piece] = total
+    with np.errstate(all="ignore"):  # what is not finite is told by the square
+        for begin in range(0, len(parts[0]), PIECE_ELEMS):
+            piece = slice(begin, begin + PIECE_ELEMS)
+            total = parts[0][piece] + parts[1][piece] if len(parts) > 1 else parts[0][piece]
+            for other in parts[2:]:
+                total += other[piece]
+            counted = total[: max(0, num_squared - begin)].astype(np.float64)
+            square += float(np.dot(counted, counted))
+            for copy in into:
+                copy[piece] = total
     return square
 
 

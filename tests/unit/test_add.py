@@ -69,6 +69,14 @@ def test_squares_that_are_not_finite_say_so(value: float, place: int) -> None:
     assert np.isfinite(add(parts, into=(), num_squared=place))
 
 
+def test_sums_that_overflow_and_infinities_that_meet_are_no_warning() -> None:
+    parts = [np.array([3e38, np.inf], dtype=np.float32), np.array([3e38, -np.inf], dtype=np.float32)]
+    into = np.zeros(2, dtype=np.float32)
+    assert not np.isfinite(add(parts, into=[into], num_squared=2))
+    assert np.isinf(into[0])
+    assert np.isnan(into[1])
+
+
 def test_squares_beyond_float32_are_numbers() -> None:
     parts = [np.full(100, 1e30, dtype=np.float32), np.zeros(100, dtype=np.float32)]
     assert add(parts, into=(), num_squared=100) == pytest.approx(1e62, rel=1e-6)

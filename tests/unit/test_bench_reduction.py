@@ -94,14 +94,19 @@ def test_exposed_communication_is_taken_step_by_step_from_the_one_beside_it() ->
         "mpi-fp32": 0.1, "ddp-fp32": 0.1, "horovod-fp32": 0.1, "ddp-fp16": 0.04, "horovod-fp16": 0.04,
         "ours-fp32": 0.05, "ours-fp16": 0.02,
     }  # fmt: skip
+    late = 0.04  # of the two ranks one computes longer; with communication the other waits for it
     steps = {
-        name: {"without": without, "steps": [[step + by for step in block] for block in without]}
+        name: {
+            "without": [[[step, step - late] for step in block] for block in without],
+            "steps": [[[step + by, step + by] for step in block] for block in without],
+        }
         for name, by in more.items()
     }
     made = step_records({"transformer": steps}, samples_per_step={"transformer": 12})
     values = {record.id.removeprefix("reduction.3.transformer."): record.value for record in made}
     assert values["exposed"] == values["exposed.fp16"] == pytest.approx(0.5)
     assert values["exposed.fp32"] == pytest.approx(0.5)
+    assert values["exposed.mean"] == pytest.approx((0.02 + late / 2) / (0.04 + late / 2))
     assert values["throughput"] == pytest.approx((0.14 + slow) / (0.12 + slow))
 
 
