@@ -23,7 +23,7 @@ setup(
         Extension(
             "hpctrain.reduce._add",
             ["hpctrain/reduce/_add.c"],
-            extra_compile_args=["-O3", "-ffp-contract=off"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
             optional=True,
         )
     ],

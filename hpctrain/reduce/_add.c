@@ -88,6 +88,8 @@ static PyObject *add(PyObject *module, PyObject *args)
     }
     const Py_ssize_t numel = views[0].len / views[0].itemsize;
     const int is_float = views[0].format[0] == 'f';
+    if (num_squared < 0)
+        num_squared = 0;
     double square;
     Py_BEGIN_ALLOW_THREADS
     square = (is_float ? add_float : add_double)(views, num_parts, views + num_parts, num_into, numel, num_squared);

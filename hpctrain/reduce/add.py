@@ -1,6 +1,6 @@
 """Sums of arrays in one pass over memory, with the squares of what comes out: compiled where it could be, else numpy.
 
-torch needs a call for each step and each piece that fits into the cache: 3.5 times as long.
+torch needs a call for each step and each piece that fits into the cache: twice as long.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ class AllReduceUpdater:
         rank 0 has seen for the first time in what order gradients become ready; the caller's numbers, by name.
         """
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
-        numbers = np.array([0.0, news, *(sums[k] for k in sorted(sums))], dtype=np.float64)
+        numbers = np.array([0.0, news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
         carried = not self._overlap and self._step_sums is not None and self._step_sums.carry(numbers)
         return numbers, carried
 

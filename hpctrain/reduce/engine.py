@@ -191,7 +191,7 @@ class EngineReducer:
     def _sum_numbers(self, numbers: Numbers, what: str) -> Iterator[bool]:
         self._transport.begun(what)
         laid = self._memory.lay_numbers(numbers)
-        yield from _until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
+        yield from self._all_laid(laid)
         self._memory.add_numbers(laid, numbers)
 
     def reduce(self, number: int) -> Iterator[bool]:
@@ -229,7 +229,7 @@ class EngineReducer:
         self._lay_carried()
         memory.raise_flag(summed)
         yield from _until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
-        self._add_carried()
+        yield from self._add_carried()
         if bucket.on_device is not None:
             bucket.on_device.copy_(bucket.mine)
 
@@ -243,15 +243,19 @@ class EngineReducer:
             carried.numbers[0] = self._summed_square()
             carried.laid = self._memory.lay_numbers(carried.numbers)
 
-    def _add_carried(self) -> None:
-        """When all ranks have said of all buckets that their sums are there: then their numbers are, too."""
+    def _add_carried(self) -> Iterator[bool]:
+        """When all buckets hold their sums: then the numbers of all ranks are there, too, or about to be."""
         carried = self._carried
         if carried is None:
             return
         carried.to_end -= 1
         if carried.to_end == 0 and carried.laid is not None:
             self._carried = None
+            yield from self._all_laid(carried.laid)
             self._memory.add_numbers(carried.laid, carried.numbers)
+
+    def _all_laid(self, laid: Flag) -> Iterator[bool]:
+        return _until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
 
     def _take_tags(self, num_chunks: int) -> int:
         """Two tags for each chunk, the same on every rank because the order of the buckets is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +21,13 @@ class _Place:
 
     gradient: the same memory as a tensor for `parameter.grad`. It has a version counter of its own, so that it
     tells a change by the user from ours and the reducer's. None where the parameter's dtype is not the
-    bucket's: then `.grad` is another tensor, and the sum is copied into it. version: of `gradient`, before backward.
+    bucket's: then `.grad` is another tensor, and the sum is copied into it.
     """
 
     bucket: int
     slot: torch.Tensor
     gradient: torch.Tensor | None
     is_complex: bool
-    version: int = 0
 
 
 @final
@@ -84,10 +84,8 @@ class GradientMemory:
             # Widened first: a product in a half type would be rounded.
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is not None:
-            parameter.grad = place.gradient
-            self._sent[index] = (place.gradient, place.version)
-        else:
-            self._sent[index] = (gradient, gradient._version)
+            parameter.grad = gradient = place.gradient
+        self._sent[index] = (gradient, gradient._version)
         return place.bucket
 
     def complete(self, number: int) -> None:
@@ -117,8 +115,14 @@ class GradientMemory:
     def square(self, *, share: int, num_shares: int) -> float:
         """Sum of the squares of a share of the gradients in the buckets; all shares add up to the whole's."""
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
-        norms = [torch.linalg.vector_norm(rows, dim=1) for rows in mine if rows.numel()]
-        return square_of(torch.cat(norms)) if norms else 0.0
+        mine = [rows for rows in mine if rows.numel()]
+        if not mine:
+            return 0.0
+        square = square_of(torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in mine]))
+        if math.isinf(square):  # perhaps only in float32
+            norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in mine]
+            square = square_of(torch.cat(norms))
+        return square
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, in place."""
@@ -159,13 +163,10 @@ class GradientMemory:
         """
         self._sent = [None] * len(self._parameters)
         for place in self._places:
-            if place.gradient is None:
-                continue
-            if _references(place) > self._usual_references:
+            if place.gradient is not None and _references(place) > self._usual_references:
                 fresh = place.gradient.data
                 place.gradient.data = place.gradient.clone()
                 place.gradient = fresh
-            place.version = place.gradient._version
 
     def leave(self) -> None:
         """No `.grad` is a view any longer: the buckets' memory may go."""

@@ -71,7 +71,8 @@ class NodeMemory:
             self._memory[self._local].zero_()
         else:
             # Room for the same gradients in other buckets: more flags, more gaps.
-            capacity = offsets[-1] + offsets[-1] // 16 + _SPARE_BYTES
+            # MPI lays one rank's memory right behind another's, of whatever size it is.
+            capacity = _aligned(offsets[-1] + offsets[-1] // 16 + _SPARE_BYTES)
             own = torch.zeros(capacity, dtype=torch.uint8) if self._alone else None
             self._memory = [own] if own is not None else self._transport.share(capacity)
         self._sizes, self._offsets = list(sizes), offsets

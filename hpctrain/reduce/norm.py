@@ -15,11 +15,6 @@ def in_rows(gradients: torch.Tensor) -> list[torch.Tensor]:
     return [rows for rows in (gradients[:whole].view(-1, ROW_ELEMS), gradients[None, whole:]) if rows.numel()]
 
 
-def num_rows(numel: int) -> int:
-    """How many rows these views have together."""
-    return -(-numel // ROW_ELEMS)
-
-
 def square_of(norms: torch.Tensor) -> float:
     """Sum of the squares of norms, shape (n,)."""
     norm = float(torch.linalg.vector_norm(norms, dtype=torch.float64))

@@ -78,3 +78,24 @@ def test_an_error_between_backward_and_step_ends_with_its_own_code() -> None:
     command = session_script(without_mpi4py=False, backend="mpi", algorithm="hierarchical", then=then)
     done = run_command(4, command, env={"HPCTRAIN_RANKS_PER_NODE": "2"}, expect=6)
     assert "must be the same on every rank" in done.stderr
+
+
+WIDTHS = """
+import torch, hpctrain
+with hpctrain.start(backend="mpi", timeout_s=60) as session:
+    for width in (1, 2, 3, 10, 11, 12, 13, 40, 41):
+        model = torch.nn.Linear(width, width).double()
+        updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="hierarchical")
+        updater.backward(model(torch.ones(2, width).double()).sum(), weight=1 / session.num_ranks)
+        assert abs(updater.step().grad_norm - 2 * (width * (width + 1)) ** 0.5) < 1e-9, width
+        updater.close()
+    if session.rank == 0:
+        print("all widths")
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_memory_lies_where_float64_can_be_summed(num_ranks: int) -> None:
+    """MPI lays the memory of one rank of a node right behind that of another, of whatever size it is."""
+    done = run_command(num_ranks, [sys.executable, "-c", WIDTHS], expect=0)
+    assert "all widths" in done.stdout

@@ -259,6 +259,29 @@ def test_the_norm_of_many_elements_is_as_exact_as_that_of_few(numel: int) -> Non
     updater.close()
 
 
+def test_a_norm_that_float32_cannot_hold_is_a_norm() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2000))
+    updater = alone([weight], lr=1e-30)
+    updater.backward((1e30 * weight).sum(), weight=1.0)
+    outcome = updater.step()
+    assert outcome.applied
+    assert outcome.grad_norm == pytest.approx(1e30 * 2000**0.5, rel=1e-6)
+    updater.close()
+
+
+def test_a_tensor_over_the_same_memory_may_be_written_to_between_steps() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    updater = alone([weight])
+    for _ in range(3):
+        updater.backward(weight.sum(), weight=1.0)
+        assert weight.grad is not None
+        kept = weight.grad.detach()
+        updater.step()
+        kept.zero_()
+    assert weight.detach().tolist() == [-3.0] * 3
+    updater.close()
+
+
 def test_a_net_of_half_precision_trains_on_three_ranks_as_on_one() -> None:
     def case(world: World) -> list[torch.Tensor]:
         net, updater = make(world, dtype=torch.bfloat16)

@@ -131,6 +131,29 @@ def test_reductions_within_step_on_one_node_equal_plain_torch(
     assert closeness(found[0]["norms"], one["norms"]) < 1e-12
 
 
+def test_ranks_of_a_node_may_differ_in_whether_they_reduce_beside_backward() -> None:
+    def case(world: World) -> dict[str, Any]:
+        maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
+        reducer = maker.make(Algorithm.HIERARCHICAL, wire="fp32")
+        found = train(world, reducer=reducer, overlap=world.rank == 1)
+        reducer.close()
+        return found
+
+    found = on_threads(3, case)
+    assert all(entry["losses"] == found[0]["losses"] for entry in found)
+    assert closeness(found[0]["losses"], plain_torch()) < 1e-12
+
+
+def test_numbers_beside_the_gradients_may_be_tensors() -> None:
+    net, updater = on_threads(1, make)[0]
+    x, y = batch(0, torch.float64)
+    loss = functional.cross_entropy(net(x), y)
+    updater.backward(loss, weight=1.0)
+    outcome = updater.step(sums={"loss": loss.detach(), "row": torch.ones(1)})  # type: ignore[dict-item]
+    assert outcome.sums == {"loss": float(loss.detach()), "row": 1.0}
+    updater.close()
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_fp16_on_the_wire_stays_close_and_the_same_on_all_ranks(num_ranks: int) -> None:
     exact = plain_torch()
