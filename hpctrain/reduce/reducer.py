@@ -52,8 +52,8 @@ class StepSums(Protocol):
     def carry(self, numbers: Numbers) -> bool:
         """Sum a few numbers, shape (n,), over all ranks, in place, beside the next reduction of all buckets.
 
-        Before any of these; done when all of them are. The first number is replaced by what `square` will say. False,
-        on every rank alike if n is the same, where it cannot. Collective.
+        Before any of these; done when all of them are. The first number's place is `square`'s, summed like the others.
+        False, on every rank alike if n is the same, where it cannot. Collective.
         """
 
     def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
