@@ -1,7 +1,8 @@
-/* Sums of the buckets of a node's ranks in one pass over memory. See add.py, which has the same in numpy. */
+/* Sums of the buckets of a node's ranks in one pass over memory. See add.py and node_sum.py, which have the same in numpy. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
 #include <string.h>
 
 #define TILE 1024 /* elements that are summed in the first-level cache before they are written */
@@ -16,12 +17,12 @@
 
 #define DEFINE_ADD(NAME, TYPE)                                                                                \
     WIDEST static double NAME(const Py_buffer *parts, Py_ssize_t num_parts, const Py_buffer *into,            \
-                              Py_ssize_t num_into, Py_ssize_t numel, Py_ssize_t num_squared)                  \
+                              Py_ssize_t num_into, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t num_squared)  \
     {                                                                                                         \
         double lanes[LANES] = {0}, square = 0;                                                                \
         TYPE tile[TILE];                                                                                      \
-        for (Py_ssize_t begin = 0; begin < numel; begin += TILE) {                                            \
-            const Py_ssize_t size = numel - begin < TILE ? numel - begin : TILE;                              \
+        for (; begin < end; begin += TILE) {                                                                  \
+            const Py_ssize_t size = end - begin < TILE ? end - begin : TILE;                                  \
             const Py_ssize_t left = num_squared - begin;                                                      \
             const Py_ssize_t squared = left < 0 ? 0 : left < size ? left : size;                              \
             const TYPE *first = (const TYPE *)parts[0].buf + begin;                                           \
@@ -66,6 +67,13 @@ static int alike(const Py_buffer *views, Py_ssize_t count)
     return 1;
 }
 
+static void release(Py_buffer *views, Py_ssize_t count)
+{
+    while (count > 0)
+        PyBuffer_Release(&views[--count]);
+    PyMem_Free(views);
+}
+
 static PyObject *add(PyObject *module, PyObject *args)
 {
     PyObject *parts, *into, *result = NULL;
@@ -92,18 +100,95 @@ static PyObject *add(PyObject *module, PyObject *args)
         num_squared = 0;
     double square;
     Py_BEGIN_ALLOW_THREADS
-    square = (is_float ? add_float : add_double)(views, num_parts, views + num_parts, num_into, numel, num_squared);
+    square = (is_float ? add_float : add_double)(views, num_parts, views + num_parts, num_into, 0, numel, num_squared);
     Py_END_ALLOW_THREADS
     result = PyFloat_FromDouble(square);
 done:
-    while (count > 0)
-        PyBuffer_Release(&views[--count]);
-    PyMem_Free(views);
+    release(views, count);
+    return result;
+}
+
+/* Places in a rank's flags, a cache line apart, as in node_memory.py; what take() returns, as in node_sum.py. */
+enum { FILLED = 0, SUMMED = 8, NUM_FLAGS = 16 };
+enum { WAITS = 0, GOT_ON = 1, ENDED = 2 };
+
+static int is_array_of(const Py_buffer *view, const char *formats, Py_ssize_t least)
+{
+    return view->ndim == 1 && view->itemsize == 8 && strchr(formats, view->format[0]) != NULL && view->format[1] == 0 &&
+           view->len >= 8 * least && (uintptr_t)view->buf % 8 == 0;
+}
+
+static PyObject *take(PyObject *module, PyObject *args)
+{
+    PyObject *parts, *flags, *claimed, *squares, *result = NULL;
+    Py_ssize_t local, before, piece_elems, num_squared, count = 0;
+    if (!PyArg_ParseTuple(args, "O!O!OOnnnn", &PyTuple_Type, &parts, &PyTuple_Type, &flags, &claimed, &squares, &local,
+                          &before, &piece_elems, &num_squared))
+        return NULL;
+    const Py_ssize_t ranks = PyTuple_GET_SIZE(parts);
+    if (ranks == 0 || PyTuple_GET_SIZE(flags) != ranks || local < 0 || local >= ranks || before < 0 || piece_elems < 1) {
+        PyErr_SetString(PyExc_ValueError, "take takes as many flags as parts, at least one, and counts that are not below 0");
+        return NULL;
+    }
+    Py_buffer *views = PyMem_Calloc(2 * ranks + 2, sizeof *views);
+    if (views == NULL)
+        return PyErr_NoMemory();
+    for (; count < 2 * ranks + 2; count++) {
+        PyObject *array = count < ranks       ? PyTuple_GET_ITEM(parts, count)
+                          : count < 2 * ranks ? PyTuple_GET_ITEM(flags, count - ranks)
+                          : count == 2 * ranks ? claimed
+                                               : squares;
+        if (PyObject_GetBuffer(array, &views[count], PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) != 0)
+            goto done;
+    }
+    int valid = alike(views, ranks);
+    for (Py_ssize_t rank = 0; rank < ranks; rank++)
+        valid = valid && is_array_of(&views[ranks + rank], "lq", NUM_FLAGS);
+    const Py_ssize_t numel = valid ? views[0].len / views[0].itemsize : 0;
+    const Py_ssize_t num_pieces = (numel + piece_elems - 1) / piece_elems, end = before + num_pieces;
+    if (!valid || !is_array_of(&views[2 * ranks], "lq", 1) || !is_array_of(&views[2 * ranks + 1], "d", num_pieces)) {
+        PyErr_SetString(PyExc_ValueError, "take takes parts of shape (n,), all of float32 or all of float64, flags of "
+                                          "int64, shape (16,), a count, int64, and as many squares, float64, as pieces");
+        goto done;
+    }
+    const int is_float = views[0].format[0] == 'f';
+    int64_t *next = views[2 * ranks].buf;
+    double *table = views[2 * ranks + 1].buf;
+    long state = WAITS;
+    Py_BEGIN_ALLOW_THREADS
+    for (;;) {
+        int64_t piece = __atomic_load_n(next, __ATOMIC_ACQUIRE), filled = end, summed = 0;
+        for (Py_ssize_t rank = 0; rank < ranks; rank++) {
+            const int64_t by = __atomic_load_n((int64_t *)views[ranks + rank].buf + FILLED, __ATOMIC_ACQUIRE);
+            filled = by < filled ? by : filled;
+        }
+        if (before <= piece && piece < filled) {
+            if (!__atomic_compare_exchange_n(next, &piece, piece + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+                continue; /* another rank was first */
+            const Py_ssize_t first = (piece - before) * piece_elems;
+            const Py_ssize_t last = numel - first < piece_elems ? numel : first + piece_elems;
+            table[piece - before] =
+                (is_float ? add_float : add_double)(views, ranks, views, ranks > 1 ? ranks : 0, first, last, num_squared);
+            __atomic_fetch_add((int64_t *)views[ranks + local].buf + SUMMED, 1, __ATOMIC_RELEASE);
+            state = GOT_ON;
+            continue;
+        }
+        for (Py_ssize_t rank = 0; rank < ranks; rank++)
+            summed += __atomic_load_n((int64_t *)views[ranks + rank].buf + SUMMED, __ATOMIC_ACQUIRE);
+        if (summed >= end)
+            state = ENDED;
+        break;
+    }
+    Py_END_ALLOW_THREADS
+    result = PyLong_FromLong(state);
+done:
+    release(views, count);
     return result;
 }
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(parts, into, num_squared): see hpctrain.reduce.add."},
+    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared): see hpctrain.reduce.node_sum."},
     {NULL, NULL, 0, NULL},
 };
 

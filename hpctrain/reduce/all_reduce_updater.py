@@ -14,13 +14,16 @@ import torch
 
 from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket, completed_order, plan_buckets
+from hpctrain.reduce.buckets import Bucket, Milestone, completed_order, milestones, plan_buckets
 from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
 from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.pipeline import ReductionPipeline
 from hpctrain.reduce.reducer import BucketReducer, Chooser, Numbers, StateTensor, StepSums
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
+
+# Gradients of which it is worth saying that they are there: 128 KB of float32.
+_SAID_ELEMS = 1 << 15
 
 
 @final
@@ -73,6 +76,9 @@ class AllReduceUpdater:
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         self._specs = [describe_gradient(p) for p in self._parameters]
+        # Where nothing is reduced beside backward, ranks that are done with it begin with what the others have so far.
+        self._early = None if overlap else self._step_sums
+        self._milestones: dict[int, Milestone] = {}
         self._order: list[int] | None = None  # in which gradients become ready, once it is known
         self._memory = self._lay_out(self._buckets_in_order())
         self._distributed = comm.num_ranks > 1
@@ -139,12 +145,15 @@ class AllReduceUpdater:
         started = time.perf_counter()
         sync_s = self._finish_reduction()
         waited_s = time.perf_counter() - started
+        square = self._step_sums.square() if self._step_sums is not None else None
         if not carried:
-            numbers[0] = self._square()
+            if square is None:
+                numbers[0] = self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
             started = time.perf_counter()
             self._add_up(numbers)
             waited_s += time.perf_counter() - started
-        square, replan, *totals = numbers.tolist()
+        shares, replan, *totals = numbers.tolist()
+        square = shares if square is None else square
         norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
         finite = math.isfinite(norm) and self._take_gradients(norm)
         if finite:
@@ -218,6 +227,8 @@ class AllReduceUpdater:
     def _lay_out(self, buckets: tuple[Bucket, ...]) -> GradientMemory:
         """Memory for `buckets`. Collective."""
         buffers = self._reducer.plan(buckets, device=self._device)
+        # Of the other buckets it is enough to say when they are full: backward has still some way to go.
+        self._milestones = milestones(buckets[-1], least_elems=_SAID_ELEMS) if self._early is not None else {}
         return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
     def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
@@ -242,6 +253,8 @@ class AllReduceUpdater:
                 self._ready.append(index)
                 if self._put(index) == 0:
                     self._send_complete_buckets()
+                elif (milestone := self._milestones.get(index)) is not None:
+                    self._say_filled(milestone)
 
         return gradient_is_ready
 
@@ -257,10 +270,17 @@ class AllReduceUpdater:
         self._waiting_for[bucket] -= 1
         return self._waiting_for[bucket]
 
+    def _say_filled(self, milestone: Milestone) -> None:
+        """Of the last bucket, unless gradients came in another order."""
+        if self._early is not None and all(self._placed[index] for index in milestone.parameters):
+            self._early.filled(len(self.buckets) - 1, milestone.num_elems)
+
     def _send_complete_buckets(self) -> None:
         """In the order of the plan, which is the same on every rank: the reductions must match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
+            if self._early is not None:
+                self._early.filled(self._next_bucket, self.buckets[self._next_bucket].numel)
             if self._pipeline is not None:
                 self._pipeline.submit(self._next_bucket)
             self._next_bucket += 1
@@ -282,18 +302,12 @@ class AllReduceUpdater:
         self._memory.scale(clip / self._scale.value)
         return self._memory.copy_out()
 
-    def _square(self) -> float:
-        """Of this rank's share of the gradients: the sums are the same on every rank."""
-        square = self._step_sums.square() if self._step_sums is not None else None
-        if square is None:
-            return self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
-        return square
-
     def _numbers(self, sums: Mapping[str, float]) -> tuple[Numbers, bool]:
         """What is summed beside the gradients, and whether the reducer does it on its way; else `_add_up` has to.
 
-        The gradients' square, of this rank's share (one that is not finite makes the sum so on all ranks); whether
-        rank 0 has seen for the first time in what order gradients become ready; the caller's numbers, by name.
+        First room for the square of this rank's share of the gradients, which is summed where the reducer does not know
+        that of all (one that is not finite makes the sum so on all ranks). Then whether rank 0 has seen for the first
+        time in what order gradients become ready, and the caller's numbers, by name.
         """
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
         numbers = np.array([0.0, news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)

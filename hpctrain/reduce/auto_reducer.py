@@ -33,6 +33,8 @@ class AutoReducer:
         self._make = make
         self._reducers: dict[Candidate, BucketReducer] = {}
         self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
+        self._used: list[BucketReducer] = []  # those that the last plan has buckets for
+        self._step_sums: list[StepSums | None] = []  # of each bucket: its reducer, if it is one
         self._squares = False
 
     @property
@@ -79,6 +81,8 @@ class AutoReducer:
                 memory[number] = tensor
                 places[number] = (reducer, place)
         self._places = [places[number] for number in range(len(buckets))]
+        self._used = list(dict.fromkeys(reducer for reducer, _ in self._places))
+        self._step_sums = [reducer if isinstance(reducer, StepSums) else None for reducer, _ in self._places]
         return [memory[number] for number in range(len(buckets))]
 
     def _reducer_for(self, candidate: Candidate) -> BucketReducer:
@@ -95,40 +99,40 @@ class AutoReducer:
     def keep_squares(self) -> None:
         self._squares = True
 
+    def filled(self, number: int, num_elems: int) -> None:
+        if (reducer := self._step_sums[number]) is not None:
+            reducer.filled(self._places[number][1], num_elems)
+
     def square(self) -> float | None:
-        squares = [reducer.square() if isinstance(reducer, StepSums) else None for reducer in self._used()]
+        squares = [reducer.square() if isinstance(reducer, StepSums) else None for reducer in self._used]
         known = [square for square in squares if square is not None]
         return sum(known) if len(known) == len(squares) else None
 
     def carry(self, numbers: Numbers) -> bool:
-        used = self._used()
-        return len(used) == 1 and isinstance(used[0], StepSums) and used[0].carry(numbers)
+        only = self._step_sums[0] if len(self._used) == 1 else None
+        return only is not None and only.carry(numbers)
 
     def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
-        for reducer in self._used():
+        for reducer in self._used:
             if isinstance(reducer, StepSums) and (turns := reducer.sum_numbers(numbers)) is not None:
                 return turns
         return None
 
-    def _used(self) -> list[BucketReducer]:
-        """The reducers that the last plan has buckets for."""
-        return list(dict.fromkeys(reducer for reducer, _ in self._places))
-
     def settle(self, *, applied: bool, rescale: float) -> None:
-        for reducer in self._used():
+        for reducer in self._used:
             reducer.settle(applied=applied, rescale=rescale)
 
     def bytes_sent(self) -> int:
         return sum(reducer.bytes_sent() for reducer in self._reducers.values())
 
     def state(self) -> list[StateTensor]:
-        return [tensor for reducer in self._used() for tensor in reducer.state()]
+        return [tensor for reducer in self._used for tensor in reducer.state()]
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        for reducer in self._used():
+        for reducer in self._used:
             reducer.load_state(tensors)
 
     def close(self) -> None:
-        self._places = []
+        self._places, self._used, self._step_sums = [], [], []
         while self._reducers:
             self._reducers.pop(next(iter(self._reducers))).close()

@@ -103,6 +103,31 @@ def plan_buckets(
     return tuple(_layout(dtype, members, specs, positions) for dtype, members in closed)
 
 
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """The first `num_elems` elements of a bucket are there when the gradients of these parameters are."""
+
+    num_elems: int
+    parameters: tuple[int, ...]
+
+
+def milestones(bucket: Bucket, *, least_elems: int) -> dict[int, Milestone]:
+    """Where to say how far a bucket is filled, by the parameter that comes last. Pure.
+
+    Each time half of what was left has come, at least `least_elems`: few times, and little is left after the last.
+    """
+    found: dict[int, Milestone] = {}
+    parameters: list[int] = []
+    said = 0
+    for slot in bucket.slots[:-1]:
+        parameters.append(slot.parameter)
+        end = slot.offset + slot.numel
+        if end - said >= max(least_elems, (bucket.num_gradients - said) / 2):
+            found[slot.parameter] = Milestone(end, tuple(parameters))
+            said = end
+    return found
+
+
 def default_order(num_parameters: int) -> list[int]:
     """The order before any was seen: backward reaches first what forward reached last."""
     return list(reversed(range(num_parameters)))

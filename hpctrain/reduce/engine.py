@@ -20,13 +20,14 @@ import torch
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.transport import NUM_TAGS, Pending, Transport
 from hpctrain.errors import CheckpointError
+from hpctrain.reduce.add import IS_COMPILED
 from hpctrain.reduce.between import Part, Wire, direct, ring
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.chunk_memory import ChunkMemory
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.node_memory import MAX_NUMBERS, Flag, NodeMemory
-from hpctrain.reduce.node_sum import NodeSum, sum_into
+from hpctrain.reduce.node_sum import NodeSum, Progress, sum_into, tally_bytes
 from hpctrain.reduce.reducer import Numbers, StateTensor
 from hpctrain.reduce.residuals import LOST
 from hpctrain.reduce.residuals import NAME as RESIDUAL
@@ -50,18 +51,17 @@ class _Planned:
     buckets: list[torch.Tensor]
     on_device: torch.Tensor | None
     parts: list[Span]  # this carrier's part of each chunk
-    within: NodeSum | None = None  # sums the one part where there is one node
+    within: NodeSum | None = None  # where there is one node
     feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
 
 
 @dataclass(slots=True, kw_only=True)
 class _Carried:
-    """Numbers that are summed beside the buckets. to_sum, to_end: buckets that this rank has still to sum, to end."""
+    """Numbers that are summed beside the buckets. to_end: buckets that have not ended yet."""
 
     numbers: Numbers
-    to_sum: int
+    laid: Flag
     to_end: int
-    laid: Flag | None = None
 
 
 @final
@@ -117,8 +117,12 @@ class EngineReducer:
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
         owed = self._owed()
-        if self._memory.lay_out([b.numel * b.dtype.itemsize for b in buckets]):
+        within = self._place.num_nodes == 1
+        sizes = [b.numel * b.dtype.itemsize for b in buckets]
+        if self._memory.lay_out([*sizes, *(tally_bytes(b.numel) for b in buckets if within)]):
             self._comm.barrier()
+        # Ranks of one node may differ in what was installed for them.
+        compiled = within and all(all_gather_json(self._comm, IS_COMPILED))
         self._buckets = []
         self._carried = None
         for number, bucket in enumerate(buckets):
@@ -128,11 +132,15 @@ class EngineReducer:
             planned = _Planned(
                 bucket=bucket, mine=mine, buckets=shared, on_device=on_device, parts=self._parts(bucket)
             )
-            if self._place.num_nodes == 1 and planned.parts:
+            if within:
                 planned.within = NodeSum(
                     shared,
-                    part=planned.parts[0],
+                    memory=self._memory,
+                    number=number,
+                    tally=self._memory.segments(len(buckets) + number)[0],
+                    local=self._place.local,
                     num_gradients=bucket.num_gradients if self._squares and bucket.slots else 0,
+                    compiled=compiled,
                 )
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
@@ -144,9 +152,9 @@ class EngineReducer:
 
     def _parts(self, bucket: Bucket) -> list[Span]:
         """This carrier's part of each chunk; one list as long as the number of chunks on every rank."""
-        # Chunks are for the wire: within one node nothing is gained by them.
-        chunk_elems = self._chunk_elems if self._place.num_nodes > 1 else max(1, bucket.numel)
-        chunks = chunks_of(bucket.numel, chunk_elems=chunk_elems)
+        if self._place.num_nodes == 1:
+            return []
+        chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
         if not self._place.column:
             return [Span(chunk.begin, chunk.begin) for chunk in chunks]
         return [cut(chunk, num_parts=self._place.num_carriers)[self._place.local] for chunk in chunks]
@@ -165,18 +173,21 @@ class EngineReducer:
     def keep_squares(self) -> None:
         self._squares = True
 
+    def filled(self, number: int, num_elems: int) -> None:
+        bucket = self._buckets[number]
+        if bucket.within is not None and bucket.on_device is None:
+            bucket.within.fill(num_elems)
+
     def square(self) -> float | None:
         if not self._squares or self._place.num_nodes > 1:
             return None
-        return self._summed_square()
-
-    def _summed_square(self) -> float:
         return sum(bucket.within.square() for bucket in self._buckets if bucket.within is not None)
 
     def carry(self, numbers: Numbers) -> bool:
         if not self._squares or not self._sums_numbers(numbers):
             return False
-        self._carried = _Carried(numbers=numbers, to_sum=len(self._buckets), to_end=len(self._buckets))
+        laid = self._memory.lay_numbers(numbers)
+        self._carried = _Carried(numbers=numbers, laid=laid, to_end=len(self._buckets))
         return True
 
     def _sums_numbers(self, numbers: Numbers) -> bool:
@@ -213,35 +224,30 @@ class EngineReducer:
             self._transport.got_on()
 
     def _reduce(self, number: int, what: str) -> Iterator[bool]:
-        bucket, memory = self._buckets[number], self._memory
-        first_tag = self._take_tags(len(bucket.parts))
+        bucket = self._buckets[number]
         self._transport.begun(what)
         if bucket.on_device is not None:
             bucket.mine.copy_(bucket.on_device)
+        if bucket.within is not None:
+            bucket.within.fill(bucket.bucket.numel)
+            while (found := bucket.within.sum()) is not Progress.ENDED:
+                yield found is Progress.GOT_ON
+            yield from self._add_carried()
+        else:
+            yield from self._reduce_between(number)
+        if bucket.on_device is not None:
+            bucket.on_device.copy_(bucket.mine)
+
+    def _reduce_between(self, number: int) -> Iterator[bool]:
+        bucket, memory = self._buckets[number], self._memory
+        first_tag = self._take_tags(len(bucket.parts))
         arrived, summed = memory.begin_round(number)
         memory.raise_flag(arrived)
         if self._place.column:
             yield from _until(lambda: memory.raised(arrived, by=range(len(bucket.buckets))))
-            if bucket.within is not None:
-                bucket.within.sum()
-            else:
-                yield from self._all_chunks(bucket, first_tag=first_tag)
-        self._lay_carried()
+            yield from self._all_chunks(bucket, first_tag=first_tag)
         memory.raise_flag(summed)
         yield from _until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
-        yield from self._add_carried()
-        if bucket.on_device is not None:
-            bucket.on_device.copy_(bucket.mine)
-
-    def _lay_carried(self) -> None:
-        """With this rank's last sum of a step, before it says that it is there."""
-        carried = self._carried
-        if carried is None:
-            return
-        carried.to_sum -= 1
-        if carried.to_sum == 0:
-            carried.numbers[0] = self._summed_square()
-            carried.laid = self._memory.lay_numbers(carried.numbers)
 
     def _add_carried(self) -> Iterator[bool]:
         """When all buckets hold their sums: then the numbers of all ranks are there, too, or about to be."""
@@ -249,7 +255,7 @@ class EngineReducer:
         if carried is None:
             return
         carried.to_end -= 1
-        if carried.to_end == 0 and carried.laid is not None:
+        if carried.to_end == 0:
             self._carried = None
             yield from self._all_laid(carried.laid)
             self._memory.add_numbers(carried.laid, carried.numbers)

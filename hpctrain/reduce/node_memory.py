@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -16,12 +16,16 @@ from hpctrain.reduce.spans import Place
 _ALIGNMENT = 64
 # A cache line for each flag: ranks that look at one do not slow the writing of another.
 _FLAG_BYTES = 64
+_FLAG_STEP = _FLAG_BYTES // 8  # from a flag to the next one, in numbers
 _SPARE_BYTES = 1 << 16
 # Numbers that ranks can add up beside the buckets, at a time.
 MAX_NUMBERS = 255
 # A flag, and two rows of a count and the numbers: a rank writes the next ones while others still read those before.
 _ROW_NUMBERS = 1 + MAX_NUMBERS
 _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
+
+
+Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class NodeMemory:
         self._memory: list[torch.Tensor] = []
         self._sizes: list[int] = []
         self._offsets: list[int] = []
-        self._flags: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        self._flags: list[Counts] = []
         self._numbers: list[np.ndarray[Any, np.dtype[np.float64]]] = []
         self._rounds: list[int] = []
         self._round_of_numbers = 0
@@ -93,12 +97,18 @@ class NodeMemory:
     def begin_round(self, number: int) -> tuple[Flag, Flag]:
         """The flags `my bucket is full` and `my part is summed` of the next reduction of a bucket."""
         self._rounds[number] += 1
-        step = _FLAG_BYTES // 8
-        first = _NUMBERS_BYTES // 8 + 2 * number * step
-        return (
-            Flag(place=first, value=self._rounds[number]),
-            Flag(place=first + step, value=self._rounds[number]),
-        )
+        full, summed = self.flags_of(number)
+        return replace(full, value=self._rounds[number]), replace(summed, value=self._rounds[number])
+
+    def flags_of(self, number: int) -> tuple[Flag, Flag]:
+        """The two flags of a bucket as they are at the beginning."""
+        first = _NUMBERS_BYTES // 8 + 2 * number * _FLAG_STEP
+        return Flag(place=first, value=0), Flag(place=first + _FLAG_STEP, value=0)
+
+    def counts_of(self, number: int) -> tuple[Counts, ...]:
+        """Where the flags of a bucket are, by local rank: shape (16,), the first one at 0, the second at 8."""
+        first = self.flags_of(number)[0].place
+        return tuple(flags[first : first + 2 * _FLAG_STEP] for flags in self._flags)
 
     def lay_numbers(self, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> Flag:
         """At most MAX_NUMBERS of them, for all to see; the flag `they are there`."""
@@ -128,10 +138,12 @@ class NodeMemory:
 
     def raise_flag(self, flag: Flag) -> None:
         """Say that what this rank wrote before is there to be read."""
-        if not self._alone:
-            self._transport.fence()
-            self._flags[self._local][flag.place] = flag.value
-            self._transport.fence()
+        if self._alone:
+            self._flags[0][flag.place] = flag.value
+            return
+        self._transport.fence()
+        self._flags[self._local][flag.place] = flag.value
+        self._transport.fence()
 
     def raised(self, flag: Flag, *, by: Iterable[int]) -> bool:
         """Whether all of these local ranks have raised it; then what they wrote before may be read."""

@@ -1,37 +1,135 @@
-"""This rank's part of a bucket, summed over the ranks of its node."""
+"""A bucket's sum over the ranks of a node, in memory that they share: piece by piece, by whoever has time.
+
+A rank that is done with backward sums what the others have filled so far, and the last one finds little left to do.
+Which rank sums a piece makes no difference to the bits: each piece is summed in the order of the ranks.
+
+Who sums the next piece is settled by an atomic counter, which compiled code has and numpy has not: without it each
+rank sums pieces that are its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import final
 
+import numpy as np
 import torch
 
 from hpctrain.reduce.add import add
-from hpctrain.reduce.spans import Span
+from hpctrain.reduce.node_memory import Flag, NodeMemory
+from hpctrain.reduce.spans import Span, cut
+
+# What a rank that is in the middle of a piece keeps the others waiting for: some 25 us.
+PIECE_ELEMS = 1 << 15
+_COUNTER_BYTES = 64  # a cache line
+
+
+class Progress(Enum):
+    """What a look at a sum found."""
+
+    WAITS = 0
+    GOT_ON = 1
+    ENDED = 2
+
+
+# By what the compiled sum returns.
+_PROGRESS = (Progress.WAITS, Progress.GOT_ON, Progress.ENDED)
+
+
+def num_pieces_of(numel: int) -> int:
+    return -(-numel // PIECE_ELEMS)
+
+
+def tally_bytes(numel: int) -> int:
+    """What the ranks of a node note together of a bucket: how many pieces were begun, and each piece's square."""
+    return _COUNTER_BYTES + 8 * num_pieces_of(numel)
 
 
 @final
 class NodeSum:
-    """The sum of `part` of the buckets of all the node's ranks, into each of them, where nothing leaves the node.
+    """One bucket, reduced again and again. All counts of pieces are of all its rounds, so none is ever set back.
 
-    buckets: by local rank, each of shape (numel,), in host memory. num_gradients: of a bucket's elements those that
-    count in the norm, the first ones.
+    buckets: by local rank, each of shape (numel,), in host memory. number: of its flags in `memory`. tally: shape
+    (tally_bytes(numel),), zeroed, the same memory on all of the node's ranks. num_gradients: of a bucket's elements
+    those that count in the norm, the first ones. compiled: whether all of the node's ranks have the compiled sums.
     """
 
-    def __init__(self, buckets: Sequence[torch.Tensor], *, part: Span, num_gradients: int) -> None:
-        self._parts = tuple(bucket[part.begin : part.end].numpy() for bucket in buckets)
-        self._into = self._parts if len(buckets) > 1 else ()
-        self._num_squared = max(0, num_gradients - part.begin)
-        self._square = 0.0
+    def __init__(
+        self,
+        buckets: Sequence[torch.Tensor],
+        *,
+        memory: NodeMemory,
+        number: int,
+        tally: torch.Tensor,
+        local: int,
+        num_gradients: int,
+        compiled: bool,
+    ) -> None:
+        self._parts = tuple(bucket.numpy() for bucket in buckets)
+        self._memory = memory
+        self._flags = memory.counts_of(number)
+        self._is_filled, self._is_summed = memory.flags_of(number)
+        self._begun = tally[:8].view(torch.int64).numpy()
+        self._squares = tally[_COUNTER_BYTES:].view(torch.float64).numpy()
+        self._local = local
+        self._num_gradients = num_gradients
+        self._num_pieces = len(self._squares)
+        self._own = cut(Span(0, self._num_pieces), num_parts=len(buckets))[local]
+        self._next = self._own.begin
+        self._before = 0  # pieces of the rounds that have ended
+        self._filled = 0
+        self._take: Callable[..., int] | None = None
+        if compiled:
+            from hpctrain.reduce._add import take
 
-    def sum(self) -> None:
-        """In the order of the ranks. The buckets must be full, and nobody else write to this part."""
-        self._square = add(self._parts, into=self._into, num_squared=self._num_squared)
+            self._take = take
+
+    def fill(self, num_elems: int) -> None:
+        """This rank's first `num_elems` elements are there: from now on they may become the sum at any time."""
+        whole = num_elems >= len(self._parts[0])
+        filled = self._before + (self._num_pieces if whole else num_elems // PIECE_ELEMS)
+        if filled > self._filled:
+            self._filled = filled
+            self._memory.raise_flag(Flag(self._is_filled.place, filled))
+
+    def sum(self) -> Progress:
+        """Sum what can be summed, after this rank has filled all; ENDED, once, when the bucket holds the sum."""
+        progress = self._sum_any() if self._take is not None else self._sum_own()
+        if progress is Progress.ENDED:
+            self._before += self._num_pieces
+            self._next = self._own.begin
+        return progress
+
+    def _sum_any(self) -> Progress:
+        """The next pieces of the bucket, as far as all have filled them."""
+        assert self._take is not None
+        return _PROGRESS[
+            self._take(
+                self._parts, self._flags, self._begun, self._squares,
+                self._local, self._before, PIECE_ELEMS, self._num_gradients,
+            )
+        ]  # fmt: skip
+
+    def _sum_own(self) -> Progress:
+        """The next one of this rank's pieces, if all have filled it."""
+        memory, everyone = self._memory, range(len(self._parts))
+        if self._next < self._own.end:
+            if not memory.raised(Flag(self._is_filled.place, self._before + self._next + 1), by=everyone):
+                return Progress.WAITS
+            begin = self._next * PIECE_ELEMS
+            parts = [part[begin : begin + PIECE_ELEMS] for part in self._parts]
+            into = parts if len(parts) > 1 else ()
+            self._squares[self._next] = add(parts, into=into, num_squared=self._num_gradients - begin)
+            self._next += 1
+            return Progress.GOT_ON
+        summed = Flag(self._is_summed.place, self._before + self._num_pieces)
+        memory.raise_flag(summed)
+        return Progress.ENDED if memory.raised(summed, by=everyone) else Progress.WAITS
 
     def square(self) -> float:
-        """Sum of the squares of the gradients that were summed last."""
-        return self._square
+        """Sum of the squares of the bucket's gradients after the last sum, the same on all of the node's ranks."""
+        return float(np.sum(self._squares))
 
 
 def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:

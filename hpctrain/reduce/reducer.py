@@ -43,8 +43,14 @@ class StepSums(Protocol):
     def keep_squares(self) -> None:
         """From the next plan on, square what is summed. Not collective."""
 
+    def filled(self, number: int, num_elems: int) -> None:
+        """The first `num_elems` elements of bucket `number` are there: its next reduction may begin with them.
+
+        From then on they may change. Not collective, and a rank need not say it.
+        """
+
     def square(self) -> float | None:
-        """Sum of the squares of the gradients that this rank has summed last; all ranks' add up to the whole's.
+        """Sum of the squares of all gradients as they were summed last: the same bits on every rank.
 
         None, on every rank alike, where it was not taken. Not collective.
         """
@@ -52,8 +58,8 @@ class StepSums(Protocol):
     def carry(self, numbers: Numbers) -> bool:
         """Sum a few numbers, shape (n,), over all ranks, in place, beside the next reduction of all buckets.
 
-        Before any of these; done when all of them are. The first number's place is `square`'s, summed like the others.
-        False, on every rank alike if n is the same, where it cannot. Collective.
+        Before any of these; done when all of them are. False, on every rank alike if n is the same, where it cannot;
+        where it can, it knows `square` as well. Collective.
         """
 
     def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from functools import partial
 from typing import Any
 
@@ -129,6 +130,41 @@ def test_reductions_within_step_on_one_node_equal_plain_torch(
     one = on_threads(1, lambda world: train(world, micro_batches=2, clip_norm=1.0))[0]
     assert closeness(found[0]["losses"], one["losses"]) < 1e-12
     assert closeness(found[0]["norms"], one["norms"]) < 1e-12
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_gradients_that_come_in_another_order_on_each_rank_are_summed_all_the_same(num_ranks: int) -> None:
+    """Within `step` on one node, where others may begin with what is there: large gradients, some unused, told as they
+    come only where that is in the order of the bucket."""
+    numel = 50_000
+
+    def case(world: World, *, overlap: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        parameters = [torch.nn.Parameter(torch.randn(numel, generator=generator)) for _ in range(6)]
+        maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
+        reducer = maker.make(Algorithm.HIERARCHICAL, wire="fp32")
+        updater = AllReduceUpdater(
+            torch.optim.SGD(parameters, lr=0.01), comm=world.duplicate(), reducer=reducer, overlap=overlap
+        )
+        assert len(updater.buckets) == 1
+        order = random.Random(world.rank)
+        for step in range(6):
+            used = order.sample(range(6), 6 if step % 2 else 4)
+            if step > 3:
+                used = sorted(used)  # the same on all, and as it was planned
+            data = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            loss = sum((parameters[index] * data).square().sum() for index in used)
+            assert isinstance(loss, torch.Tensor)
+            updater.backward(loss, weight=1.0 / world.num_ranks)
+            updater.step()
+        updater.close()
+        reducer.close()
+        return [parameter.detach() for parameter in parameters]
+
+    found = on_threads(num_ranks, partial(case, overlap=False))
+    beside = on_threads(num_ranks, partial(case, overlap=True))
+    for parameters in found:
+        assert all(map(torch.equal, parameters, beside[0]))
 
 
 def test_ranks_of_a_node_may_differ_in_whether_they_reduce_beside_backward() -> None:

@@ -1,0 +1,229 @@
+"""Sums in shared memory, piece by piece, by whichever rank has time: the same bits, whoever sums."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.reduce import engine as engine_module
+from hpctrain.reduce.add import IS_COMPILED
+from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.buckets import Bucket, GradientSpec, milestones, plan_buckets
+from hpctrain.reduce.engine import EngineReducer
+from hpctrain.reduce.node_sum import PIECE_ELEMS
+from hpctrain.reduce.patience import Patience
+from tests.unit.test_engine import CPU, engine, topology_of, values_of
+
+compiled = pytest.mark.skipif(not IS_COMPILED, reason="hpctrain was installed without a compiler")
+SIZES = [0, 1, 1000, PIECE_ELEMS, PIECE_ELEMS + 1, 3 * PIECE_ELEMS, 7 * PIECE_ELEMS + 5]
+
+
+def within(world: ThreadsWorld) -> EngineReducer:
+    reducer = engine(world, topology_of((world.num_ranks,)), algorithm=Algorithm.HIERARCHICAL)
+    reducer.keep_squares()
+    return reducer
+
+
+@pytest.fixture(params=[pytest.param(True, marks=compiled), False], ids=["compiled", "not compiled"])
+def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all ranks have the compiled sums."""
+    monkeypatch.setattr(engine_module, "IS_COMPILED", request.param)
+
+
+def fill_and_sum(
+    reducer: EngineReducer,
+    *,
+    values: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    pace: random.Random,
+) -> None:
+    """One step: the buckets filled bit by bit, some of it told, at this rank's own speed."""
+    for number, (wanted, buffer) in enumerate(zip(values, buffers, strict=True)):
+        filled = 0
+        while filled < len(wanted):
+            more = min(len(wanted), filled + pace.randint(1, 2 * PIECE_ELEMS))
+            buffer[filled:more] = wanted[filled:more]
+            filled = more
+            if pace.random() < 0.7:
+                reducer.filled(number, filled)
+            if pace.random() < 0.2:
+                time.sleep(0.0005)
+    under_way = [reducer.reduce(number) for number in range(len(buffers))]
+    patience = Patience()
+    while under_way:
+        turns = pace.choice(under_way)
+        try:
+            if not next(turns):
+                patience.wait(eager=False)
+        except StopIteration:
+            under_way.remove(turns)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_ranks_at_their_own_speeds_get_the_sum_in_the_order_of_the_ranks(num_ranks: int, dtype: Any) -> None:
+    buckets = [Bucket(dtype, (), size) for size in SIZES]
+    num_rounds = 8
+
+    def values(rank: int, step: int) -> list[torch.Tensor]:
+        return [values_of(rank, size, dtype=dtype, seed=100 * step + size) for size in SIZES]
+
+    def rank_main(world: ThreadsWorld) -> list[list[torch.Tensor]]:
+        reducer = within(world)
+        buffers = reducer.plan(buckets, device=CPU)
+        pace = random.Random(world.rank)
+        found = []
+        for step in range(num_rounds):
+            fill_and_sum(reducer, values=values(world.rank, step), buffers=buffers, pace=pace)
+            found.append([buffer.clone() for buffer in buffers])
+        reducer.close()
+        return found
+
+    results = run_threads(num_ranks, rank_main)
+    for step in range(num_rounds):
+        expected = values(0, step)
+        for rank in range(1, num_ranks):
+            expected = [a + b for a, b in zip(expected, values(rank, step), strict=True)]
+        for result in results:
+            assert all(map(torch.equal, result[step], expected))
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_squares_are_the_same_bits_from_run_to_run_and_on_all_ranks() -> None:
+    """Whoever summed which piece."""
+    buckets = plan_buckets(
+        [GradientSpec(size, torch.float32) for size in (5 * PIECE_ELEMS, 100)], bucket_bytes=1 << 20
+    )
+
+    def rank_main(world: ThreadsWorld) -> list[float | None]:
+        reducer = within(world)
+        buffers = reducer.plan(buckets, device=CPU)
+        values = [values_of(world.rank, buffer.numel(), dtype=torch.float32, seed=7) for buffer in buffers]
+        found = []
+        for number in range(20):
+            pace = random.Random(world.rank * 100 + number)
+            fill_and_sum(reducer, values=values, buffers=buffers, pace=pace)
+            found.append(reducer.square())
+        reducer.close()
+        return found
+
+    results = run_threads(3, rank_main)
+    assert {square for result in results for square in result} == {results[0][0]}
+    assert results[0][0] is not None
+
+
+@compiled
+def test_the_last_rank_finds_summed_what_it_has_filled_before() -> None:
+    """The others do not wait for the whole bucket."""
+    numel = 4 * PIECE_ELEMS
+
+    def rank_main(world: ThreadsWorld) -> bool:
+        reducer = within(world)
+        (buffer,) = reducer.plan([Bucket(torch.float32, (), numel)], device=CPU)
+        buffer.fill_(1.0)
+        summed_early = True
+        if world.rank == 0:
+            reducer.filled(0, 3 * PIECE_ELEMS)
+            deadline = time.monotonic() + 20
+            while buffer[3 * PIECE_ELEMS - 1] != 2.0 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            summed_early = buffer[: 3 * PIECE_ELEMS].eq(2.0).all().item() is True
+            summed_early &= buffer[3 * PIECE_ELEMS :].eq(1.0).all().item() is True
+        for got_on in reducer.reduce(0):
+            if not got_on:
+                time.sleep(0.001)
+        reducer.close()
+        return summed_early and buffer.eq(2.0).all().item() is True
+
+    assert all(run_threads(2, rank_main))
+
+
+@compiled
+def test_ranks_of_a_node_may_differ_in_what_was_installed_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = engine_module.all_gather_json
+
+    def gather_as_if_rank_1_had_no_compiler(comm: Any, value: Any) -> list[Any]:
+        return gather(comm, False if value is True and comm.rank == 1 else value)
+
+    monkeypatch.setattr(engine_module, "all_gather_json", gather_as_if_rank_1_had_no_compiler)
+    size = 5 * PIECE_ELEMS + 3
+
+    def rank_main(world: ThreadsWorld) -> torch.Tensor:
+        reducer = within(world)
+        buffers = reducer.plan([Bucket(torch.float32, (), size)], device=CPU)
+        for _ in range(3):
+            values = [values_of(world.rank, size, dtype=torch.float32, seed=1)]
+            fill_and_sum(reducer, values=values, buffers=buffers, pace=random.Random(world.rank))
+        found = buffers[0].clone()
+        reducer.close()
+        return found
+
+    results = run_threads(3, rank_main)
+    parts = [values_of(rank, size, dtype=torch.float32, seed=1) for rank in range(3)]
+    assert all(torch.equal(result, parts[0] + parts[1] + parts[2]) for result in results)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=60), least=st.integers(1, 10**5))
+def test_milestones_are_few_and_leave_little(sizes: list[int], least: int) -> None:
+    (bucket,) = plan_buckets([GradientSpec(size, torch.float32) for size in sizes], bucket_bytes=10**9)
+    found = milestones(bucket, least_elems=least)
+    said = 0
+    for parameter, milestone in found.items():
+        assert milestone.parameters[-1] == parameter
+        assert milestone.num_elems == sum(sizes[index] for index in milestone.parameters)
+        assert milestone.num_elems - said >= max(least, (bucket.num_gradients - said) / 2)
+        said = milestone.num_elems
+    assert len(found) <= np.log2(bucket.num_gradients) + 1
+    # What comes after the last: less than twice the last gradients, or than the least.
+    left = bucket.num_gradients - said
+    without_last = left - sizes[bucket.slots[-1].parameter]
+    assert without_last < max(least, left / 2)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("changed", "value"),
+    [
+        ("parts", (np.zeros(4, np.float32), np.zeros(5, np.float32))),
+        ("parts", (np.zeros(4, np.int32), np.zeros(4, np.int32))),
+        ("parts", ()),
+        ("flags", (np.zeros(16, np.int64),)),
+        ("flags", (np.zeros(15, np.int64), np.zeros(16, np.int64))),
+        ("flags", (np.zeros(16), np.zeros(16))),
+        ("claimed", np.zeros(1)),
+        ("claimed", np.zeros(0, np.int64)),
+        ("squares", np.zeros(1)),
+        ("squares", np.zeros(2, np.int64)),
+        ("local", 2),
+        ("local", -1),
+        ("before", -1),
+        ("piece_elems", 0),
+    ],
+)
+def test_what_the_compiled_sum_is_not_made_for_is_refused(changed: str, value: Any) -> None:
+    from hpctrain.reduce._add import take
+
+    arguments: dict[str, Any] = {
+        "parts": (np.zeros(4, np.float32), np.zeros(4, np.float32)),
+        "flags": (np.zeros(16, np.int64), np.zeros(16, np.int64)),
+        "claimed": np.zeros(1, np.int64),
+        "squares": np.zeros(2),
+        "local": 0,
+        "before": 0,
+        "piece_elems": 2,
+        "num_squared": 4,
+    }
+    assert take(*arguments.values()) == 0
+    with pytest.raises(ValueError):
+        take(*{**arguments, changed: value}.values())
