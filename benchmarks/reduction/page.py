@@ -22,8 +22,8 @@ def raw_tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         samples = record["samples"]
         if record["id"].startswith("reduction.2.") and "seconds of all" in samples:
             tables[f"times.{record['id'].split('.')[2]}"] = _times(samples["seconds of all"])
-        if record["id"].startswith("reduction.3.") and "median step s" in samples:
-            tables[f"steps.{record['id'].split('.')[2]}"] = _steps(samples["median step s"])
+        if record["id"].startswith("reduction.3.") and record["id"].endswith(".throughput"):
+            tables[f"steps.{record['id'].split('.')[2]}"] = _steps(samples)
     return tables
 
 
@@ -35,8 +35,15 @@ def _times(seconds: Mapping[str, Sequence[float]]) -> str:
     return "\n".join(rows)
 
 
-def _steps(steps: Mapping[str, float]) -> str:
-    rows = ["| | median step, ms | more than without communication, ms |", "| --- | --- | --- |"]
-    for name in sorted(steps, key=lambda name: steps[name]):
-        rows.append(f"| {name} | {1000 * steps[name]:.1f} | {1000 * (steps[name] - steps['none']):.1f} |")
+def _steps(samples: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [
+        "| | slowed by | median step, ms | without communication, in turn with it, ms |",
+        "| --- | --- | --- | --- |",
+    ]
+    slowed = samples["slowed by"]
+    steps, without = samples["median step s"], samples["without communication s"]
+    for name in sorted(slowed, key=lambda name: slowed[name]):
+        rows.append(
+            f"| {name} | {slowed[name] - 1:.1%} | {1000 * steps[name]:.1f} | {1000 * without[name]:.1f} |"
+        )
     return "\n".join(rows)

@@ -93,7 +93,7 @@ class ThreadsTransport:
         return list(segments)
 
     def fence(self) -> None:
-        """Python's own lock orders what its threads write."""
+        """Nothing: Python's own lock orders what its threads write, compiled code has its own order."""
 
     def begun(self, what: str) -> None:
         """Nobody watches."""

@@ -1,4 +1,4 @@
-/* Sums of the buckets of a node's ranks in one pass over memory. See add.py and node_sum.py, which have the same in numpy. */
+/* Sums of the buckets of a node's ranks in one pass over memory, and who of them sums what. See add.py and node_sum.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -114,8 +114,25 @@ enum { WAITS = 0, GOT_ON = 1, ENDED = 2 };
 
 static int is_array_of(const Py_buffer *view, const char *formats, Py_ssize_t least)
 {
-    return view->ndim == 1 && view->itemsize == 8 && strchr(formats, view->format[0]) != NULL && view->format[1] == 0 &&
+    return view->ndim == 1 && view->itemsize == 8 && strlen(view->format) == 1 && strchr(formats, view->format[0]) != NULL &&
            view->len >= 8 * least && (uintptr_t)view->buf % 8 == 0;
+}
+
+static PyObject *fill(PyObject *module, PyObject *args)
+{
+    PyObject *flags;
+    Py_buffer view;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "On", &flags, &count) ||
+        PyObject_GetBuffer(flags, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) != 0)
+        return NULL;
+    const int valid = is_array_of(&view, "lq", NUM_FLAGS);
+    if (valid)
+        __atomic_store_n((int64_t *)view.buf + FILLED, count, __ATOMIC_RELEASE);
+    else
+        PyErr_SetString(PyExc_ValueError, "fill takes flags of int64, shape (16,)");
+    PyBuffer_Release(&view);
+    return valid ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *take(PyObject *module, PyObject *args)
@@ -188,6 +205,7 @@ done:
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(parts, into, num_squared): see hpctrain.reduce.add."},
+    {"fill", fill, METH_VARARGS, "fill(flags, count): what was written before is there; see hpctrain.reduce.node_sum."},
     {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared): see hpctrain.reduce.node_sum."},
     {NULL, NULL, 0, NULL},
 };

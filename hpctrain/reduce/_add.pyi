@@ -1,13 +1,15 @@
-from hpctrain.reduce.add import Array
-from hpctrain.reduce.node_memory import Counts
-from hpctrain.reduce.reducer import Numbers
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.reduce.add import Array, Counts
 
 def add(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int) -> float: ...
+def fill(flags: Counts, count: int) -> None: ...
 def take(
     parts: tuple[Array, ...],
     flags: tuple[Counts, ...],
     claimed: Counts,
-    squares: Numbers,
+    squares: NDArray[np.float64],
     local: int,
     before: int,
     piece_elems: int,

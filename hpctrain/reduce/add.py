@@ -5,13 +5,15 @@ torch needs a call for each step and each piece that fits into the cache: twice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.floating[Any]]
+Counts: TypeAlias = NDArray[np.int64]
 Add: TypeAlias = Callable[[tuple[Array, ...], tuple[Array, ...], int], float]
 
 # Values that a core keeps in its cache while it sums them: 256 KB of float32.
@@ -34,17 +36,33 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
     return square
 
 
-def _compiled() -> Add | None:
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What `_add.c` has. fill, take: see `node_sum.py`; numpy has nothing like them."""
+
+    add: Add
+    fill: Callable[[Counts, int], None]
+    take: Callable[..., int]
+
+
+def _compiled() -> Compiled | None:
     try:
-        from hpctrain.reduce._add import add
-    except ImportError:
+        from hpctrain.reduce._add import add, fill, take
+    except ImportError:  # nothing was compiled, or what was is of an earlier version
         return None
-    return add
+    return Compiled(add, fill, take)
 
 
-_chosen = _compiled()
-IS_COMPILED = _chosen is not None
-_add: Add = _chosen or add_in_numpy
+COMPILED = _compiled()
+_add: Add = COMPILED.add if COMPILED is not None else add_in_numpy
+
+
+def in_order(values: Iterable[float]) -> float:
+    """Their sum, the same bits on every rank: Python's `sum` adds in other ways from version to version."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0) -> float:

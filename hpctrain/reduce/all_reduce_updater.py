@@ -227,8 +227,7 @@ class AllReduceUpdater:
     def _lay_out(self, buckets: tuple[Bucket, ...]) -> GradientMemory:
         """Memory for `buckets`. Collective."""
         buffers = self._reducer.plan(buckets, device=self._device)
-        # Of the other buckets it is enough to say when they are full: backward has still some way to go.
-        self._milestones = milestones(buckets[-1], least_elems=_SAID_ELEMS) if self._early is not None else {}
+        self._milestones = milestones(buckets, least_elems=_SAID_ELEMS) if self._early is not None else {}
         return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
     def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
@@ -271,9 +270,9 @@ class AllReduceUpdater:
         return self._waiting_for[bucket]
 
     def _say_filled(self, milestone: Milestone) -> None:
-        """Of the last bucket, unless gradients came in another order."""
+        """Unless gradients came in another order."""
         if self._early is not None and all(self._placed[index] for index in milestone.parameters):
-            self._early.filled(len(self.buckets) - 1, milestone.num_elems)
+            self._early.filled(milestone.bucket, milestone.num_elems)
 
     def _send_complete_buckets(self) -> None:
         """In the order of the plan, which is the same on every rank: the reductions must match."""

@@ -9,6 +9,7 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
+from hpctrain.reduce.add import in_order
 from hpctrain.reduce.auto_choice import AutoChoice
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.calibration import MakeReducer
@@ -106,7 +107,7 @@ class AutoReducer:
     def square(self) -> float | None:
         squares = [reducer.square() if isinstance(reducer, StepSums) else None for reducer in self._used]
         known = [square for square in squares if square is not None]
-        return sum(known) if len(known) == len(squares) else None
+        return in_order(known) if len(known) == len(squares) else None
 
     def carry(self, numbers: Numbers) -> bool:
         only = self._step_sums[0] if len(self._used) == 1 else None

@@ -105,26 +105,28 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """The first `num_elems` elements of a bucket are there when the gradients of these parameters are."""
+    """The first `num_elems` elements of bucket `bucket` are there when the gradients of these parameters are."""
 
+    bucket: int
     num_elems: int
     parameters: tuple[int, ...]
 
 
-def milestones(bucket: Bucket, *, least_elems: int) -> dict[int, Milestone]:
+def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Milestone]:
     """Where to say how far a bucket is filled, by the parameter that comes last. Pure.
 
-    Each time half of what was left has come, at least `least_elems`: few times, and little is left after the last.
+    In each dtype's last bucket, each time half of what was left has come, at least `least_elems`: few times, and little
+    is left after the last. Of the other buckets it is enough to say when they are full.
     """
     found: dict[int, Milestone] = {}
-    parameters: list[int] = []
-    said = 0
-    for slot in bucket.slots[:-1]:
-        parameters.append(slot.parameter)
-        end = slot.offset + slot.numel
-        if end - said >= max(least_elems, (bucket.num_gradients - said) / 2):
-            found[slot.parameter] = Milestone(end, tuple(parameters))
-            said = end
+    for number in {bucket.dtype: number for number, bucket in enumerate(buckets)}.values():
+        bucket, said, parameters = buckets[number], 0, []
+        for slot in bucket.slots[:-1]:
+            parameters.append(slot.parameter)
+            end = slot.offset + slot.numel
+            if end - said >= max(least_elems, (bucket.num_gradients - said) / 2):
+                found[slot.parameter] = Milestone(number, end, tuple(parameters))
+                said = end
     return found
 
 

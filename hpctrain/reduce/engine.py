@@ -1,9 +1,10 @@
 """Two-level sums in shared memory and messages, chunk by chunk, everything under way at once.
 
-Buckets lie in memory that the ranks of a node share. For each chunk a carrier sums its part over the buckets of
-its node's ranks, exchanges it with its counterparts on the other nodes (`between.py`), and decodes the result
-straight into every bucket of its node. One copy of each element leaves a node, spread over its carriers; no
-element is copied on its way within the node. With every rank as a node of its own this is the flat sum.
+Buckets lie in memory that the ranks of a node share. Where there is one node, they are summed there (`node_sum.py`).
+Between nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
+counterparts (`between.py`), and decodes the result straight into every bucket of its node. One copy of each element
+leaves a node, spread over its carriers; no element is copied on its way within the node. With every rank as a node of
+its own this is the flat sum.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 """
@@ -20,7 +21,7 @@ import torch
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.transport import NUM_TAGS, Pending, Transport
 from hpctrain.errors import CheckpointError
-from hpctrain.reduce.add import IS_COMPILED
+from hpctrain.reduce.add import COMPILED, in_order
 from hpctrain.reduce.between import Part, Wire, direct, ring
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.chunk_memory import ChunkMemory
@@ -70,8 +71,7 @@ class EngineReducer:
 
     levels: the nodes to sum within: the run's topology, or one rank to a node for the flat algorithms.
     exchange: `direct` or `ring`, between those nodes. feedback: keep what the codec loses (error feedback).
-    chunk_elems: elements of a chunk; in_flight: chunks of one bucket under way at once. Within one node, where
-    nothing is sent, a bucket is one chunk.
+    chunk_elems: elements of a chunk; in_flight: chunks of one bucket under way at once.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class EngineReducer:
         if self._memory.lay_out([*sizes, *(tally_bytes(b.numel) for b in buckets if within)]):
             self._comm.barrier()
         # Ranks of one node may differ in what was installed for them.
-        compiled = within and all(all_gather_json(self._comm, IS_COMPILED))
+        all_compiled = within and all(all_gather_json(self._comm, COMPILED is not None))
         self._buckets = []
         self._carried = None
         for number, bucket in enumerate(buckets):
@@ -140,7 +140,7 @@ class EngineReducer:
                     tally=self._memory.segments(len(buckets) + number)[0],
                     local=self._place.local,
                     num_gradients=bucket.num_gradients if self._squares and bucket.slots else 0,
-                    compiled=compiled,
+                    compiled=COMPILED if all_compiled else None,
                 )
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
@@ -181,7 +181,7 @@ class EngineReducer:
     def square(self) -> float | None:
         if not self._squares or self._place.num_nodes > 1:
             return None
-        return sum(bucket.within.square() for bucket in self._buckets if bucket.within is not None)
+        return in_order(bucket.within.square() for bucket in self._buckets if bucket.within is not None)
 
     def carry(self, numbers: Numbers) -> bool:
         if not self._squares or not self._sums_numbers(numbers):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import BufferMismatch
+from hpctrain.reduce.add import Counts
 from hpctrain.reduce.spans import Place
 
 _ALIGNMENT = 64
@@ -23,9 +24,6 @@ MAX_NUMBERS = 255
 # A flag, and two rows of a count and the numbers: a rank writes the next ones while others still read those before.
 _ROW_NUMBERS = 1 + MAX_NUMBERS
 _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
-
-
-Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,8 @@ def _aligned(num_bytes: int) -> int:
 class NodeMemory:
     """Two flags and so many bytes for each bucket, on each rank of the node, and a place for a few numbers.
 
-    A rank raises its own flags only, to the number of the round; so no flag need be taken down, and 64 bits last.
-    A rank alone on its node has memory of its own.
+    A rank raises its own flags only, to the number of the round, or to a count over all rounds; so no flag need be
+    taken down, and 64 bits last. A rank alone on its node has memory of its own.
     """
 
     def __init__(self, transport: Transport, *, place: Place) -> None:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import final
 
-import numpy as np
 import torch
 
-from hpctrain.reduce.add import add
+from hpctrain.reduce.add import Compiled, add, in_order
 from hpctrain.reduce.node_memory import Flag, NodeMemory
 from hpctrain.reduce.spans import Span, cut
 
@@ -52,7 +51,7 @@ class NodeSum:
 
     buckets: by local rank, each of shape (numel,), in host memory. number: of its flags in `memory`. tally: shape
     (tally_bytes(numel),), zeroed, the same memory on all of the node's ranks. num_gradients: of a bucket's elements
-    those that count in the norm, the first ones. compiled: whether all of the node's ranks have the compiled sums.
+    those that count in the norm, the first ones. compiled: None unless all of the node's ranks have it.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class NodeSum:
         tally: torch.Tensor,
         local: int,
         num_gradients: int,
-        compiled: bool,
+        compiled: Compiled | None,
     ) -> None:
         self._parts = tuple(bucket.numpy() for bucket in buckets)
         self._memory = memory
@@ -79,11 +78,8 @@ class NodeSum:
         self._next = self._own.begin
         self._before = 0  # pieces of the rounds that have ended
         self._filled = 0
-        self._take: Callable[..., int] | None = None
-        if compiled:
-            from hpctrain.reduce._add import take
-
-            self._take = take
+        self._summed = 0
+        self._compiled = compiled
 
     def fill(self, num_elems: int) -> None:
         """This rank's first `num_elems` elements are there: from now on they may become the sum at any time."""
@@ -91,21 +87,23 @@ class NodeSum:
         filled = self._before + (self._num_pieces if whole else num_elems // PIECE_ELEMS)
         if filled > self._filled:
             self._filled = filled
-            self._memory.raise_flag(Flag(self._is_filled.place, filled))
+            if self._compiled is not None:
+                self._compiled.fill(self._flags[self._local], filled)
+            else:
+                self._memory.raise_flag(Flag(self._is_filled.place, filled))
 
     def sum(self) -> Progress:
         """Sum what can be summed, after this rank has filled all; ENDED, once, when the bucket holds the sum."""
-        progress = self._sum_any() if self._take is not None else self._sum_own()
+        progress = self._sum_own() if self._compiled is None else self._sum_any(self._compiled.take)
         if progress is Progress.ENDED:
             self._before += self._num_pieces
             self._next = self._own.begin
         return progress
 
-    def _sum_any(self) -> Progress:
+    def _sum_any(self, take: Callable[..., int]) -> Progress:
         """The next pieces of the bucket, as far as all have filled them."""
-        assert self._take is not None
         return _PROGRESS[
-            self._take(
+            take(
                 self._parts, self._flags, self._begun, self._squares,
                 self._local, self._before, PIECE_ELEMS, self._num_gradients,
             )
@@ -124,12 +122,14 @@ class NodeSum:
             self._next += 1
             return Progress.GOT_ON
         summed = Flag(self._is_summed.place, self._before + self._num_pieces)
-        memory.raise_flag(summed)
+        if summed.value > self._summed:
+            self._summed = summed.value
+            memory.raise_flag(summed)
         return Progress.ENDED if memory.raised(summed, by=everyone) else Progress.WAITS
 
     def square(self) -> float:
         """Sum of the squares of the bucket's gradients after the last sum, the same on all of the node's ranks."""
-        return float(np.sum(self._squares))
+        return in_order(self._squares.tolist())
 
 
 def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:

@@ -72,7 +72,7 @@ def _torch() -> dict[str, Any]:
 
 def _sums() -> dict[str, Any]:
     try:
-        return {"compiled": importlib.import_module("hpctrain.reduce.add").IS_COMPILED}
+        return {"compiled": importlib.import_module("hpctrain.reduce.add").COMPILED is not None}
     except Exception as error:  # without torch there is nothing to sum
         return {"error": f"cannot be loaded: {error}".splitlines()[0]}
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Any
 
 import torch
 
 from hpctrain.comm import World, all_gather_json
 from hpctrain.reduce.algorithm import CODEC_WIRES, NCCL_ALGORITHMS, Algorithm
-from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.engine import EngineReducer
 from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.patience import run_to_end
 from hpctrain.topology import Topology
+from tests.uneven_ranks import fill_and_sum
 
 SIZES = [0, 1, 3, 1000, 300_007]
 SCALE = 8.0  # so that sums use a good part of float16's range and none of it overflows
@@ -67,3 +70,33 @@ def _sum(
     reducer.close()
     assert all(other == what for other in all_gather_json(world, what))  # the same bits on every rank
     return what
+
+
+def uneven(world: World) -> int:
+    """On one node, every rank at its own speed, with another plan in the same memory half way; wrong sums."""
+    maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
+    reducer = maker.make(Algorithm.HIERARCHICAL, wire="fp32")
+    assert isinstance(reducer, EngineReducer)
+    reducer.keep_squares()
+    pace = random.Random(world.rank)
+    wrong = 0
+    for sizes in ([5, 400_000, 70_000], [300_000, 170_005]):
+        buckets = plan_buckets([GradientSpec(size, torch.float32) for size in sizes], bucket_bytes=1)
+        buffers = reducer.plan(buckets, device=torch.device("cpu"))
+        for step in range(40):
+            parts = [
+                [uneven_values(rank, step, numel=buffer.numel()) for buffer in buffers]
+                for rank in range(world.num_ranks)
+            ]
+            fill_and_sum(reducer, values=parts[world.rank], buffers=buffers, pace=pace)
+            expected = parts[0]
+            for part in parts[1:]:
+                expected = [a + b for a, b in zip(expected, part, strict=True)]
+            squares = all_gather_json(world, reducer.square())
+            wrong += not all(map(torch.equal, buffers, expected)) or len(set(squares)) > 1
+    reducer.close()
+    return wrong
+
+
+def uneven_values(rank: int, step: int, *, numel: int) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32).mul_(0.37 + rank).add_(step).sin_()

@@ -47,6 +47,12 @@ def test_sums_are_within_their_bound(backend: str, num_ranks: int) -> None:
             assert found[f"{algorithm} fp32 float32"]["ran"] == algorithm
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_of_a_node_sum_what_the_others_have_filled_so_far(num_ranks: int) -> None:
+    found = run_ranks(num_ranks, reduction_cases.uneven, backend="mpi", timeout_s=100)
+    assert found.outputs == [0] * num_ranks
+
+
 SESSION = """
 import sys
 if {without_mpi4py}: sys.modules["mpi4py"] = None

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.reduce import add as add_module
-from hpctrain.reduce.add import IS_COMPILED, PIECE_ELEMS, add, add_in_numpy
+from hpctrain.reduce.add import COMPILED, PIECE_ELEMS, add, add_in_numpy
 
-compiled = pytest.mark.skipif(not IS_COMPILED, reason="hpctrain was installed without a compiler")
+compiled = pytest.mark.skipif(COMPILED is None, reason="hpctrain was installed without a compiler")
 # On both sides of what the compiled sum takes at a time, and of what numpy does.
 SIZES = [0, 1, 2, 15, 16, 17, 1023, 1024, 1025, 5000, PIECE_ELEMS, PIECE_ELEMS + 1, 2 * PIECE_ELEMS + 33]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.reduce import add as add_module
 from hpctrain.reduce import engine as engine_module
-from hpctrain.reduce.add import IS_COMPILED
+from hpctrain.reduce.add import COMPILED
 from hpctrain.reduce.algorithm import Algorithm
 from hpctrain.reduce.buckets import Bucket, GradientSpec, milestones, plan_buckets
 from hpctrain.reduce.engine import EngineReducer
 from hpctrain.reduce.node_sum import PIECE_ELEMS
-from hpctrain.reduce.patience import Patience
+from tests.uneven_ranks import fill_and_sum
 from tests.unit.test_engine import CPU, engine, topology_of, values_of
 
-compiled = pytest.mark.skipif(not IS_COMPILED, reason="hpctrain was installed without a compiler")
+compiled = pytest.mark.skipif(COMPILED is None, reason="hpctrain was installed without a compiler")
 SIZES = [0, 1, 1000, PIECE_ELEMS, PIECE_ELEMS + 1, 3 * PIECE_ELEMS, 7 * PIECE_ELEMS + 5]
 
 
@@ -36,36 +36,8 @@ def within(world: ThreadsWorld) -> EngineReducer:
 @pytest.fixture(params=[pytest.param(True, marks=compiled), False], ids=["compiled", "not compiled"])
 def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether all ranks have the compiled sums."""
-    monkeypatch.setattr(engine_module, "IS_COMPILED", request.param)
-
-
-def fill_and_sum(
-    reducer: EngineReducer,
-    *,
-    values: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    pace: random.Random,
-) -> None:
-    """One step: the buckets filled bit by bit, some of it told, at this rank's own speed."""
-    for number, (wanted, buffer) in enumerate(zip(values, buffers, strict=True)):
-        filled = 0
-        while filled < len(wanted):
-            more = min(len(wanted), filled + pace.randint(1, 2 * PIECE_ELEMS))
-            buffer[filled:more] = wanted[filled:more]
-            filled = more
-            if pace.random() < 0.7:
-                reducer.filled(number, filled)
-            if pace.random() < 0.2:
-                time.sleep(0.0005)
-    under_way = [reducer.reduce(number) for number in range(len(buffers))]
-    patience = Patience()
-    while under_way:
-        turns = pace.choice(under_way)
-        try:
-            if not next(turns):
-                patience.wait(eager=False)
-        except StopIteration:
-            under_way.remove(turns)
+    if not request.param:
+        monkeypatch.setattr(engine_module, "COMPILED", None)
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -176,10 +148,12 @@ def test_ranks_of_a_node_may_differ_in_what_was_installed_for_them(monkeypatch: 
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=60), least=st.integers(1, 10**5))
 def test_milestones_are_few_and_leave_little(sizes: list[int], least: int) -> None:
+    small = plan_buckets([GradientSpec(size, torch.float32) for size in (3, 5)], bucket_bytes=10**9)
     (bucket,) = plan_buckets([GradientSpec(size, torch.float32) for size in sizes], bucket_bytes=10**9)
-    found = milestones(bucket, least_elems=least)
+    found = milestones([*small, bucket], least_elems=least)
     said = 0
     for parameter, milestone in found.items():
+        assert milestone.bucket == 1
         assert milestone.parameters[-1] == parameter
         assert milestone.num_elems == sum(sizes[index] for index in milestone.parameters)
         assert milestone.num_elems - said >= max(least, (bucket.num_gradients - said) / 2)
@@ -189,6 +163,25 @@ def test_milestones_are_few_and_leave_little(sizes: list[int], least: int) -> No
     left = bucket.num_gradients - said
     without_last = left - sizes[bucket.slots[-1].parameter]
     assert without_last < max(least, left / 2)
+
+
+def test_milestones_are_of_the_last_bucket_of_each_dtype() -> None:
+    dtypes = [torch.float64, *[torch.float32] * 5, torch.float64]
+    buckets = plan_buckets([GradientSpec(100, dtype) for dtype in dtypes], bucket_bytes=1200)
+    assert [(bucket.dtype, len(bucket.slots)) for bucket in buckets] == [
+        (torch.float32, 3), (torch.float64, 1), (torch.float64, 1), (torch.float32, 2)
+    ]  # fmt: skip
+    (milestone,) = milestones(buckets, least_elems=1).values()
+    assert (milestone.bucket, milestone.num_elems) == (3, 100)
+
+
+@compiled
+def test_a_compiled_file_of_an_earlier_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain.reduce import _add
+
+    assert add_module._compiled() is not None
+    monkeypatch.delattr(_add, "take")
+    assert add_module._compiled() is None
 
 
 @compiled
@@ -227,3 +220,13 @@ def test_what_the_compiled_sum_is_not_made_for_is_refused(changed: str, value: A
     assert take(*arguments.values()) == 0
     with pytest.raises(ValueError):
         take(*{**arguments, changed: value}.values())
+
+
+@compiled
+@pytest.mark.parametrize("flags", [np.zeros(15, np.int64), np.zeros(16), np.zeros((1, 16), np.int64)])
+def test_only_flags_are_filled(flags: Any) -> None:
+    from hpctrain.reduce._add import fill
+
+    with pytest.raises(ValueError):
+        fill(flags, 1)
+    assert not flags.any()

@@ -17,6 +17,7 @@ from hpctrain.comm import World
 from hpctrain.comm.threads import run_threads
 from hpctrain.errors import BufferMismatch, CheckpointError, CommunicationError, UsageError
 from hpctrain.reduce import AllReduceUpdater
+from hpctrain.reduce.algorithm import Algorithm
 from hpctrain.reduce.auto_choice import AutoChoice, CalibrationFiles, Measured, bucket_sizes, find_choice
 from hpctrain.reduce.auto_reducer import AutoReducer
 from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, plan_buckets
@@ -24,7 +25,9 @@ from hpctrain.reduce.calibration import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Cali
 from hpctrain.reduce.choice import Choice
 from hpctrain.reduce.collective_reducer import CollectiveReducer
 from hpctrain.reduce.cost import Candidate, Measurement
+from hpctrain.reduce.engine import EngineReducer
 from hpctrain.reduce.link_floor import LinkFloor
+from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.reducer import BucketReducer, StateTensor
 from hpctrain.topology import Topology
 
@@ -433,6 +436,40 @@ def test_each_bucket_goes_to_the_reducer_of_its_size_and_sums_right() -> None:
 
     run_threads(3, on_rank)
     assert used == [["flat", "direct"]] * 3 or used == [["direct", "flat"]] * 3
+
+
+def test_what_is_filled_is_told_to_the_reducer_of_that_bucket_by_its_place_there() -> None:
+    """Reducers that know nothing of it are not told."""
+    auto = by_size().settle(gradient_bytes=10**6)
+    buckets = plan_buckets(
+        [GradientSpec(n, torch.float32) for n in (70_000, 100, 50_000, 7, 20_000)], bucket_bytes=1
+    )
+
+    def on_rank(world: World) -> None:
+        topology = Topology.from_node_names(["a"] * world.num_ranks)
+        made = make_real(world, topology, made=[])
+        nodes = ReducerMaker(world, topology=topology)
+        told: list[tuple[int, int]] = []
+
+        def make(algorithm: str, wire: str) -> BucketReducer:
+            if algorithm == "flat":
+                return made(algorithm, wire)
+            reducer = nodes.make(Algorithm.HIERARCHICAL, wire=wire)
+            assert isinstance(reducer, EngineReducer)
+            reducer.filled = lambda number, num_elems: told.append((number, num_elems))  # type: ignore[method-assign]
+            return reducer
+
+        reducer = AutoReducer(auto, comm=world.duplicate(), make=make)
+        reducer.plan(buckets, device=CPU)
+        sizes = [bucket.numel for bucket in buckets]
+        for number, size in enumerate(sizes):
+            reducer.filled(number, size)
+        large = [size for size in sizes if size > 10_000]
+        assert len(large) == 3
+        assert told == list(enumerate(large))
+        reducer.close()
+
+    run_threads(2, on_rank)
 
 
 def updater_with(
