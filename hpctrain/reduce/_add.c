@@ -17,9 +17,11 @@
 
 #define DEFINE_ADD(NAME, TYPE)                                                                                \
     WIDEST static double NAME(const Py_buffer *parts, Py_ssize_t num_parts, const Py_buffer *into,            \
-                              Py_ssize_t num_into, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t num_squared)  \
+                              Py_ssize_t num_into, Py_ssize_t begin, Py_ssize_t end, Py_ssize_t num_squared,  \
+                              double factor)                                                                  \
     {                                                                                                         \
         double lanes[LANES] = {0}, square = 0;                                                                \
+        const TYPE by = (TYPE)factor;                                                                         \
         TYPE tile[TILE];                                                                                      \
         for (; begin < end; begin += TILE) {                                                                  \
             const Py_ssize_t size = end - begin < TILE ? end - begin : TILE;                                  \
@@ -38,6 +40,9 @@
                 for (Py_ssize_t i = 0; i < size; i++)                                                         \
                     tile[i] += other[i];                                                                      \
             }                                                                                                 \
+            if (by != 1)                                                                                      \
+                for (Py_ssize_t i = 0; i < size; i++)                                                         \
+                    tile[i] *= by;                                                                            \
             Py_ssize_t i = 0;                                                                                 \
             for (; i + LANES <= squared; i += LANES)                                                          \
                 for (int lane = 0; lane < LANES; lane++)                                                      \
@@ -78,7 +83,8 @@ static PyObject *add(PyObject *module, PyObject *args)
 {
     PyObject *parts, *into, *result = NULL;
     Py_ssize_t num_squared, count = 0;
-    if (!PyArg_ParseTuple(args, "O!O!n", &PyTuple_Type, &parts, &PyTuple_Type, &into, &num_squared))
+    double factor;
+    if (!PyArg_ParseTuple(args, "O!O!nd", &PyTuple_Type, &parts, &PyTuple_Type, &into, &num_squared, &factor))
         return NULL;
     const Py_ssize_t num_parts = PyTuple_GET_SIZE(parts), num_into = PyTuple_GET_SIZE(into);
     Py_buffer *views = PyMem_Calloc(num_parts + num_into, sizeof *views);
@@ -100,7 +106,8 @@ static PyObject *add(PyObject *module, PyObject *args)
         num_squared = 0;
     double square;
     Py_BEGIN_ALLOW_THREADS
-    square = (is_float ? add_float : add_double)(views, num_parts, views + num_parts, num_into, 0, numel, num_squared);
+    square = (is_float ? add_float : add_double)(views, num_parts, views + num_parts, num_into, 0, numel,
+                                                  num_squared, factor);
     Py_END_ALLOW_THREADS
     result = PyFloat_FromDouble(square);
 done:
@@ -139,8 +146,9 @@ static PyObject *take(PyObject *module, PyObject *args)
 {
     PyObject *parts, *flags, *claimed, *squares, *result = NULL;
     Py_ssize_t local, before, piece_elems, num_squared, count = 0;
-    if (!PyArg_ParseTuple(args, "O!O!OOnnnn", &PyTuple_Type, &parts, &PyTuple_Type, &flags, &claimed, &squares, &local,
-                          &before, &piece_elems, &num_squared))
+    double factor;
+    if (!PyArg_ParseTuple(args, "O!O!OOnnnnd", &PyTuple_Type, &parts, &PyTuple_Type, &flags, &claimed, &squares, &local,
+                          &before, &piece_elems, &num_squared, &factor))
         return NULL;
     const Py_ssize_t ranks = PyTuple_GET_SIZE(parts);
     if (ranks == 0 || PyTuple_GET_SIZE(flags) != ranks || local < 0 || local >= ranks || before < 0 || piece_elems < 1) {
@@ -184,8 +192,9 @@ static PyObject *take(PyObject *module, PyObject *args)
                 continue; /* another rank was first */
             const Py_ssize_t first = (piece - before) * piece_elems;
             const Py_ssize_t last = numel - first < piece_elems ? numel : first + piece_elems;
-            table[piece - before] =
-                (is_float ? add_float : add_double)(views, ranks, views, ranks > 1 ? ranks : 0, first, last, num_squared);
+            const Py_ssize_t written = ranks > 1 || factor != 1 ? ranks : 0;
+            table[piece - before] = (is_float ? add_float : add_double)(views, ranks, views, written, first, last, num_squared,
+                                                                        factor);
             __atomic_fetch_add((int64_t *)views[ranks + local].buf + SUMMED, 1, __ATOMIC_RELEASE);
             state = GOT_ON;
             continue;
@@ -204,9 +213,9 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"add", add, METH_VARARGS, "add(parts, into, num_squared): see hpctrain.reduce.add."},
+    {"add", add, METH_VARARGS, "add(parts, into, num_squared, factor): see hpctrain.reduce.add."},
     {"fill", fill, METH_VARARGS, "fill(flags, count): what was written before is there; see hpctrain.reduce.node_sum."},
-    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared): see hpctrain.reduce.node_sum."},
+    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.node_sum."},
     {NULL, NULL, 0, NULL},
 };
 

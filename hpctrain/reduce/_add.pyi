@@ -3,7 +3,7 @@ from numpy.typing import NDArray
 
 from hpctrain.reduce.add import Array, Counts
 
-def add(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int) -> float: ...
+def add(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float: ...
 def fill(flags: Counts, count: int) -> None: ...
 def take(
     parts: tuple[Array, ...],
@@ -14,4 +14,5 @@ def take(
     before: int,
     piece_elems: int,
     num_squared: int,
+    factor: float,
 ) -> int: ...

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.floating[Any]]
 Counts: TypeAlias = NDArray[np.int64]
-Add: TypeAlias = Callable[[tuple[Array, ...], tuple[Array, ...], int], float]
+Add: TypeAlias = Callable[[tuple[Array, ...], tuple[Array, ...], int, float], float]
 
 # Values that a core keeps in its cache while it sums them: 256 KB of float32.
 PIECE_ELEMS = 65536
 
 
-def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int) -> float:
+def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
     """What `add` does, in the same order; the squares' last bits may differ."""
     square = 0.0
     with np.errstate(all="ignore"):  # what is not finite is told by the square
@@ -29,6 +29,8 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
             total = parts[0][piece] + parts[1][piece] if len(parts) > 1 else parts[0][piece]
             for other in parts[2:]:
                 total += other[piece]
+            if factor != 1:
+                total = total * total.dtype.type(factor)
             counted = total[: max(0, num_squared - begin)].astype(np.float64)
             square += float(np.dot(counted, counted))
             for copy in into:
@@ -65,10 +67,10 @@ def in_order(values: Iterable[float]) -> float:
     return total
 
 
-def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0) -> float:
-    """Each array of `into` becomes the sum of the parts, added in their order; others may be parts themselves.
+def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0, factor: float = 1.0) -> float:
+    """Each array of `into` becomes the sum of the parts, added in their order, times `factor`; others may be parts.
 
     parts, into: shape (n,), contiguous, all of float32 or all of float64; at least one part. Returns the sum of the
-    squares of the sum's first `num_squared` elements, in float64: not finite where one of these is not.
+    squares of the first `num_squared` elements of the result, in float64: not finite where one of these is not.
     """
-    return _add(tuple(parts), tuple(into), num_squared)
+    return _add(tuple(parts), tuple(into), num_squared, factor)

@@ -154,7 +154,7 @@ class AllReduceUpdater:
             waited_s += time.perf_counter() - started
         shares, replan, *totals = numbers.tolist()
         square = shares if square is None else square
-        norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
+        norm = math.sqrt(square) / self._summed_scale if square >= 0 else math.nan
         finite = math.isfinite(norm) and self._take_gradients(norm)
         if finite:
             self._memory.give_out()
@@ -245,6 +245,8 @@ class AllReduceUpdater:
         # What gradients are multiplied by on their way into a bucket, if their loss was not: before the wire, as many
         # ranks' gradients near 1024 overflow float16 when summed.
         self._unsent_factor = self._scale.value / self._comm.num_ranks
+        unscaled = self._step_sums is not None and self._step_sums.scale_sums(1.0 / self._scale.value)
+        self._summed_scale = 1.0 if unscaled else self._scale.value
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
@@ -296,9 +298,9 @@ class AllReduceUpdater:
         return self._pipeline.wait() if self._pipeline is not None else 0.0
 
     def _take_gradients(self, norm: float) -> bool:
-        """Unscale and clip the sums, each element once; whether every parameter's dtype can hold its gradient."""
+        """Clip the sums, and unscale what is not; whether every parameter's dtype can hold its gradient."""
         clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-        self._memory.scale(clip / self._scale.value)
+        self._memory.scale(clip / self._summed_scale)
         return self._memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> tuple[Numbers, bool]:

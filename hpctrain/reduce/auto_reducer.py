@@ -36,6 +36,7 @@ class AutoReducer:
         self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
         self._used: list[BucketReducer] = []  # those that the last plan has buckets for
         self._step_sums: list[StepSums | None] = []  # of each bucket: its reducer, if it is one
+        self._only: StepSums | None = None  # where it reduces all buckets
         self._squares = False
 
     @property
@@ -84,6 +85,7 @@ class AutoReducer:
         self._places = [places[number] for number in range(len(buckets))]
         self._used = list(dict.fromkeys(reducer for reducer, _ in self._places))
         self._step_sums = [reducer if isinstance(reducer, StepSums) else None for reducer, _ in self._places]
+        self._only = self._step_sums[0] if len(self._used) == 1 else None
         return [memory[number] for number in range(len(buckets))]
 
     def _reducer_for(self, candidate: Candidate) -> BucketReducer:
@@ -104,14 +106,16 @@ class AutoReducer:
         if (reducer := self._step_sums[number]) is not None:
             reducer.filled(self._places[number][1], num_elems)
 
+    def scale_sums(self, factor: float) -> bool:
+        return self._only is not None and self._only.scale_sums(factor)
+
     def square(self) -> float | None:
         squares = [reducer.square() if isinstance(reducer, StepSums) else None for reducer in self._used]
         known = [square for square in squares if square is not None]
         return in_order(known) if len(known) == len(squares) else None
 
     def carry(self, numbers: Numbers) -> bool:
-        only = self._step_sums[0] if len(self._used) == 1 else None
-        return only is not None and only.carry(numbers)
+        return self._only is not None and self._only.carry(numbers)
 
     def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
         for reducer in self._used:
@@ -134,6 +138,6 @@ class AutoReducer:
             reducer.load_state(tensors)
 
     def close(self) -> None:
-        self._places, self._used, self._step_sums = [], [], []
+        self._places, self._used, self._step_sums, self._only = [], [], [], None
         while self._reducers:
             self._reducers.pop(next(iter(self._reducers))).close()

@@ -178,6 +178,12 @@ class EngineReducer:
         if bucket.within is not None and bucket.on_device is None:
             bucket.within.fill(num_elems)
 
+    def scale_sums(self, factor: float) -> bool:
+        for bucket in self._buckets:
+            if bucket.within is not None:
+                bucket.within.factor = factor
+        return self._place.num_nodes == 1
+
     def square(self) -> float | None:
         if not self._squares or self._place.num_nodes > 1:
             return None

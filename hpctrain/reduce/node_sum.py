@@ -71,6 +71,7 @@ class NodeSum:
         self._is_filled, self._is_summed = memory.flags_of(number)
         self._begun = tally[:8].view(torch.int64).numpy()
         self._squares = tally[_COUNTER_BYTES:].view(torch.float64).numpy()
+        self.factor = 1.0  # of the sums from now on; the same on all of the node's ranks
         self._local = local
         self._num_gradients = num_gradients
         self._num_pieces = len(self._squares)
@@ -105,7 +106,7 @@ class NodeSum:
         return _PROGRESS[
             take(
                 self._parts, self._flags, self._begun, self._squares,
-                self._local, self._before, PIECE_ELEMS, self._num_gradients,
+                self._local, self._before, PIECE_ELEMS, self._num_gradients, self.factor,
             )
         ]  # fmt: skip
 
@@ -117,8 +118,10 @@ class NodeSum:
                 return Progress.WAITS
             begin = self._next * PIECE_ELEMS
             parts = [part[begin : begin + PIECE_ELEMS] for part in self._parts]
-            into = parts if len(parts) > 1 else ()
-            self._squares[self._next] = add(parts, into=into, num_squared=self._num_gradients - begin)
+            into = parts if len(parts) > 1 or self.factor != 1 else ()
+            self._squares[self._next] = add(
+                parts, into=into, num_squared=self._num_gradients - begin, factor=self.factor
+            )
             self._next += 1
             return Progress.GOT_ON
         summed = Flag(self._is_summed.place, self._before + self._num_pieces)

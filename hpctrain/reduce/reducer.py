@@ -49,6 +49,12 @@ class StepSums(Protocol):
         From then on they may change. Not collective, and a rank need not say it.
         """
 
+    def scale_sums(self, factor: float) -> bool:
+        """From now on until the next plan multiply what is summed by `factor`, the same on every rank.
+
+        False, on every rank alike, where it cannot; then nothing is multiplied. Not collective.
+        """
+
     def square(self) -> float | None:
         """Sum of the squares of all gradients as they were summed last: the same bits on every rank.
 

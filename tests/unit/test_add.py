@@ -34,16 +34,18 @@ def arrays(count: int, numel: int, *, dtype: Any, seed: int = 0) -> list[np.ndar
     numel=st.sampled_from(SIZES),
     dtype=st.sampled_from([np.float32, np.float64]),
     squared=st.one_of(st.just(0), st.sampled_from(SIZES)),
+    factor=st.sampled_from([1.0, 2.0**-10, 1 / 3]),
     seed=st.integers(0, 99),
 )
 def test_all_parts_become_their_sum_in_their_order(
-    count: int, numel: int, dtype: Any, squared: int, seed: int
+    count: int, numel: int, dtype: Any, squared: int, factor: float, seed: int
 ) -> None:
     parts = arrays(count, numel, dtype=dtype, seed=seed)
     expected = parts[0].copy()
     for part in parts[1:]:
         expected += part
-    square = add(parts, into=parts, num_squared=squared)
+    expected *= dtype(factor)
+    square = add(parts, into=parts, num_squared=squared, factor=factor)
     for part in parts:
         np.testing.assert_array_equal(part, expected)
     exact = float(np.sum(expected[:squared].astype(np.longdouble) ** 2))
@@ -99,7 +101,7 @@ def test_arrays_that_are_not_alike_are_refused(parts: list[Any], into: list[Any]
     from hpctrain.reduce._add import add as compiled_add
 
     with pytest.raises(ValueError):
-        compiled_add(tuple(parts), tuple(into), 0)
+        compiled_add(tuple(parts), tuple(into), 0, 1.0)
 
 
 @compiled
@@ -109,8 +111,8 @@ def test_memory_that_is_only_to_be_read_is_not_written_to() -> None:
     closed = np.zeros(3, dtype=np.float32)
     closed.flags.writeable = False
     other = np.ones(3, dtype=np.float32)
-    assert compiled_add((closed, other), (), 3) == 3.0
+    assert compiled_add((closed, other), (), 3, 1.0) == 3.0
     with pytest.raises(ValueError):
-        compiled_add((closed, other), (closed,), 0)
+        compiled_add((closed, other), (closed,), 0, 1.0)
     with pytest.raises(TypeError):
-        compiled_add([other], (), 0)  # type: ignore[arg-type]
+        compiled_add([other], (), 0, 1.0)  # type: ignore[arg-type]

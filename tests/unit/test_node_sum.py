@@ -216,6 +216,7 @@ def test_what_the_compiled_sum_is_not_made_for_is_refused(changed: str, value: A
         "before": 0,
         "piece_elems": 2,
         "num_squared": 4,
+        "factor": 1.0,
     }
     assert take(*arguments.values()) == 0
     with pytest.raises(ValueError):

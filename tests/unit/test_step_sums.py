@@ -69,6 +69,46 @@ def test_every_rank_knows_the_square_of_the_summed_gradients(
     assert last == pytest.approx(9 * first, rel=1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sums_are_multiplied_until_the_next_plan(num_ranks: int) -> None:
+    buckets = plan_buckets(
+        [GradientSpec(size, torch.float32) for size in (PIECE_ELEMS + 7, 100)], bucket_bytes=1
+    )
+
+    def rank_main(world: ThreadsWorld) -> None:
+        reducer = within(world, num_ranks)
+        reducer.keep_squares()
+        for factors in ((0.25, 0.5, 1.0), (None,)):
+            buffers = reducer.plan(buckets, device=CPU)
+            for factor in factors:
+                for bucket, buffer in zip(buckets, buffers, strict=True):
+                    buffer[: bucket.num_gradients] = 4.0
+                    buffer[bucket.first_flag :] = 1.0
+                assert factor is None or reducer.scale_sums(factor)
+                sum_all(reducer, len(buckets))
+                expected = 4.0 * num_ranks * (factor or 1.0)
+                for bucket, buffer in zip(buckets, buffers, strict=True):
+                    assert buffer[: bucket.num_gradients].eq(expected).all()
+                    assert buffer[bucket.first_flag :].ne(0).all()
+                assert reducer.square() == expected**2 * sum(bucket.num_gradients for bucket in buckets)
+        reducer.close()
+
+    run_threads(num_ranks, rank_main)
+
+
+def test_sums_between_nodes_are_not_multiplied() -> None:
+    def rank_main(world: ThreadsWorld) -> None:
+        reducer = within(world, 1, 1)
+        (buffer,) = reducer.plan([Bucket(torch.float32, (), 100)], device=CPU)
+        assert not reducer.scale_sums(0.5)
+        buffer.fill_(1.0)
+        sum_all(reducer, 1)
+        assert buffer.eq(2.0).all()
+        reducer.close()
+
+    run_threads(2, rank_main)
+
+
 def test_squares_that_are_not_finite_say_so() -> None:
     def rank_main(world: ThreadsWorld, *, value: float, dtype: torch.dtype) -> float:
         reducer = within(world, 2)

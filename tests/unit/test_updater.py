@@ -170,6 +170,44 @@ def test_gradients_that_come_in_another_order_on_each_rank_are_summed_all_the_sa
         assert all(map(torch.equal, parameters, beside[0]))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_on_one_node_a_loss_scale_changes_no_bit(overlap: bool, clip_norm: float | None) -> None:
+    """Sums are unscaled as they are made; also after a step that was skipped, with the next scale."""
+
+    def case(world: World, *, wire: str) -> dict[str, Any]:
+        maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
+        reducer, parameters = maker.make(Algorithm.HIERARCHICAL, wire=wire), large([50_000, 7])
+        updater = AllReduceUpdater(
+            torch.optim.SGD(parameters, lr=0.1),
+            comm=world.duplicate(),
+            reducer=reducer,
+            overlap=overlap,
+            clip_norm=clip_norm,
+        )
+        outcomes = []
+        for step in range(5):
+            loss = squares(parameters, [1, 0]) * (math.inf if step == 2 and world.rank == 1 else 1.0)
+            updater.backward(loss, weight=(world.rank + 1) / 3)
+            outcomes.append(updater.step())
+        updater.close()
+        reducer.close()
+        return {
+            "applied": [outcome.applied for outcome in outcomes],
+            "norms": [str(outcome.grad_norm) for outcome in outcomes],
+            "scales": [outcome.loss_scale for outcome in outcomes],
+            "parameters": [parameter.detach() for parameter in parameters],
+        }
+
+    scaled = on_threads(2, partial(case, wire="fp16"))
+    plain = on_threads(2, partial(case, wire="fp32"))
+    for found in scaled:
+        assert found["applied"] == [True, True, False, True, True]
+        assert found["scales"] == [1024, 1024, 1024, 512, 512]
+        assert found["norms"] == plain[0]["norms"]
+        assert all(map(torch.equal, found["parameters"], plain[0]["parameters"]))
+
+
 class Impatient:
     """A reducer whose other ranks sum at once what they are told of: it takes it away, and gives it back to `reduce`.
 
@@ -204,6 +242,9 @@ class Impatient:
 
     def keep_squares(self) -> None:
         self._reducer.keep_squares()
+
+    def scale_sums(self, factor: float) -> bool:
+        return self._reducer.scale_sums(factor)
 
     def square(self) -> float | None:
         return self._reducer.square()
