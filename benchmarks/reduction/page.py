@@ -22,7 +22,7 @@ def raw_tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         samples = record["samples"]
         if record["id"].startswith("reduction.2.") and "seconds of all" in samples:
             tables[f"times.{record['id'].split('.')[2]}"] = _times(samples["seconds of all"])
-        if record["id"].startswith("reduction.3.") and record["id"].endswith(".throughput"):
+        if record["id"].startswith("reduction.3.") and "slowed by" in samples:
             tables[f"steps.{record['id'].split('.')[2]}"] = _steps(samples)
     return tables
 

@@ -219,7 +219,14 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_add", NULL, 0, methods, NULL, NULL, NULL, NULL};
+static int execute(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "VERSION", 2); /* as in add.py: a file of an earlier version is not taken */
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_add", NULL, 0, methods, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__add(void)
 {

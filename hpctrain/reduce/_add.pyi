@@ -3,6 +3,8 @@ from numpy.typing import NDArray
 
 from hpctrain.reduce.add import Array, Counts
 
+VERSION: int
+
 def add(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float: ...
 def fill(flags: Counts, count: int) -> None: ...
 def take(

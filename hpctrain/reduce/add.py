@@ -16,6 +16,9 @@ Array: TypeAlias = NDArray[np.floating[Any]]
 Counts: TypeAlias = NDArray[np.int64]
 Add: TypeAlias = Callable[[tuple[Array, ...], tuple[Array, ...], int, float], float]
 
+# Of what `_add.c` has and how it is called: raise both together.
+VERSION = 2
+
 # Values that a core keeps in its cache while it sums them: 256 KB of float32.
 PIECE_ELEMS = 65536
 
@@ -49,10 +52,14 @@ class Compiled:
 
 def _compiled() -> Compiled | None:
     try:
-        from hpctrain.reduce._add import add, fill, take
-    except ImportError:  # nothing was compiled, or what was is of an earlier version
+        from hpctrain.reduce import _add as module
+    except ImportError:
         return None
-    return Compiled(add, fill, take)
+    if (
+        getattr(module, "VERSION", 0) != VERSION
+    ):  # an old checkout's: numpy is slower, but calls that do not fit fail
+        return None
+    return Compiled(module.add, module.fill, module.take)
 
 
 COMPILED = _compiled()

@@ -110,13 +110,15 @@ class AllReduceUpdater:
         return self._memory.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
+        if loss.numel() != 1:
+            raise UsageError(f"the loss has shape {tuple(loss.shape)}: give one number, as its mean")
         self._unsent_factor = 1.0
-        factor = weight * self._scale.value
+        factor = torch.full_like(loss, weight * self._scale.value)  # as of loss * factor, with two calls less
         if last:
-            (loss * factor).backward()
+            loss.backward(factor)
         else:
             with self.no_sync():
-                (loss * factor).backward()
+                loss.backward(factor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -288,9 +290,10 @@ class AllReduceUpdater:
 
     def _put_rest(self) -> None:
         """What no hook has put: unused parameters, ranks without samples."""
-        for index, placed in enumerate(self._placed):
-            if not placed:
-                self._put(index)
+        if not all(self._placed):
+            for index, placed in enumerate(self._placed):
+                if not placed:
+                    self._put(index)
 
     def _finish_reduction(self) -> float:
         """Send what is not yet sent. Seconds of reduction."""

@@ -123,6 +123,27 @@ def test_a_method_that_was_timed_while_the_machine_was_slow_is_not_called_slow()
     assert values["throughput.medians"] == pytest.approx(1.10 / 2.10)
 
 
+def test_what_horovods_thread_takes_from_the_steps_beside_it_counts_against_it() -> None:
+    peers = ("mpi-fp32", "ddp-fp32", "ddp-fp16")
+    of = {name: {"steps": [[[1.10, 1.10]]], "without": [[[1.0, 1.0]]]} for name in (*peers, "ours-fp16")}
+    of["ours-fp32"] = {"steps": [[[1.05, 1.05]]], "without": [[[1.0, 1.0]]]}
+    for name in ("horovod-fp32", "horovod-fp16"):
+        of[name] = {"steps": [[[1.21, 1.21]]], "without": [[[1.20, 1.20]]]}
+    made = {r.id: r for r in step_records({"transformer": of}, samples_per_step={"transformer": 21})}
+    assert made["reduction.3.transformer.exposed"].value == pytest.approx(0.05 / 0.10)
+    samples = made["reduction.3.transformer.exposed.fp32"].samples["exposed s"]
+    assert samples["mpi-fp32"] == [pytest.approx(0.10)]
+    found = made["reduction.3.transformer.throughput"]
+    assert found.samples["slowed by"]["horovod-fp16"] == pytest.approx(1.21)
+    assert found.value == pytest.approx(1.10 / 1.05)
+    assert "ours-fp32 / mpi-fp32 (20.0 / 19.1)" in found.what
+    (table,) = page.raw_tables([r.as_json() for r in made.values()]).values()
+    assert table.splitlines()[2].startswith("| ours-fp32 |")
+    assert "| horovod-fp16 | 21.0% | 1210.0 | 1200.0 |" in table
+    old = {"id": "reduction.3.mlp.throughput", "samples": {"median step s": {"none": 1.0}}}
+    assert page.raw_tables([old]) == {}  # of results of an earlier version
+
+
 def test_auto_is_held_against_the_best_choice_that_was_timed_to_the_end() -> None:
     times = {"auto/auto": [2.0, 2.2, 2.1], "ring/fp16": [2.0, 2.0, 2.0], "flat/fp32": [1.0]}
     found = {"1024": {"times": times, "runs": "ring"}}

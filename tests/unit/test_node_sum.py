@@ -180,7 +180,9 @@ def test_a_compiled_file_of_an_earlier_version_is_not_taken(monkeypatch: pytest.
     from hpctrain.reduce import _add
 
     assert add_module._compiled() is not None
-    monkeypatch.delattr(_add, "take")
+    monkeypatch.setattr(_add, "VERSION", add_module.VERSION - 1)
+    assert add_module._compiled() is None
+    monkeypatch.delattr(_add, "VERSION")
     assert add_module._compiled() is None
 
 

@@ -28,6 +28,7 @@ from hpctrain.reduce.cost import Candidate, Measurement
 from hpctrain.reduce.engine import EngineReducer
 from hpctrain.reduce.link_floor import LinkFloor
 from hpctrain.reduce.make import ReducerMaker
+from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.reducer import BucketReducer, StateTensor
 from hpctrain.topology import Topology
 
@@ -438,7 +439,7 @@ def test_each_bucket_goes_to_the_reducer_of_its_size_and_sums_right() -> None:
     assert used == [["flat", "direct"]] * 3 or used == [["direct", "flat"]] * 3
 
 
-def test_what_is_filled_is_told_to_the_reducer_of_that_bucket_by_its_place_there() -> None:
+def test_what_is_filled_is_told_to_its_buckets_reducer_and_only_one_that_has_all_multiplies() -> None:
     """Reducers that know nothing of it are not told."""
     auto = by_size().settle(gradient_bytes=10**6)
     buckets = plan_buckets(
@@ -467,6 +468,14 @@ def test_what_is_filled_is_told_to_the_reducer_of_that_bucket_by_its_place_there
         large = [size for size in sizes if size > 10_000]
         assert len(large) == 3
         assert told == list(enumerate(large))
+        # What one of two reducers cannot do, neither does; alone it does, and the next plan begins anew.
+        for chosen, multiplied in ((buckets, False), (buckets[:1], True), (buckets, False)):
+            buffers = reducer.plan(chosen, device=CPU)
+            assert reducer.scale_sums(0.25) == multiplied
+            for number, buffer in enumerate(buffers):
+                buffer.fill_(2.0)
+                run_to_end([reducer.reduce(number)])
+                assert buffer.eq(1.0 if multiplied else 4.0).all()
         reducer.close()
 
     run_threads(2, on_rank)

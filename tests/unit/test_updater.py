@@ -177,9 +177,12 @@ def test_on_one_node_a_loss_scale_changes_no_bit(overlap: bool, clip_norm: float
 
     def case(world: World, *, wire: str) -> dict[str, Any]:
         maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
-        reducer, parameters = maker.make(Algorithm.HIERARCHICAL, wire=wire), large([50_000, 7])
+        made = maker.make(Algorithm.HIERARCHICAL, wire=wire)
+        assert isinstance(made, EngineReducer)
+        reducer: Any = made if overlap else Impatient(made)
+        parameters = large([50_000, 7, 5, 3])  # of the last two one is used on one rank, one on none
         updater = AllReduceUpdater(
-            torch.optim.SGD(parameters, lr=0.1),
+            torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1),
             comm=world.duplicate(),
             reducer=reducer,
             overlap=overlap,
@@ -187,11 +190,14 @@ def test_on_one_node_a_loss_scale_changes_no_bit(overlap: bool, clip_norm: float
         )
         outcomes = []
         for step in range(5):
-            loss = squares(parameters, [1, 0]) * (math.inf if step == 2 and world.rank == 1 else 1.0)
+            used = [2, 1, 0] if world.rank == 0 else [1, 0]
+            loss = squares(parameters, used) * (math.inf if step == 2 and world.rank == 1 else 1.0)
             updater.backward(loss, weight=(world.rank + 1) / 3)
             outcomes.append(updater.step())
         updater.close()
         reducer.close()
+        if wire == "fp16" and not overlap:
+            assert set(reducer.factors) == {1 / 1024, 1 / 512}
         return {
             "applied": [outcome.applied for outcome in outcomes],
             "norms": [str(outcome.grad_norm) for outcome in outcomes],
@@ -206,6 +212,10 @@ def test_on_one_node_a_loss_scale_changes_no_bit(overlap: bool, clip_norm: float
         assert found["scales"] == [1024, 1024, 1024, 512, 512]
         assert found["norms"] == plain[0]["norms"]
         assert all(map(torch.equal, found["parameters"], plain[0]["parameters"]))
+        changed = [
+            not torch.equal(a, b) for a, b in zip(found["parameters"], large([50_000, 7, 5, 3]), strict=True)
+        ]
+        assert changed == [True, True, True, False]
 
 
 class Impatient:
@@ -219,6 +229,7 @@ class Impatient:
         self._buffers: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
         self.told: list[tuple[int, int]] = []
+        self.factors: list[float] = []
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         self._buffers = self._reducer.plan(buckets, device=device)
@@ -244,6 +255,7 @@ class Impatient:
         self._reducer.keep_squares()
 
     def scale_sums(self, factor: float) -> bool:
+        self.factors.append(factor)
         return self._reducer.scale_sums(factor)
 
     def square(self) -> float | None:
