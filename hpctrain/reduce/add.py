@@ -55,9 +55,8 @@ def _compiled() -> Compiled | None:
         from hpctrain.reduce import _add as module
     except ImportError:
         return None
-    if (
-        getattr(module, "VERSION", 0) != VERSION
-    ):  # an old checkout's: numpy is slower, but calls that do not fit fail
+    # What an old checkout has left behind may be called in another way: better slow than wrong.
+    if getattr(module, "VERSION", 0) != VERSION:
         return None
     return Compiled(module.add, module.fill, module.take)
 
