@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from hpctrain.comm import World, make_two_level
 from hpctrain.comm.threads import run_threads
@@ -97,3 +98,50 @@ def make(
 
 def on_threads(num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
     return run_threads(num_ranks, function, timeout_s=60)
+
+
+def train(
+    world: World,
+    *,
+    steps: int = 10,
+    micro_batches: int = 1,
+    nodes: list[str] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> dict[str, Any]:
+    if nodes is not None:
+        options["reducer"] = reducer_for(world, nodes=nodes)
+    net, updater = make(world, dtype=dtype, **options)
+    losses, norms = [], []
+    for step in range(steps):
+        x, y = (t[share(world)] for t in batch(step, dtype))
+        parts = list(zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches), strict=True))
+        total = 0.0
+        for number, (px, py) in enumerate(parts, start=1):
+            loss = functional.cross_entropy(net(px), py)
+            updater.backward(loss, weight=len(py) / BATCH, last=number == len(parts))
+            total += float(loss.detach()) * len(py) / BATCH
+        outcome = updater.step(sums={"loss": total})
+        losses.append(outcome.sums["loss"])
+        norms.append(outcome.grad_norm)
+    updater.close()
+    return {"losses": losses, "norms": norms, "parameters": [p.detach().clone() for p in net.parameters()]}
+
+
+def closeness(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def plain_torch(steps: int = 10) -> list[float]:
+    """The same training with nothing of ours in it."""
+    net = Net(torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        x, y = batch(step, torch.float64)
+        loss = functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
