@@ -10,6 +10,7 @@ from typing import final
 from hpctrain.comm import World, all_gather_json, make_two_level
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import CommunicationError
+from hpctrain.reduce.add import COMPILED
 from hpctrain.reduce.algorithm import Algorithm, Means, candidates, check_wire, decide
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducer import CollectiveReducer
@@ -73,9 +74,8 @@ class ReducerMaker:
         if self.means.topology.num_ranks == 1:
             return LocalReducer(wire=wire)
         decision = decide(algorithm, wire=wire, means=self.means)
-        if decision.note is not None and decision.note not in self._told:
-            self._told.add(decision.note)
-            self._note(decision.note)
+        if decision.note is not None:
+            self._tell(decision.note)
         if wire == "top-k":
             return TopKReducer(self._world.duplicate(), topology=self._topology)
         if wire == "low-rank":
@@ -104,6 +104,10 @@ class ReducerMaker:
     def _engine(self, algorithm: Algorithm, *, wire: str) -> EngineReducer:
         two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
         ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
+        if COMPILED is None:
+            self._tell(
+                "numpy makes the sums within a node, more slowly: nothing was compiled; see hpctrain doctor"
+            )
         return EngineReducer(
             self._transport(),
             comm=self._world.duplicate(),
@@ -113,6 +117,11 @@ class ReducerMaker:
             codec=codec_named(wire),
             feedback=wire == "int8",
         )
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._note(text)
 
     def _transport(self) -> Transport:
         transport = self._world.transport(self._topology)

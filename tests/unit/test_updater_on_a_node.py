@@ -16,6 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater
 from hpctrain.reduce import add as add_module
 from hpctrain.reduce import engine as engine_module
+from hpctrain.reduce import make as make_module
 from hpctrain.reduce.add import add_in_numpy
 from hpctrain.reduce.algorithm import Algorithm
 from hpctrain.reduce.buckets import FLAG_GAP, Bucket
@@ -288,3 +289,20 @@ def test_ranks_of_a_node_may_differ_in_whether_they_reduce_beside_backward() -> 
     found = on_threads(3, case)
     assert all(entry["losses"] == found[0]["losses"] for entry in found)
     assert closeness(found[0]["losses"], plain_torch()) < 1e-12
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_run_is_told_once_where_nothing_was_compiled(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_module, "COMPILED", object() if compiled else None)
+
+    def case(world: World) -> list[str]:
+        notes: list[str] = []
+        maker = ReducerMaker(world, topology=Topology.from_node_names(["a", "a"]), note=notes.append)
+        for _ in range(2):
+            maker.make(Algorithm.HIERARCHICAL, wire="fp32").close()
+        return notes
+
+    for notes in on_threads(2, case):
+        assert ["numpy makes the sums" in note for note in notes] == [True] * (not compiled)
