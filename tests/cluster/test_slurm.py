@@ -94,6 +94,22 @@ def test_train_sbatch_on_four_nodes_of_two_ranks(cluster: Cluster, folder: Path)
     assert all(sent[node] > before[node] + 100_000 for node in cluster.node_names)  # they did talk
 
 
+def test_mpirun_in_a_job_trains_a_recipe_on_two_nodes(cluster: Cluster, folder: Path) -> None:
+    script = folder / "job.sh"
+    script.write_text(
+        f"#!/bin/bash\nexec mpirun -n 4 --map-by ppr:2:node hpctrain train {RECIPE} --set run.epochs=1\n"
+    )
+    end = cluster.wait_for(
+        cluster.submit(["--nodes=2", "--ntasks-per-node=2", str(script)], cwd=folder), timeout_s=120
+    )
+    assert (end.state, end.exit_code) == ("COMPLETED", 0), output(folder)
+    found = environment(folder)
+    assert found["launcher"] == "Open MPI"
+    assert found["ranks_by_node"] == [[0, 1], [2, 3]]
+    assert [rank["host"] for rank in found["ranks"]] == ["hpct0", "hpct0", "hpct1", "hpct1"]
+    assert "finished at step 23" in output(folder)
+
+
 def test_a_stopped_job_queues_itself_again_and_goes_on_from_there(cluster: Cluster, folder: Path) -> None:
     # --resume never is meant for the first start: what is queued again must not begin again.
     job = cluster.submit([SCRIPT, RECIPE, *SLOW, "--set", "run.epochs=6", "--resume", "never"], cwd=folder)
