@@ -80,9 +80,12 @@ def newest_step(directory: Path) -> int:
 
 
 def in_child(
-    action: Callable[[Callable[[int], None]], None], *, kill_after_s: float | None
+    action: Callable[[Callable[[int], None]], None], *, kill_after_s: float | None, kill_after_reports: int = 0
 ) -> tuple[int, list[int]]:
-    """Run `action(report)` in a fork; its wait status, and the steps that it reported before it ended."""
+    """Run `action(report)` in a fork; its wait status, and the steps that it reported before it ended.
+
+    It is killed `kill_after_s` seconds after its `kill_after_reports`-th report (0: after its start).
+    """
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -94,12 +97,13 @@ def in_child(
             os._exit(int(getattr(error, "exit_code", 1)))
         os._exit(0)
     os.close(write_fd)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
     with os.fdopen(read_fd) as pipe:
-        reported = [int(line) for line in pipe.read().split()]
+        lines = [pipe.readline() for _ in range(kill_after_reports)]
+        if kill_after_s is not None:
+            time.sleep(kill_after_s)
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        reported = [int(line) for line in (*lines, *pipe) if line]
     return status, reported
 
 
@@ -127,17 +131,24 @@ def check_all(directory: Path) -> None:
 
 
 def killed_at_random(directory: Path, trials: int) -> dict[str, Any]:
-    """SIGKILL at random moments of a loop of saves; the next trial goes on where the one before stopped."""
+    """SIGKILL at random moments of a loop of saves; the next trial goes on where the one before stopped.
+
+    Every other child is first let finish saves, so that some kills hit a loop that is under way however slow the
+    disk. More than `trials` where those have not left each kind of file.
+    """
     choose = random.Random(5)
     partials, spares, saves = 0, 0, 0
-    for number in range(trials):
+    for number in itertools.count():
+        if number >= trials and (min(partials, spares, saves) > 0 or number >= 20 * trials):
+            break
         recycle = number % 4 != 0
         begin = newest_step(directory) + 1
         status, reported = in_child(
             lambda report, begin=begin, recycle=recycle: save_steps(  # type: ignore[misc]
                 directory, range(begin, begin + 10_000), report, recycle=recycle
             ),
-            kill_after_s=choose.uniform(0.02, 0.25),
+            kill_after_s=choose.uniform(0.02, 0.25) if number % 2 == 0 else choose.uniform(0, 0.05),
+            kill_after_reports=0 if number % 2 == 0 else choose.randint(1, 3),
         )
         assert os.WIFSIGNALED(status), status
         newest_reported = max([begin - 1, *reported])
@@ -147,7 +158,7 @@ def killed_at_random(directory: Path, trials: int) -> dict[str, Any]:
         partials += len(left) - sum(map(is_spare, left))
         found = newest_step(directory)
         assert newest_reported <= found <= newest_reported + 1, (newest_reported, found)
-    return {"trials": trials, "saves": saves, "partials": partials, "spares": spares, **cleaned(directory)}
+    return {"trials": number, "saves": saves, "partials": partials, "spares": spares, **cleaned(directory)}
 
 
 def killed_at_each_operation(directory: Path, _: int) -> dict[str, Any]:
