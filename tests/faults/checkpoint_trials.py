@@ -80,7 +80,10 @@ def newest_step(directory: Path) -> int:
 
 
 def in_child(
-    action: Callable[[Callable[[int], None]], None], *, kill_after_s: float | None, kill_after_reports: int = 0
+    action: Callable[[Callable[[int], None]], None],
+    *,
+    kill_after_s: float | None,
+    kill_after_reports: int = 0,
 ) -> tuple[int, list[int]]:
     """Run `action(report)` in a fork; its wait status, and the steps that it reported before it ended.
 
