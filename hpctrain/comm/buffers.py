@@ -10,6 +10,9 @@ from hpctrain.comm.communicator import ReduceOp
 from hpctrain.errors import BufferMismatch
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+# Counts and displacements of MPI, and so of Horovod, are 32-bit: longer buffers go in pieces. One piece of float64 is
+# 2 GiB.
+MAX_CHUNK_ELEMS = 2**28
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
 
 

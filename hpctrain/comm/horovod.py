@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 
 from hpctrain.comm.buffers import (
+    MAX_CHUNK_ELEMS,
     as_rows,
     balanced_counts,
     check_buffer,
@@ -25,8 +26,11 @@ from hpctrain.comm.buffers import (
     check_groups,
     check_part,
     check_root,
+    offsets_of,
+    pack,
     reordered,
     widened,
+    windows_of,
 )
 from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
@@ -58,8 +62,12 @@ NAMES_IN_TURN = 64
 class HorovodGroup:
     """The collective operations over one process set, in a space of names of its own."""
 
-    def __init__(self, hvd: Any, *, process_set: Any, members: tuple[int, ...], name: str) -> None:
+    def __init__(
+        self, hvd: Any, *, process_set: Any, members: tuple[int, ...], name: str, chunk_elems: int
+    ) -> None:
+        """chunk_elems: of a longer buffer, so many elements go in one operation of Horovod."""
         self._hvd = hvd
+        self._chunk_elems = max(chunk_elems, len(members))
         self._process_set = process_set
         self._members = members
         self._rank = members.index(hvd.rank())
@@ -119,17 +127,18 @@ class HorovodGroup:
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         """As the contract says; float16 is summed in float16. MAX of NaN is whatever MPI makes of it."""
         self._check(buffer, operation="all_reduce")
-        if buffer.numel() == 0:
-            return
-        with self._reported("all_reduce"):
-            result = self._hvd.allreduce_(
-                widened(self._to_horovod(buffer), op=op),
-                name=self._next_name(f"all_reduce.{op.value}"),
-                op=self._hvd.Sum if op is ReduceOp.SUM else self._hvd.Max,
-                process_set=self._process_set,
-            )
-        if result is not buffer:
-            buffer.copy_(result)
+        for chunk in buffer.split(self._chunk_elems):
+            if chunk.numel() == 0:
+                continue  # torch splits an empty tensor into one empty chunk
+            with self._reported("all_reduce"):
+                result = self._hvd.allreduce_(
+                    widened(self._to_horovod(chunk), op=op),
+                    name=self._next_name(f"all_reduce.{op.value}"),
+                    op=self._hvd.Sum if op is ReduceOp.SUM else self._hvd.Max,
+                    process_set=self._process_set,
+                )
+            if result is not chunk:
+                chunk.copy_(result)
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         self._check(buffer, operation="reduce_scatter")
@@ -140,6 +149,17 @@ class HorovodGroup:
             rank=self.rank,
             num_ranks=self.num_ranks,
         )
+        if buffer.numel() <= self._chunk_elems:
+            return self._sum_slices(buffer, counts=counts)
+        mine = buffer.new_empty(counts[self.rank])
+        for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
+            begin, end = begins[self.rank], begins[self.rank] + widths[self.rank]
+            packed = pack(buffer, counts=counts, begins=begins, widths=widths)
+            mine[begin:end] = self._sum_slices(packed, counts=widths)
+        return mine
+
+    def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        """`reduce_scatter` in one operation."""
         if buffer.numel() == 0:
             return buffer.clone()
         staged = widened(self._to_horovod(buffer), op=ReduceOp.SUM)
@@ -161,6 +181,18 @@ class HorovodGroup:
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
         self._check(part, operation="all_gather")
+        if sum(counts) <= self._chunk_elems:
+            return self._gather(part, counts=counts)
+        whole, offsets = part.new_empty(sum(counts)), offsets_of(counts)
+        for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
+            piece = part[begins[self.rank] : begins[self.rank] + widths[self.rank]]
+            for place, received in enumerate(self._gather(piece, counts=widths).split(widths)):
+                begin = offsets[place] + begins[place]
+                whole[begin : begin + widths[place]] = received
+        return whole
+
+    def _gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+        """`all_gather` in one operation."""
         if sum(counts) == 0:
             return part.clone()
         with self._reported("all_gather"):
@@ -216,18 +248,18 @@ class HorovodGroup:
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         self._check(buffer, operation="broadcast")
         check_root(root, rank=self.rank, num_ranks=self.num_ranks)
-        if buffer.numel() == 0:
-            return
-        staged = self._to_horovod(buffer)
-        with self._reported("broadcast"):
-            result = self._hvd.broadcast_(
-                staged,
-                self._members[root],  # Horovod counts roots by world rank, also in a process set
-                name=self._next_name("broadcast"),
-                process_set=self._process_set,
-            )
-        if result is not buffer:
-            buffer.copy_(result)
+        for chunk in buffer.split(self._chunk_elems):
+            if chunk.numel() == 0:
+                continue
+            with self._reported("broadcast"):
+                result = self._hvd.broadcast_(
+                    self._to_horovod(chunk),
+                    self._members[root],  # Horovod counts roots by world rank, also in a process set
+                    name=self._next_name("broadcast"),
+                    process_set=self._process_set,
+                )
+            if result is not chunk:
+                chunk.copy_(result)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return gather_bytes(self, data)
@@ -257,9 +289,12 @@ def _all_have_mpi(hvd: Any, group: Collective) -> bool:
 class HorovodWorld(Forwarding):
     """All ranks of a Horovod run."""
 
-    def __init__(self, hvd: Any, *, nccl_asked: str | None = None) -> None:
+    def __init__(
+        self, hvd: Any, *, nccl_asked: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS
+    ) -> None:
         """`hvd`: horovod.torch, initialised. Use `open`. nccl_asked: see `HorovodBuild`."""
         self._hvd = hvd
+        self._chunk_elems = chunk_elems
         self.build = HorovodBuild(
             nccl=bool(hvd.nccl_built()), mpi=bool(hvd.mpi_enabled()), nccl_asked=nccl_asked
         )
@@ -269,7 +304,7 @@ class HorovodWorld(Forwarding):
         self._group = self._make(tuple(range(hvd.size())))
 
     @classmethod
-    def open(cls, *, algorithm: str | None = None) -> HorovodWorld:
+    def open(cls, *, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS) -> HorovodWorld:
         """Start Horovod, unless it runs already. Collective. LaunchError when it does not load or start.
 
         algorithm: of the recipe; `nccl-hierarchical` and `nccl-torus` are asked of Horovod here (see
@@ -282,14 +317,20 @@ class HorovodWorld(Forwarding):
             hvd.init()
         except (ValueError, RuntimeError) as error:
             raise LaunchError(f"Horovod does not start: {error}") from error
-        return cls(hvd, nccl_asked=nccl_asked(os.environ))
+        return cls(hvd, nccl_asked=nccl_asked(os.environ), chunk_elems=chunk_elems)
 
     def _make(self, members: tuple[int, ...]) -> Collective:
         """A communicator over `members`, this rank among them, whose process set exists."""
         name = f"{self._num_made}"
         if len(members) == 1:
             return SerialGroup(member=members[0], backend="horovod")
-        return HorovodGroup(self._hvd, process_set=self._process_set(members), members=members, name=name)
+        return HorovodGroup(
+            self._hvd,
+            process_set=self._process_set(members),
+            members=members,
+            name=name,
+            chunk_elems=self._chunk_elems,
+        )
 
     def _process_set(self, members: tuple[int, ...]) -> Any:
         """The process set of these ranks, made if need be. Collective over the world, not only `members`."""
@@ -356,4 +397,7 @@ class HorovodWorld(Forwarding):
         """Stop Horovod's thread. Collective. Horovod finalizes MPI if it initialised it."""
         if not self._closed:
             self._closed = True
+            # The first rank that shuts down takes Horovod, and MPI with it, from all: also from one that still frees
+            # communicators or memory of its own.
+            self.barrier()
             self._hvd.shutdown()

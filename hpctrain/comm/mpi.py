@@ -25,6 +25,7 @@ import torch
 
 from hpctrain.comm.buffers import (
     HALF_TYPES,
+    MAX_CHUNK_ELEMS,
     balanced_counts,
     check_buffer,
     check_counts,
@@ -51,8 +52,6 @@ from hpctrain.topology import Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# MPI counts and displacements are 32-bit: longer buffers go in pieces. One piece of float64 is 2 GiB.
-MAX_CHUNK_ELEMS = 2**28
 _ABORT_MAY_TAKE_S = 3.0
 # The only messages between pairs in a group's space: one tag will do.
 ALL_TO_ALL_TAG = 1

@@ -60,6 +60,15 @@ def slow_but_in_time(world: World, directory: str) -> list[str]:
     return sorted(path.name for path in Path(directory).glob("*.json"))
 
 
+def one_rank_is_late_at_the_end(world: World) -> None:
+    """Rank 0 still frees communicators of MPI when rank 1 is through with everything."""
+    transport = world.transport(Topology.from_node_names(["a", "b"]))
+    assert transport is not None
+    if world.rank == 0:
+        time.sleep(1)
+    transport.close()
+
+
 def one_rank_aborts(world: World, exit_code: int) -> None:
     if world.rank == world.num_ranks - 1:
         print("this line must not be lost")
@@ -80,12 +89,18 @@ def all_raise_together(world: World) -> None:
     raise_together(world, DataError("shard 3 is cut short") if world.rank == 1 else None)
 
 
-def mpi_in_small_pieces(world: World) -> list[str]:
-    """The contract over an MPI world whose pieces are so short that every buffer takes many."""
-    from hpctrain.comm.mpi import MpiWorld
+def small_pieces(world: World) -> list[str]:
+    """The contract over a world whose pieces are so short that every buffer takes many."""
     from tests.contract.collective_cases import run_all
 
-    found = run_all(MpiWorld.open(chunk_elems=211))
+    if world.backend == "horovod":
+        from hpctrain.comm.horovod import HorovodWorld
+
+        found = run_all(HorovodWorld.open(chunk_elems=211))
+    else:
+        from hpctrain.comm.mpi import MpiWorld
+
+        found = run_all(MpiWorld.open(chunk_elems=211))
     return [f"{name}: {text}" for name, text in found.items() if text]
 
 

@@ -35,14 +35,20 @@ def test_an_agreed_error_ends_every_rank_by_the_same_door(backend: str) -> None:
     assert result.stderr.count("DataError: rank 1 (") == 3
 
 
-def test_mpi_in_small_pieces_keeps_the_contract() -> None:
-    assert run_ranks(3, comm_cases.mpi_in_small_pieces).outputs == [[], [], []]
+@pytest.mark.parametrize("backend", ["mpi", HOROVOD])
+def test_small_pieces_keep_the_contract(backend: str) -> None:
+    assert run_ranks(3, comm_cases.small_pieces, backend=backend).outputs == [[], [], []]
 
 
 @needs_horovod
 def test_horovod_and_mpi_live_in_one_process() -> None:
     found = run_ranks(2, comm_cases.horovod_beside_mpi).outputs
     assert found == [{"sums": [3.0] * 4, "after": 2.0, "rank": rank} for rank in range(2)]
+
+
+@needs_horovod
+def test_a_rank_that_is_done_early_does_not_take_mpi_from_the_others() -> None:
+    run_ranks(2, comm_cases.one_rank_is_late_at_the_end, backend="horovod")
 
 
 @needs_horovod
