@@ -33,7 +33,7 @@ WIRE_NAMES = (AUTO, *CODEC_WIRES, *SPARSE_WIRES)
 
 # By the backends' own operations.
 _NOT_SUMMED = ("bf16", "int8")
-_TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIERARCHICAL_FLAT)
+TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIERARCHICAL_FLAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,15 @@ def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
 
 def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algorithm, str] | None:
     topology = means.topology
+    if topology.num_ranks == 1:
+        return (Algorithm.FLAT, "there is nothing to sum on one rank") if algorithm is not Algorithm.FLAT else None
     if wire in SPARSE_WIRES:
         if algorithm is not Algorithm.FLAT:
             return Algorithm.FLAT, f"the wire {wire} goes by the backend's own operations"
         return None
     if algorithm in NCCL_ALGORITHMS and means.nccl is not algorithm:
         return Algorithm.HIERARCHICAL, "Horovod does not run it here"
-    if algorithm in _TWO_LEVELS and topology.num_ranks == topology.num_nodes:
+    if algorithm in TWO_LEVELS and topology.num_ranks == topology.num_nodes:
         ring = algorithm is Algorithm.HIERARCHICAL_RING
         return (Algorithm.RING if ring else Algorithm.DIRECT), topology.describe()
     if algorithm is Algorithm.HIERARCHICAL_RING and topology.num_nodes == 1:
@@ -109,7 +111,7 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
         if topology.num_nodes == 1:
             return Algorithm.FLAT, topology.describe()
         return None
-    if algorithm in _TWO_LEVELS and not (means.messages and means.shared_memory):
+    if algorithm in TWO_LEVELS and not (means.messages and means.shared_memory):
         why = "the ranks of a node cannot share enough memory"
         if not means.messages:
             why = f"the backend {means.backend} has no messages of our own here"

@@ -71,11 +71,11 @@ class ReducerMaker:
         UsageError for a wire format that does not exist.
         """
         check_wire(wire)
-        if self.means.topology.num_ranks == 1:
-            return LocalReducer(wire=wire)
         decision = decide(algorithm, wire=wire, means=self.means)
         if decision.note is not None:
             self._tell(decision.note)
+        if self.means.topology.num_ranks == 1:
+            return LocalReducer(wire=wire)
         if wire == "top-k":
             return TopKReducer(self._world.duplicate(), topology=self._topology)
         if wire == "low-rank":

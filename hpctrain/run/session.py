@@ -28,7 +28,7 @@ from hpctrain.data import Dataset, Loader, Samples
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.algorithm import AUTO, Algorithm, Means, decide, parse_algorithm
+from hpctrain.reduce.algorithm import AUTO, TWO_LEVELS, Algorithm, Means, decide, parse_algorithm
 from hpctrain.reduce.reducer import BucketReducer
 from hpctrain.run.device import choose_device
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes, make_reduction
@@ -98,17 +98,21 @@ class Session:
     def reducer(self, *, algorithm: str = AUTO) -> Reducer:
         """A function that sums any buffer over all ranks in place, in a message space of its own. Collective.
 
-        By the backend's own operations, so it can be called with any size: `flat`, or `hierarchical`, which is
+        By the backend's own operations, so it can be called with any size: `flat`, or `hierarchical-flat`, which is
         `auto` too where there are two levels.
         """
+        asked = Algorithm.HIERARCHICAL_FLAT if algorithm == AUTO else parse_algorithm(algorithm)
+        means = Means(backend=self.world.backend, topology=self.topology, messages=False)
+        two_levels = decide(Algorithm.HIERARCHICAL_FLAT, wire="fp32", means=means).note is None
+        runs = Algorithm.HIERARCHICAL_FLAT if two_levels and asked in TWO_LEVELS else Algorithm.FLAT
+        if algorithm != AUTO and runs is not asked:
+            why = "a buffer of any size goes by the backend's operations"
+            if asked in TWO_LEVELS and not two_levels:
+                why = self.topology.describe()
+            self.note(f"reduction: {asked.value} was asked for, {runs.value} is used: {why}")
         if self.num_ranks == 1:
             return lambda buffer: None
-        asked = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
-        means = Means(backend=self.world.backend, topology=self.topology, messages=False)
-        decision = decide(asked, wire="fp32", means=means)
-        if decision.algorithm is not Algorithm.HIERARCHICAL_FLAT:
-            if algorithm not in (AUTO, Algorithm.FLAT.value):
-                self.note(f"reduction: {algorithm} was asked for, flat is used: {self.topology.describe()}")
+        if runs is Algorithm.FLAT:
             return self.world.duplicate().all_reduce
         return make_two_level(self.world, self.topology).all_reduce
 

@@ -19,7 +19,7 @@ from hpctrain.reduce.algorithm import (
 )
 from hpctrain.topology import Topology
 
-LAYOUTS = (["a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "a", "b", "b"])
+LAYOUTS = (["a"], ["a", "a"], ["a", "b"], ["a", "a", "b"], ["a", "a", "b", "b"])
 MEANS = [
     Means(
         backend="mpi", topology=Topology.from_node_names(names), messages=messages, shared_memory=shared,

@@ -61,6 +61,21 @@ def test_all_are_reduced_and_begin_in_the_order_of_submission(
         assert most <= max_in_flight
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reductions_begin_before_anyone_waits_for_them_where_they_overlap(overlap: bool) -> None:
+    began = threading.Event()
+
+    def reduce(number: int) -> Iterator[bool]:
+        began.set()
+        yield True
+
+    with closing(ReductionPipeline(reduce, device=CPU, overlap=overlap)) as pipeline:
+        pipeline.submit(0)
+        assert began.wait(10 if overlap else 0.05) == overlap
+        pipeline.wait()
+    assert began.is_set()
+
+
 def test_a_reduction_that_waits_lets_the_others_get_on() -> None:
     """The first ends only after the second and third have: one at a time would never end."""
     ended: list[int] = []

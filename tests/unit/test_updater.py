@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -270,6 +271,34 @@ def test_a_second_backward_without_no_sync_is_refused() -> None:
 
     with pytest.raises(UsageError, match="no_sync"):
         on_threads(1, case)
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "direct", "hierarchical"])
+def test_the_last_layers_gradients_are_under_way_while_the_first_layers_are_computed(algorithm: str) -> None:
+    """Backward stops before the first layer's gradient until the last layer's is being reduced."""
+
+    def case(world: World) -> bool:
+        topology = Topology.from_node_names(["a"] * world.num_ranks)
+        reducer = Watched(ReducerMaker(world, topology=topology).make(Algorithm(algorithm), wire="fp32"))
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        updater = AllReduceUpdater(optimizer, comm=world, reducer=reducer, bucket_bytes=100, overlap=True)
+        found = []
+
+        def before_the_first(gradient: torch.Tensor) -> None:
+            until = time.monotonic() + 10
+            while not reducer.reduced and time.monotonic() < until:
+                time.sleep(0.001)
+            found.append(bool(reducer.reduced))
+
+        net[0].weight.register_hook(before_the_first)
+        updater.backward(net(torch.ones(2, 8)).square().sum(), weight=1 / world.num_ranks)
+        updater.step()
+        updater.close()
+        reducer.close()
+        return found == [True]
+
+    assert all(on_threads(2, case))
 
 
 def test_accumulation_sends_nothing_before_the_last_micro_batch() -> None:

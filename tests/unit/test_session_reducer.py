@@ -1,0 +1,57 @@
+"""A session's bare sum: what runs for each name, told where it is not what was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm import Monitored, World
+from hpctrain.comm.threads import run_threads
+from hpctrain.launch import RankIdentity
+from hpctrain.reduce.algorithm import ALGORITHM_NAMES
+from hpctrain.run.session import Session
+from hpctrain.topology import Topology
+
+# By layout: what runs where a two-level sum is asked for, and why not another.
+LAYOUTS = {
+    "a": ("flat", "1 node x 1 rank"),
+    "aa": ("flat", "1 node x 2 ranks"),
+    "ab": ("flat", "2 nodes x 1 rank"),
+    "aabb": ("hierarchical-flat", "a buffer of any size"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_name_sums_and_what_runs_instead_is_told(layout: str) -> None:
+    two_levels, why = LAYOUTS[layout]
+
+    def case(world: World) -> dict[str, list[str]]:
+        identity = RankIdentity(
+            launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
+            node_rank=None, node_name="here",
+        )  # fmt: skip
+        session = Session(
+            identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
+            topology=Topology.from_node_names(list(layout)),
+        )  # fmt: skip
+        notes = {}
+        for name in ALGORITHM_NAMES:
+            reduce, buffer = session.reducer(algorithm=name), torch.tensor([world.rank + 1.0, 10.0])
+            reduce(buffer)
+            ranks = len(layout)
+            assert buffer.tolist() == [ranks * (ranks + 1) / 2, 10.0 * ranks], name
+            notes[name] = list(session.notes)
+            session.notes.clear()
+        session.close()
+        return notes
+
+    for notes in run_threads(len(layout), case, timeout_s=60):
+        assert notes.pop("auto") == notes.pop("flat") == []
+        if two_levels == "hierarchical-flat":
+            assert notes.pop("hierarchical-flat") == []
+        for name, told in notes.items():
+            runs = two_levels if name.startswith("hierarchical") else "flat"
+            (text,) = told
+            assert text.startswith(f"reduction: {name} was asked for, {runs} is used: ")
+            if name.startswith("hierarchical"):
+                assert why in text
