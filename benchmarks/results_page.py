@@ -39,5 +39,16 @@ def about(content: Mapping[str, Any]) -> str:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, Linux "
-        f"{machine['kernel']}; {named}; commit `{content['commit'][:12]}`."
+        f"{machine['kernel']}; {named}; commit `{content['commit'][:12]}`{_other_commits(content['records'])}."
+    )
+
+
+def _other_commits(records: Sequence[Mapping[str, Any]]) -> str:
+    """What was measured earlier and kept, by the commit it is of."""
+    figures: dict[str, set[str]] = {}
+    for record in records:
+        if "commit" in record:
+            figures.setdefault(record["commit"][:12], set()).add(figure_of(record["id"]))
+    return "".join(
+        f"; of `{commit}`: {', '.join(sorted(names))}" for commit, names in sorted(figures.items())
     )

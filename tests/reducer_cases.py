@@ -51,11 +51,9 @@ def make(world: World, *, names: str, algorithm: str, wire: str, feedback: bool 
             comm, topology=topology, codec=codec_named(wire), feedback=feedback, piece_elems=PIECE_ELEMS
         )
     if algorithm == "flat":
-        return CollectiveReducer.flat(comm, topology=topology, wire=wire, piece_elems=PIECE_ELEMS)
+        return CollectiveReducer.flat(comm, topology=topology, wire=wire)
     levels = make_two_level(world, topology)
-    return CollectiveReducer.hierarchical(
-        comm, levels=levels, topology=topology, wire=wire, piece_elems=PIECE_ELEMS
-    )
+    return CollectiveReducer.hierarchical(comm, levels=levels, topology=topology, wire=wire)
 
 
 def gradients(rank: int, bucket: Bucket, *, seed: int = 0) -> torch.Tensor:

@@ -26,6 +26,7 @@ BESIDE: tuple[Choice, ...] = (
     ("hierarchical", "fp32"),
     ("hierarchical", "bf16"),
     ("hierarchical", "fp16"),
+    ("hierarchical", "int8"),  # rounded once each way; the ring rounds at each of its stations
     ("flat", "fp32"),
 )
 FIXED: tuple[Choice, ...] = tuple((name, wire) for wire in ("fp32", "fp16") for name in ALGORITHMS)

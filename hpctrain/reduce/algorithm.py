@@ -93,7 +93,11 @@ def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
 def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algorithm, str] | None:
     topology = means.topology
     if topology.num_ranks == 1:
-        return (Algorithm.FLAT, "there is nothing to sum on one rank") if algorithm is not Algorithm.FLAT else None
+        return (
+            (Algorithm.FLAT, "there is nothing to sum on one rank")
+            if algorithm is not Algorithm.FLAT
+            else None
+        )
     if wire in SPARSE_WIRES:
         if algorithm is not Algorithm.FLAT:
             return Algorithm.FLAT, f"the wire {wire} goes by the backend's own operations"

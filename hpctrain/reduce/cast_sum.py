@@ -12,9 +12,6 @@ from hpctrain.reduce.buckets import Bucket
 
 WIRE_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-# Backends count elements in 32 bits: a longer bucket is summed in pieces.
-PIECE_ELEMS = 2**28
-
 
 def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
     """What a bucket of dtype `bucket` travels as. `fp32` sends every bucket in its own precision."""
@@ -36,7 +33,6 @@ class CastSum:
         wire: str,
         backend: str,
         bytes_of: Callable[[int, int], int],
-        piece_elems: int = PIECE_ELEMS,
     ) -> None:
         if wire not in WIRE_DTYPES:
             raise UsageError(
@@ -48,7 +44,6 @@ class CastSum:
         self._all_reduce = all_reduce
         self._wire = wire
         self._bytes_of = bytes_of
-        self._piece_elems = piece_elems
         self._cast: list[torch.Tensor | None] = []
         self.bytes_sent = 0
 
@@ -64,12 +59,11 @@ class CastSum:
             self._cast.append(None if own else torch.zeros(bucket.numel, dtype=dtype, device=device))
 
     def sum(self, number: int, memory: torch.Tensor) -> None:
-        """Sum `memory` over all ranks, in place. Collective: one blocking operation a piece."""
+        """Sum `memory` over all ranks, in place. Collective, blocking."""
         cast = self._cast[number]
         travelling = memory if cast is None else cast.copy_(memory)
-        for piece in travelling.split(self._piece_elems):
-            if piece.numel():
-                self._all_reduce(piece)
-                self.bytes_sent += self._bytes_of(piece.numel(), piece.element_size())
+        if travelling.numel():
+            self._all_reduce(travelling)
+            self.bytes_sent += self._bytes_of(travelling.numel(), travelling.element_size())
         if cast is not None:
             memory.copy_(cast)

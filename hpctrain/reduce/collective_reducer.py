@@ -15,11 +15,11 @@ from hpctrain.comm import Collective, TwoLevel
 from hpctrain.errors import UsageError
 from hpctrain.reduce import slice_sum
 from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.cast_sum import PIECE_ELEMS, CastSum
+from hpctrain.reduce.cast_sum import CastSum
 from hpctrain.reduce.codec import Codec
 from hpctrain.reduce.reducer import StateTensor
 from hpctrain.reduce.residuals import Residuals
-from hpctrain.reduce.ring_bytes import all_reduce_bytes, successor_is_elsewhere
+from hpctrain.reduce.ring_bytes import all_reduce_bytes, num_ranks_elsewhere, successor_is_elsewhere
 from hpctrain.reduce.same_plan import check_same_plan
 from hpctrain.reduce.slice_sum import SliceSum
 from hpctrain.topology import Topology
@@ -56,39 +56,29 @@ class CollectiveReducer:
 
     @classmethod
     def flat(
-        cls,
-        comm: Collective,
-        *,
-        topology: Topology,
-        wire: str = "fp32",
-        name: str = "flat",
-        piece_elems: int = PIECE_ELEMS,
+        cls, comm: Collective, *, topology: Topology, wire: str = "fp32", name: str = "flat"
     ) -> CollectiveReducer:
         """The backend's all-reduce of the whole bucket.
 
         name: what it is called, where the backend was set to another algorithm (`nccl-torus`). `bytes_sent` is
-        the ring's bound. fp16 is summed in float16 by Horovod, in float32 by the other backends.
+        the ring's bound. fp16 is summed in float16 by Horovod; by the other backends in float32, by slices, and
+        `bytes_sent` is what these take.
         """
         num_ranks = comm.num_ranks
         elsewhere = successor_is_elsewhere(comm.rank, num_ranks=num_ranks, topology=topology)
+        far = num_ranks_elsewhere(comm.rank, num_ranks=num_ranks, topology=topology)
 
         def bytes_of(numel: int, itemsize: int) -> int:
+            if itemsize < 4 and comm.backend != "horovod":
+                return 2 * numel * itemsize * far // num_ranks
             return all_reduce_bytes(numel * itemsize, num_ranks=num_ranks) if elsewhere else 0
 
-        sums = CastSum(
-            comm.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of, piece_elems=piece_elems
-        )
+        sums = CastSum(comm.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
         return cls(comm, algorithm=name, sums=sums)
 
     @classmethod
     def hierarchical(
-        cls,
-        comm: Collective,
-        *,
-        levels: TwoLevel,
-        topology: Topology,
-        wire: str = "fp32",
-        piece_elems: int = PIECE_ELEMS,
+        cls, comm: Collective, *, levels: TwoLevel, topology: Topology, wire: str = "fp32"
     ) -> CollectiveReducer:
         """Within the node, between nodes, within the node, by the backend's operations.
 
@@ -99,9 +89,7 @@ class CollectiveReducer:
         def bytes_of(numel: int, itemsize: int) -> int:
             return itemsize * levels.elements_between_nodes(numel)
 
-        sums = CastSum(
-            levels.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of, piece_elems=piece_elems
-        )
+        sums = CastSum(levels.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
         return cls(comm, algorithm="hierarchical-flat", sums=sums)
 
     @classmethod

@@ -20,6 +20,13 @@ def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | No
     return topology.node_of(following) != topology.node_of(rank)
 
 
+def num_ranks_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> int:
+    """How many ranks sit on other nodes than `rank`. No topology: every rank is a node."""
+    if topology is None:
+        return num_ranks - 1
+    return num_ranks - len(topology.ranks_by_node[topology.node_of(rank)])
+
+
 def all_reduce_bytes(num_bytes: int, *, num_ranks: int) -> int:
     """Bytes that each rank sends for a buffer of `num_bytes`: 2 (N-1)/N of them."""
     return 2 * num_bytes * (num_ranks - 1) // num_ranks

@@ -202,6 +202,21 @@ def test_the_pages_tables_are_written_between_their_markers(tmp_path: Path) -> N
         assert text.count("| `reduction.1.x` | w | 1.5 | at most 1 | **no** |") == 1
 
 
+def test_the_page_says_of_which_commit_a_figure_is_that_was_kept(tmp_path: Path) -> None:
+    kept = [
+        {**record(name).as_json(), "commit": "0123456789abcdef"}
+        for name in ("reduction.1.x", "reduction.4.y")
+    ]
+    content = {
+        "machine": {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}, "versions": {"torch": "2"},
+        "commit": "abc", "records": [*kept, record("reduction.3.z").as_json()],
+    }  # fmt: skip
+    path = tmp_path / "page.md"
+    path.write_text("<!-- begin about -->\n<!-- end about -->\n")
+    page.refresh(path, content)
+    assert "commit `abc`; of `0123456789ab`: reduction.1, reduction.4.\n" in path.read_text()
+
+
 def test_the_page_has_a_place_for_every_table() -> None:
     text = page_text()
     names = ["about", *(f"reduction.{number}" for number in range(1, 5))]

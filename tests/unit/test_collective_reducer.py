@@ -52,7 +52,8 @@ def test_every_rank_is_told_of_a_rank_that_plans_another_bucket() -> None:
     [
         # 1024 elements and nothing else that leaves the node, in bytes a rank.
         ("aabb", "flat", "fp32", [0, 6144, 0, 6144]),  # 2 * 3/4 * 4096 to the next rank
-        ("aabb", "flat", "fp16", [0, 3072, 0, 3072]),
+        ("aabb", "flat", "fp16", [2048] * 4),  # slices and sums of 512 bytes, to each of two ranks elsewhere
+        ("aab", "flat", "fp16", [1365, 1365, 2731]),
         ("aabb", "hierarchical-flat", "fp16", [1024] * 4),  # a half of 2048, once up and once down
         ("abc", "hierarchical-flat", "fp32", [5461, 5461, 5461]),
         ("aaaa", "hierarchical-flat", "fp32", [0] * 4),
