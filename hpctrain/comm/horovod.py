@@ -398,6 +398,7 @@ class HorovodWorld(Forwarding):
         if not self._closed:
             self._closed = True
             # The first rank that shuts down takes Horovod, and MPI with it, from all: also from one that still frees
-            # communicators or memory of its own.
-            self.barrier()
+            # communicators or memory of its own. One that left without `close` has done so already.
+            with contextlib.suppress(CommunicationError):
+                self.barrier()
             self._hvd.shutdown()
