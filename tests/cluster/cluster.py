@@ -53,10 +53,13 @@ class Cluster:
         self._ties = ties or Ties()
 
     @classmethod
-    def up(cls, plan: ClusterPlan, *, lifetime: Lifetime = Lifetime.OWNER) -> Cluster:
+    def up(
+        cls, plan: ClusterPlan, *, lifetime: Lifetime = Lifetime.OWNER, shared: Sequence[Path] = ()
+    ) -> Cluster:
         """Bring a cluster up; what is left of an earlier one in the same directory is taken down first.
 
-        With Lifetime.OWNER it ends with this process, also when that is killed. Raises ClusterError.
+        With Lifetime.OWNER it ends with this process, also when that is killed. shared: folders under /tmp that
+        all places see; the rest of it is each place's own. Raises ClusterError.
         """
         reason = why_not()
         if reason is not None:
@@ -80,7 +83,7 @@ class Cluster:
                 path.write_text(text)
             ties = Ties()
             try:
-                make_places(plan, record, ties=ties)
+                make_places(plan, record, ties=ties, shared=shared)
                 connect_places(plan, record)
                 start_daemons(plan, record)
                 if plan.volumes:
@@ -132,10 +135,10 @@ class Cluster:
         return [*enter(self._record.places[place]), *tied, *command]
 
     def environment(self) -> dict[str, str]:
-        """Ours, without an outer launcher's variables, with this cluster's Slurm and this Python first."""
+        """Ours, without an outer launcher's variables, with this cluster's Slurm, this Python and each place's /tmp."""
         # The ring: see slurm/train.sbatch.
         slurm = {"SLURM_CONF": str(self.plan.slurm_conf_path), "SLURM_PMIX_FENCE": "ring"}
-        environ = rank_environment(slurm)
+        environ = {k: v for k, v in rank_environment(slurm).items() if k not in ("TMPDIR", "TEMP", "TMP")}
         environ["PATH"] = f"{Path(sys.executable).parent}:{search_path()}"
         return environ
 

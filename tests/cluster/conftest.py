@@ -34,12 +34,12 @@ def cluster_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(cluster_folder: Path) -> Iterator[Cluster]:
-    """Four nodes with links of 1 Gbit/s, for the whole test session."""
+def cluster(cluster_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Four nodes with links of 1 Gbit/s, for the whole test session. Every place sees the tests' temporary folders."""
     plan = ClusterPlan(
         directory=cluster_folder / f"test-{os.getpid()}", num_nodes=4, rate="1gbit", cores_per_node=4
     )
-    with Cluster.up(plan) as up:
+    with Cluster.up(plan, shared=[tmp_path_factory.getbasetemp()]) as up:
         yield up
 
 

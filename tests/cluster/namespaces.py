@@ -23,10 +23,13 @@ from tests.cluster.plan import (
 )
 from tests.cluster.record import ClusterError, Lifetime, Process, Record, namespace_of
 from tests.cluster.requirements import search_path
+from tests.ranks_launcher import REPOSITORY
 
 _INIT = Path(__file__).with_name("place_init.py")
 _KINDS = ["--net", "--uts", "--mount", "--pid"]
 _START_TIMEOUT_S = 30.0
+# What runs in a place runs by these, wherever they lie.
+_NEEDED = (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix))
 
 
 def enter(process: Process, *, kinds: Sequence[str] = _KINDS) -> list[str]:
@@ -71,16 +74,20 @@ class Ties:
             child.wait()
 
 
-def make_places(plan: ClusterPlan, record: Record, *, ties: Ties) -> None:
-    """Make the head and the nodes, each written into `record` before it may go on."""
+def make_places(plan: ClusterPlan, record: Record, *, ties: Ties, shared: Sequence[Path] = ()) -> None:
+    """Make the head and the nodes, each written into `record` before it may go on.
+
+    shared: what all see under /tmp, beside what any command needs.
+    """
+    shared = [*_NEEDED, *shared]
     path = plan.directory / "arrivals"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen(plan.num_nodes + 1)
-        head = _start(plan, listener, [HEAD], inside=None, ties=ties)[0]
+        head = _start(plan, listener, [HEAD], inside=None, ties=ties, shared=shared)[0]
         ties.connection = head.connection
         _admit(head, plan, record)
-        arrivals = _start(plan, listener, plan.node_names, inside=head.process, ties=ties)
+        arrivals = _start(plan, listener, plan.node_names, inside=head.process, ties=ties, shared=shared)
         for node in sorted(arrivals, key=lambda arrival: plan.node_names.index(arrival.place)):
             _admit(node, plan, record)
             node.connection.close()
@@ -115,13 +122,14 @@ def _start(
     *,
     inside: Process | None,
     ties: Ties,
+    shared: Sequence[Path],
 ) -> list[_Arrival]:
     """Start the first processes of places, and wait until each has reported."""
     outside = [] if inside is None else enter(inside)
     new = [*outside, "unshare", "--fork", *_KINDS, "--mount-proc"]
     started = {}
     for name in names:
-        setup = json.dumps(place_setup(plan, place=name))
+        setup = json.dumps(place_setup(plan, place=name, shared=shared))
         log = plan.directory / "log" / f"{name}.log"
         with log.open("wb") as output:
             started[name] = subprocess.Popen(

@@ -3,13 +3,13 @@
 A place is the head or a node. The head runs munged, slurmctld and the commands that are handed in, and holds
 the bridge; each node runs a slurmd and hangs on the bridge by one link. Every place has its own process, UTS,
 network and mount namespaces, so the names and addresses here never meet those of the machine or of another
-cluster.
+cluster, and a temporary folder of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tests.cluster import gluster_volume
 from tests.cluster.gluster_volume import Volume
 
 HEAD = "hpct-head"
+TMP = Path("/tmp")
 _NETWORK = "10.77.0"
 _FIRST_NODE_ADDRESS = 10
 MAX_NODES = 64
@@ -75,6 +76,10 @@ class ClusterPlan:
     def munge_socket(self) -> Path:
         return self.directory / "munge" / "socket"
 
+    def own_tmp(self, place: str) -> Path:
+        """What a place has at /tmp, seen from outside."""
+        return self.directory / "tmp" / place
+
     def gluster_log(self, place: str) -> Path:
         """Folder of what GlusterFS logs in a place."""
         return self.directory / "log" / f"gluster-{place}"
@@ -89,9 +94,9 @@ def check_rate(rate: str | None) -> None:
 def folders(plan: ClusterPlan) -> list[Path]:
     """The folders that must be there before the daemons start."""
     names = ["etc", "munge", "log", "state", "pid"]
-    # Without a folder of its own for each node, the PMIx plugins of several slurmd collide in one /tmp.
-    names += [f"{kind}/{node}" for kind in ("tmp", "spool") for node in plan.node_names]
+    names += [f"spool/{node}" for node in plan.node_names]
     found = [plan.directory / name for name in names]
+    found += [plan.own_tmp(place) for place in plan.addresses]
     if plan.volumes:
         found += [plan.gluster_log(place) / "bricks" for place in plan.addresses]
         found += gluster_volume.folders(plan.volumes, directory=plan.directory, node_names=plan.node_names)
@@ -126,7 +131,8 @@ def slurm_conf(plan: ClusterPlan) -> str:
         "AuthInfo": f"socket={plan.munge_socket},cred_expire=10",
         "StateSaveLocation": directory / "state",
         "SlurmdSpoolDir": directory / "spool" / "%n",
-        "TmpFS": directory / "tmp" / "%n",
+        # Each node's own /tmp; PMIx plugins of several slurmd would collide in one.
+        "TmpFS": plan.own_tmp("%n"),
         "SlurmctldPidFile": directory / "pid" / "slurmctld",
         "SlurmdPidFile": directory / "pid" / "slurmd-%n",
         "SlurmctldLogFile": directory / "log" / "slurmctld.log",
@@ -157,16 +163,31 @@ def slurm_conf(plan: ClusterPlan) -> str:
     return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, partition, ""])
 
 
-def place_setup(plan: ClusterPlan, *, place: str) -> list[list[str]]:
-    """What the first process of a place runs before it reports."""
+def place_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path] = ()) -> list[list[str]]:
+    """What the first process of a place runs before it reports. shared: see `tmp_setup`."""
     gluster = gluster_volume.place_setup(plan.gluster_log(place)) if plan.volumes else []
     return [
         *gluster,
         ["mount", "--bind", str(plan.directory / "etc" / "hosts"), "/etc/hosts"],
         # Ranks of two nodes must not meet in shared memory.
         ["mount", "-t", "tmpfs", "-o", "mode=1777", "hpct-shm", "/dev/shm"],
+        *tmp_setup(plan, place=place, shared=shared),
         ["ip", "link", "set", "lo", "up"],
     ]
+
+
+def tmp_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path]) -> list[list[str]]:
+    """A /tmp that no other place sees, nor the machine.
+
+    shared: folders that all see at the same path; nothing is done for those that do not lie under /tmp.
+    """
+    own = plan.own_tmp(place)
+    commands = [["chmod", "1777", str(own)]]
+    for folder in sorted({plan.directory, *shared}):  # what holds others comes before them
+        if TMP in folder.parents:
+            there = str(own / folder.relative_to(TMP))
+            commands += [["mkdir", "-p", there], ["mount", "--bind", str(folder), there]]
+    return [*commands, ["mount", "--rbind", str(own), str(TMP)]]
 
 
 def bridge_commands(plan: ClusterPlan) -> list[list[str]]:

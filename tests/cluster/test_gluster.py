@@ -49,17 +49,17 @@ from tests.cluster import Cluster, ClusterPlan, Volume
 plan = ClusterPlan(
     directory=Path(sys.argv[1]), num_nodes=4, rate=None, cores_per_node=4, volumes=tuple(Volume)
 )
-with Cluster.up(plan):
+with Cluster.up(plan, shared=[Path(sys.argv[2])]):
     print("up", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture(scope="module")
-def owner(gluster_folder: Path) -> Iterator[subprocess.Popen[str]]:
+def owner(gluster_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
     directory = gluster_folder / f"test-{os.getpid()}-gluster"
     process = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(directory)], cwd=REPOSITORY,
+        [sys.executable, "-c", _OWNER, str(directory), str(tmp_path_factory.getbasetemp())], cwd=REPOSITORY,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None

@@ -189,6 +189,30 @@ def test_the_machine_sees_none_of_it(cluster: Cluster) -> None:
     assert not Path("/dev/shm/hpct-test").exists()
 
 
+# Tells what others have left in the temporary folder, and leaves a file of its own.
+_LEAVES = (
+    "import os, tempfile; names = os.listdir(tempfile.gettempdir())\n"
+    "print(os.uname().nodename, tempfile.gettempdir(), *(n for n in names if n.startswith('hpct-')), flush=True)\n"
+    "open(f'{tempfile.gettempdir()}/hpct-{os.uname().nodename}', 'x').close()"
+)
+
+
+def test_every_place_has_a_temporary_folder_of_its_own_in_which_shared_ones_stand(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").write_text("by all")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the machine's: not meant for the places
+    own = {"hpct-head": cluster.run([sys.executable, "-c", _LEAVES], timeout_s=20)}
+    own["nodes"] = cluster.run(["srun", "--nodes=4", sys.executable, "-c", _LEAVES], timeout_s=60)
+    told = sorted("".join(done.stdout for done in own.values()).splitlines())
+    assert told == [f"{place} /tmp" for place in sorted(cluster.plan.addresses)], own
+    ask = ["sh", "-c", f"cat {tmp_path}/shared; cd /tmp; echo hpct-*; stat -c %a ."]
+    for place in cluster.plan.addresses:
+        asked = cluster.run(ask, timeout_s=20, place=place)
+        assert asked.stdout == f"by allhpct-{place}\n1777\n", asked.stderr
+        assert not Path("/tmp", f"hpct-{place}").exists()
+
+
 def test_a_limited_link_lets_so_much_through_and_is_counted(cluster: Cluster) -> None:
     script = (
         "import socket, sys\n"

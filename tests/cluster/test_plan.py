@@ -91,6 +91,22 @@ def test_every_place_of_a_cluster_with_volumes_has_what_glusterfs_keeps_to_itsel
     assert not any("gluster" in word for command in place_setup(plan(), place=HEAD) for word in command)
 
 
+def test_what_is_shared_under_tmp_stands_where_it_stood_and_the_rest_is_every_places_own() -> None:
+    made = ClusterPlan(directory=Path("/tmp/lab/cluster"), num_nodes=2)
+    shared = [Path("/tmp/work/runs"), Path("/tmp/work"), Path("/srv/data"), Path("/tmp"), Path("/tmpfs/x")]
+    covers = set()
+    for place in made.addresses:
+        commands = [c for c in place_setup(made, place=place, shared=shared) if c[0] == "mount"]
+        binds = [command[-2:] for command in commands if "--bind" in command and command[-1] != "/etc/hosts"]
+        own, covered = commands[-1][-2:]
+        assert (covered, commands[-1][1]) == ("/tmp", "--rbind")  # with what has been mounted in it
+        stood = ["/tmp/lab/cluster", "/tmp/work", "/tmp/work/runs"]
+        assert binds == [[path, path.replace("/tmp", own, 1)] for path in stood]
+        assert Path(own) in folders(made)
+        covers.add(own)
+    assert len(covers) == 3
+
+
 def test_the_server_of_a_brick_is_known_by_its_command_line() -> None:
     words = [b"/usr/sbin/glusterfsd", b"-s", b"hpct1", b"--volfile-id", b"dispersed.hpct1.var-x-bricks", b""]
     assert Volume.DISPERSED.is_served_by(words, node="hpct1")

@@ -1,0 +1,69 @@
+"""Whether a session reduces beside backward: where a network or a device is waited for, or a core is to spare."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hpctrain.comm import Monitored, World
+from hpctrain.comm.threads import run_threads
+from hpctrain.launch import RankIdentity
+from hpctrain.run.session import Session
+from hpctrain.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """nodes: of each rank, also where they are made up. hosts: likewise; None: as the nodes. cores: that it may use."""
+
+    nodes: str
+    cores: list[set[int]]
+    hosts: str | None = None
+    num_threads: int = 1
+    device: str = "cpu"
+
+
+CASES = {
+    "two ranks take turns on two cores": (Case(nodes="aa", cores=[{0, 1}] * 2), False),
+    "half a core each is none": (Case(nodes="aa", cores=[{0, 1, 2}] * 2), False),
+    "two ranks on four cores": (Case(nodes="aa", cores=[{0, 1, 2, 3}] * 2), True),
+    "backward takes all four": (Case(nodes="aa", cores=[{0, 1, 2, 3}] * 2, num_threads=2), False),
+    "each bound to a core": (Case(nodes="aa", cores=[{0}, {1}]), False),
+    "each bound to two": (Case(nodes="aa", cores=[{0, 1}, {2, 3}]), True),
+    "one has none to spare": (Case(nodes="aaa", cores=[{0, 1}, {2}, {3, 4}]), False),
+    "two nodes with all cores in use": (Case(nodes="ab", cores=[{0}, {0}]), True),
+    "nodes made up on one machine": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), True),
+    "a device": (Case(nodes="aa", cores=[{0}, {0}], device="cuda"), True),
+    "one rank on one core": (Case(nodes="a", cores=[{0}]), False),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES.values(), ids=CASES)
+def test_reductions_run_beside_backward_where_that_gains(
+    monkeypatch: pytest.MonkeyPatch, case: Case, expected: bool
+) -> None:
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: (case.hosts or case.nodes)[here.rank])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: case.cores[here.rank])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: case.num_threads)
+
+    def on_rank(world: World) -> bool:
+        here.rank = world.rank
+        identity = RankIdentity(
+            launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
+            node_rank=None, node_name=case.nodes[world.rank],
+        )  # fmt: skip
+        session = Session(
+            identity=identity, world=Monitored(world, timeout_s=60), device=torch.device(case.device),
+            topology=Topology.from_node_names(list(case.nodes)),
+        )  # fmt: skip
+        found = session.overlap()
+        session.close()
+        return found
+
+    assert run_threads(len(case.nodes), on_rank, timeout_s=60) == [expected] * len(case.nodes)
