@@ -40,6 +40,7 @@ _LEARN_TRIES = 60
 # An operation that takes this long is looked at more closely: have all ranks the same buffer?
 _COMPARE_AFTER_S = 2.0
 _COMPARE_AT_MOST_AFTER_S = 4.0
+_COMPARISONS = 3  # of one operation: ranks come, and renew their files, at other times
 _RANKS_COMPARED = 32
 # How long the ranks have to speak after a mismatch was found.
 _MISMATCH_GRACE_S = 2.5
@@ -257,7 +258,11 @@ class Board:
                 _COMPARE_AT_MOST_AFTER_S, self._timeout_s / 4, 2 * self._compare_after_s
             )
             times = 0
-        if signature is None or times == 3 or track.waited_s() < (1 + times / 2) * self._compare_after_s:
+        if (
+            signature is None
+            or times == _COMPARISONS
+            or track.waited_s() < (1 + times / 2) * self._compare_after_s
+        ):
             return
         self._compared[track.group] = (sequence, times + 1)
         self.publish()
@@ -266,6 +271,7 @@ class Board:
         wrong = find_different(
             self._read(drawn),
             rank=self.rank, group=track.group, sequence=sequence, signature=signature,
+            num_expected=1 + len(drawn) if times < _COMPARISONS - 1 else 0,
         )  # fmt: skip
         if wrong is not None and track.sequence == sequence and track.since is not None:
             self.announce(wrong, grace_s=min(_MISMATCH_GRACE_S, self._timeout_s / 4))

@@ -124,20 +124,26 @@ class HorovodGroup:
             return buffer
         return buffer.cpu()
 
+    def _stand_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What is sent for an empty buffer, which Horovod cannot take: zeros in a shape that no other buffer has.
+
+        So a rank that brings nothing where others bring something meets them, and Horovod tells all that they differ.
+        """
+        return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, device=buffer.device))
+
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         """As the contract says; float16 is summed in float16. MAX of NaN is whatever MPI makes of it."""
         self._check(buffer, operation="all_reduce")
-        for chunk in buffer.split(self._chunk_elems):
-            if chunk.numel() == 0:
-                continue  # torch splits an empty tensor into one empty chunk
+        for chunk in buffer.split(self._chunk_elems):  # torch splits an empty tensor into one empty chunk
+            given = widened(self._to_horovod(chunk), op=op) if chunk.numel() else self._stand_in(chunk)
             with self._reported("all_reduce"):
                 result = self._hvd.allreduce_(
-                    widened(self._to_horovod(chunk), op=op),
+                    given,
                     name=self._next_name(f"all_reduce.{op.value}"),
                     op=self._hvd.Sum if op is ReduceOp.SUM else self._hvd.Max,
                     process_set=self._process_set,
                 )
-            if result is not chunk:
+            if result is not chunk and chunk.numel():
                 chunk.copy_(result)
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
@@ -160,10 +166,10 @@ class HorovodGroup:
 
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         """`reduce_scatter` in one operation."""
-        if buffer.numel() == 0:
-            return buffer.clone()
         staged = widened(self._to_horovod(buffer), op=ReduceOp.SUM)
-        if self._in_order and list(counts) == balanced_counts(buffer.numel(), num_parts=self.num_ranks):
+        if buffer.numel() == 0:
+            rows = self._stand_in(buffer)
+        elif self._in_order and list(counts) == balanced_counts(buffer.numel(), num_parts=self.num_ranks):
             rows = staged  # Horovod gives the first ranks one more, as `balanced_counts` does
         else:
             # Horovod only splits evenly: a row for each rank, as wide as the widest slice.
@@ -176,6 +182,8 @@ class HorovodGroup:
                 process_set=self._process_set,
             )
             result = self._hvd.synchronize(handle)
+        if buffer.numel() == 0:
+            return buffer.clone()
         return result.view(-1)[: counts[self.rank]].to(buffer.device, buffer.dtype)
 
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
@@ -193,13 +201,14 @@ class HorovodGroup:
 
     def _gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         """`all_gather` in one operation."""
-        if sum(counts) == 0:
-            return part.clone()
+        given = self._to_horovod(part) if sum(counts) else self._stand_in(part)
         with self._reported("all_gather"):
             handle = self._hvd.allgather_async(
-                self._to_horovod(part), name=self._next_name("all_gather"), process_set=self._process_set
+                given, name=self._next_name("all_gather"), process_set=self._process_set
             )
             whole = self._hvd.synchronize(handle)
+        if sum(counts) == 0:
+            return part.clone()
         if whole.numel() != sum(counts):
             raise BufferMismatch(
                 f"all_gather on rank {self._members[self._rank]}: counts {list(counts)} add up to "
@@ -249,16 +258,15 @@ class HorovodGroup:
         self._check(buffer, operation="broadcast")
         check_root(root, rank=self.rank, num_ranks=self.num_ranks)
         for chunk in buffer.split(self._chunk_elems):
-            if chunk.numel() == 0:
-                continue
+            given = self._to_horovod(chunk) if chunk.numel() else self._stand_in(chunk)
             with self._reported("broadcast"):
                 result = self._hvd.broadcast_(
-                    self._to_horovod(chunk),
+                    given,
                     self._members[root],  # Horovod counts roots by world rank, also in a process set
                     name=self._next_name("broadcast"),
                     process_set=self._process_set,
                 )
-            if result is not chunk:
+            if result is not chunk and chunk.numel():
                 chunk.copy_(result)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

@@ -160,8 +160,9 @@ class MonitoredGroup:
 class Monitored(Forwarding):
     """A world with a deadline, and so are the communicators made from it.
 
-    timeout_s: an operation that takes longer ends the run with exit code 6. It must be more than the longest
-    time one rank may rightly keep the others waiting (a checkpoint, an evaluation on rank 0).
+    timeout_s: an operation that takes longer ends the run with exit code 6, and all ranks have ended by then. Less a
+    quarter, at most 5 s, it must be more than the longest time one rank may rightly keep the others waiting (a
+    checkpoint, an evaluation on rank 0).
     directory: as of `publish_in`, which is collective. Without it the missing ranks cannot be named. step: set it
     to have it in the messages.
     """

@@ -160,11 +160,18 @@ def find_absent(
 
 
 def find_different(
-    positions: Mapping[int, RankPosition], *, rank: int, group: str, sequence: int, signature: str
+    positions: Mapping[int, RankPosition],
+    *,
+    rank: int,
+    group: str,
+    sequence: int,
+    signature: str,
+    num_expected: int = 0,
 ) -> str | None:
     """What is wrong if ranks are in operation `sequence` of `group` with another signature than `rank`'s own.
 
-    The signature of most is taken for the right one; of two as frequent, the lowest rank's.
+    The signature of most is taken for the right one; of two as frequent, the lowest rank's, but then nothing is said
+    before `num_expected` ranks are known to be there: the next one may decide it.
     """
     held = {rank: signature}
     for other, position in positions.items():
@@ -175,6 +182,8 @@ def find_different(
     if len(set(values)) == 1:
         return None
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    if 2 * values.count(usual) <= len(values) < num_expected:
+        return None
     different = [
         f"rank {other}{_on_host(positions.get(other))} has {held[other]}"
         for other in sorted(held)

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 
+from hpctrain.comm.agreement import check_same
 from hpctrain.comm.communicator import Collective
+from hpctrain.errors import BufferMismatch
 
 
-def broadcast_tensors(comm: Collective, tensors: Sequence[torch.Tensor], *, root: int = 0) -> None:
+def broadcast_tensors(
+    comm: Collective, tensors: Sequence[torch.Tensor], *, root: int = 0, name: str = "what is broadcast"
+) -> None:
     """Copy `tensors` of the group's rank `root` into every rank's, in place. Collective.
 
-    tensors: same number, shapes and dtypes on every rank, of any layout. Each dtype travels as one message
-    of raw bytes, so dtypes that a backend cannot reduce (bool, bfloat16) are copied too.
+    tensors: of any layout. Each dtype travels as one message of raw bytes, so dtypes that a backend cannot reduce
+    (bool, bfloat16) are copied too. Raises BufferMismatch on every rank, naming those that differ, unless number,
+    shapes and dtypes are the same on all. name: what they are, for that message.
     """
     if comm.num_ranks == 1:
         return
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    groups = list(by_kind.values())
+    # Before the first message: the ranks would send other numbers of them, and wait for each other.
+    check_same(comm, name=name, value=_describe(groups), error=BufferMismatch)
     with torch.no_grad():
-        for (dtype, _), group in by_kind.items():
+        for group in groups:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).view(torch.uint8)
             comm.broadcast(flat, root=root)
-            received = flat.view(dtype)
+            received = flat.view(group[0].dtype)
             offset = 0
             for tensor in group:
                 tensor.copy_(received[offset : offset + tensor.numel()].view(tensor.shape))
                 offset += tensor.numel()
+
+
+def _describe(groups: Sequence[Sequence[torch.Tensor]]) -> str:
+    """`6 tensors: 540000 x float32 (shapes 26832cdb)`. Each group is of one dtype."""
+    shapes = repr([[tuple(tensor.shape) for tensor in group] for group in groups])
+    mark = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()
+    sizes = " + ".join(
+        f"{sum(tensor.numel() for tensor in group)} x {str(group[0].dtype).removeprefix('torch.')}"
+        for group in groups
+    )
+    return f"{sum(map(len, groups))} tensors: {sizes} (shapes {mark})" if groups else "no tensors"

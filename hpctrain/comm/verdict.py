@@ -18,15 +18,20 @@ def headline(
     host: str,
     step: int | None,
     timeout_s: float,
+    ending_s: float,
     doing: str = "",
 ) -> str:
-    """Who ends, and what it was doing. track: of its longest wait, None in no operation."""
+    """Who ends, and what it was doing. track: of its longest wait, None in no operation.
+
+    ending_s: the last part of `timeout_s`, in which ranks do not wait any more, but end.
+    """
     here = f"rank {rank} on {host}"
     in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")
-    waited, limit = "is in no operation" + in_step, f"(limit {timeout_s:g} s)"
+    limit = f"(limit {timeout_s:g} s, of which {ending_s:g} s are to end in)"
+    waited = "is in no operation" + in_step
     if track is not None:
         waited = f"has waited {track.waited_s():.1f} s{in_step} for {track.describe()}"
-    if ending is None or (track is not None and track.waited_s() > timeout_s):
+    if ending is None or (track is not None and track.waited_s() > timeout_s - ending_s):
         return f"{here} {waited} {limit}"
     if ending.rank == rank:
         return f"{here} ends the run: {ending.reason}\nit {waited}"

@@ -32,13 +32,19 @@ T = TypeVar("T")
 
 # A watcher that comes so much later than it wanted was stopped together with its process.
 _SUSPENDED_AFTER_S = 5.0
-_LATE_AFTER = 0.75  # of the limit
-_FILES_MAY_TAKE_S = 3.0
+# The last part of the limit: the ranks tell what they found and leave, so that all have ended when it is over.
+_ENDING_SHARE = 0.25
+_ENDING_AT_MOST_S = 5.0
+_TELLING_SHARE = 0.6  # of the ending; then they leave
+_LATE_AFTER = 0.75  # of the patience, which is the limit without that part
+# All of it within the ending, should files hang, and MPI_Abort then.
+_ANNOUNCING_MAY_TAKE_S = 2.0
+_REPORTING_MAY_TAKE_S = 3.0
 # What ranks of this run have written is younger than this rank's start, but for differing clocks and slow starts.
 # A little, since no earlier attempt ended so shortly before: Python, torch and the library were started since.
 # Who is left out wrongly is read again as soon as it renews its file.
 _CLOCKS_DIFFER_S = 2.0
-# Behind the limit, when the other ranks have said what they found.
+# Behind the patience, when the other ranks have said what they found.
 _LAST_WORD_AFTER_S = 0.5
 _LAST_WORDS_MAY_TAKE_S = 3.0
 
@@ -47,6 +53,8 @@ _LAST_WORDS_MAY_TAKE_S = 3.0
 class Watcher:
     """Watches every `Track` of one rank.
 
+    timeout_s: when an operation has taken that long, every rank has ended. So each gives up a quarter of it earlier, at
+    most 5 s.
     abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank at once,
     where ranks are processes; then all that have told what they know leave together. holds_lock: the library may
     wait with Python's lock held, so that this thread does not run; see `hpctrain.comm.last_word`.
@@ -67,7 +75,8 @@ class Watcher:
         self.doing = ""  # what the operations belong to; "" when nothing was said
         self._timeout_s = timeout_s
         self._interval_s = min(1.0, timeout_s / 8)
-        self._grace_s = min(5.0, timeout_s / 12)
+        self._ending_s = min(_ENDING_AT_MOST_S, _ENDING_SHARE * timeout_s)
+        self._patience_s = timeout_s - self._ending_s
         self._abort = abort
         self._leave = leave
         self._holds_lock = holds_lock
@@ -173,16 +182,16 @@ class Watcher:
                 return
             for track in self._tracks:
                 waited_s = track.waited_s()
-                if waited_s > _LATE_AFTER * self._timeout_s:
+                if waited_s > _LATE_AFTER * self._patience_s:
                     self._be_late(track)
-                if waited_s > self._timeout_s:
+                if waited_s > self._patience_s:
                     self._end_run(track, ending=None)
                     return
 
     def _pause_s(self) -> float:
-        """Until the next look, which comes when an operation is late, or over the limit, if that is nearer."""
+        """Until the next look, which comes when an operation is late, or the patience over, if that is nearer."""
         nearest_s = min(
-            (self._timeout_s - track.waited_s() for track in self._tracks), default=self._timeout_s
+            (self._patience_s - track.waited_s() for track in self._tracks), default=self._patience_s
         )
         return max(0.01, min(self._interval_s, nearest_s + 0.005))
 
@@ -204,7 +213,7 @@ class Watcher:
                 self._last_word.stop()
             else:
                 waited_s = max(track.waited_s() for track in self._tracks)
-                self._last_word.wind(max(0.0, self._timeout_s - waited_s) + _LAST_WORD_AFTER_S)
+                self._last_word.wind(max(0.0, self._patience_s - waited_s) + _LAST_WORD_AFTER_S)
 
     def _longest(self) -> Track | None:
         waiting = [track for track in self._tracks if track.since is not None]
@@ -256,12 +265,14 @@ class Watcher:
                 self._last_word.stop()
         told = None
         if board is not None:
-            limit_s = min(_FILES_MAY_TAKE_S, max(1.0, self._timeout_s / 4))
+            least_s = max(1.0, self._ending_s)
             if ending is None and track is not None:
-                reason = f"it waits for {track.describe()} for more than the limit of {self._timeout_s:g} s"
+                reason = f"it has waited {track.waited_s():.1f} s for {track.describe()}"
                 reason += f" ({self.doing})" if self.doing else ""
-                ending = _within(limit_s, lambda: board.announce(reason, grace_s=self._grace_s))
+                limit_s, grace_s = min(_ANNOUNCING_MAY_TAKE_S, least_s), _TELLING_SHARE * self._ending_s
+                ending = _within(limit_s, lambda: board.announce(reason, grace_s=grace_s))
             if ending is not None:  # else the files hang: that was waiting enough
+                limit_s = min(_REPORTING_MAY_TAKE_S, least_s)
                 told = _within(limit_s, lambda: self._report(board, track))
         if told is None:
             told = self._report_alone()
@@ -273,6 +284,7 @@ class Watcher:
             step=self.step,
             doing=self.doing,
             timeout_s=self._timeout_s,
+            ending_s=self._ending_s,
         )
         self._show(f"{head}\n{told}\nthis rank's threads are at")
         if board is not None and ending is not None and self._leave_together(board, ending=ending, code=code):
@@ -284,11 +296,12 @@ class Watcher:
 
     def _leave_together(self, board: Board, *, ending: Ending, code: int) -> bool:
         """Wait until all have spoken, then leave with them. False where this rank must end the others."""
+        began = time.monotonic()
         _within(1.0, board.leave)
-        until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._grace_s + 1.0))
+        until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._ending_s + 1.0))
         all_leave = ending.rank != self.rank  # the one who announced it sees to those who do not come
         if not all_leave and self._last_word is not None:
-            until += _LAST_WORDS_MAY_TAKE_S
+            until = max(until, began + _LAST_WORDS_MAY_TAKE_S)
         while time.monotonic() < until:
             if not all_leave:
                 all_leave = bool(_within(1.0, board.all_leave))

@@ -42,7 +42,10 @@ class RunSection(Section):
         description="CPU threads of torch in each rank. Default: OMP_NUM_THREADS, or the rank's cores.",
     )
     timeout_s: float = Field(
-        600.0, gt=0, description="A collective operation that takes longer ends the run with code 6."
+        600.0,
+        gt=0,
+        description="A collective operation that takes longer ends the run with code 6: all ranks have ended by then, "
+        "so they give up a quarter of it before, at most 5 s.",
     )
     deterministic: bool = Field(
         True, description="Ask torch for deterministic algorithms, so that a resumed run gives the same bits."

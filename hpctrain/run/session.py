@@ -172,9 +172,10 @@ class Session:
 
         In a plain Horovod script this is what `hvd.DistributedOptimizer` and the two broadcasts were:
         `loss.backward()`, `step()` and `zero_grad()` stay. reduction: made before, by `reduction`; then
-        algorithm, wire and bucket_bytes are its own.
+        algorithm, wire and bucket_bytes are its own. BufferMismatch on every rank, naming those that differ, where one
+        has another model or trains another part of it.
         """
-        broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0)
+        broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0, name="the model")
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
             reduction = self.reduction(plan, gradient_bytes=gradient_bytes(model))
@@ -314,9 +315,9 @@ def start(
     """Join the other ranks that mpirun or srun started; alone it is a session of one rank. Collective.
 
     ranks: refuse to start with another number. algorithm: of the reduction, which Horovod must know when it starts
-    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer ends the run with
-    exit code 6; after `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks
-    that did not come.
+    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer ends the run with exit code 6, and all
+    ranks have ended by then (see `Monitored`); after `session.world.publish_in(shared_folder)`, which is collective,
+    the message names the ranks that did not come.
     Raises LaunchError or TopologyError where launcher, environment and communication library disagree.
     """
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())

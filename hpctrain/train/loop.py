@@ -276,7 +276,8 @@ class Training:
 
     def _align_buffers(self) -> None:
         """Rank 0's buffers (running statistics) become everybody's: they are evaluated with and saved once."""
-        broadcast_tensors(self._comm, list(self._state.model.buffers()), root=0)
+        buffers = list(self._state.model.buffers())
+        broadcast_tensors(self._comm, buffers, root=0, name="the model's buffers")
 
     def _leave_early(self) -> None:
         self._checkpoints.finish()

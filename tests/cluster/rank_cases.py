@@ -9,7 +9,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 def who(directory: str) -> None:
@@ -49,23 +51,26 @@ def reduce(num_elems: str) -> None:
     world.close()
 
 
-def reduce_for_ever(backend: str, algorithm: str, timeout_s: str, directory: str) -> None:
-    """Sums without end, until the deadline ends it. Rank 0 makes the file `sums` once all are under way."""
+def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, directory: str) -> None:
+    """Sums without end, until the deadline ends it. Rank 0 makes the file `sums` once all are under way.
+
+    by: `updater`, the steps of one with this algorithm, or `backend`, whose own operations sum.
+    """
     import torch
 
-    from hpctrain.reduce.buckets import Bucket
-    from hpctrain.reduce.patience import run_to_end
     from hpctrain.run import start
 
     session = start(backend=backend, timeout_s=float(timeout_s))
     session.world.publish_in(Path(directory, "watch"))
     session.world.barrier()
-    if algorithm == "engine":  # as training reduces
-        reducer = session.bucket_reducer(algorithm="hierarchical-ring")
-        reducer.plan([Bucket(torch.float32, (), 500_000)], device=torch.device("cpu"))
+    if by == "updater":  # as training reduces
+        model = torch.nn.Linear(1000, 500, bias=False)
+        optimizer: Any = _Still(model.parameters())
+        updater = session.updater(model, optimizer, algorithm=algorithm)
 
         def reduce() -> None:
-            run_to_end([reducer.reduce(0)])
+            updater.backward(model(torch.ones(1, 1000)).mean(), weight=1 / session.num_ranks)
+            updater.step()
     else:
         reduce = functools.partial(session.reducer(algorithm=algorithm), torch.zeros(500_000))
     start_s = time.monotonic()
@@ -74,6 +79,17 @@ def reduce_for_ever(backend: str, algorithm: str, timeout_s: str, directory: str
         reduce()
         if number >= 20 and session.rank == 0 and time.monotonic() > start_s + 3:  # doors are learned by then
             Path(directory, "sums").touch()
+
+
+class _Still:
+    """What an updater needs of an optimizer; one of torch's takes seconds to load on so many ranks."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None: ...
+
+    def zero_grad(self, *, set_to_none: bool) -> None: ...
 
 
 if __name__ == "__main__":

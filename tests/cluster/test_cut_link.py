@@ -1,4 +1,7 @@
-"""A node's link is cut in mid-reduction: every rank names the node and ends with code 6, the cut node's too."""
+"""A node's link is cut in mid-reduction: every rank names the node and ends with code 6, the cut node's too.
+
+All within the limit.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hpctrain.data import pack_arrays
 from tests.cluster import Cluster
 from tests.ranks_launcher import REPOSITORY
 
 pytestmark = pytest.mark.launches
 
 TIMEOUT_S = 8.0
-NUM_RANKS = 8
+NUM_NODES = 4
 CUT = "hpct2"
 # The shell says how its rank ended, also where srun cannot hear of it any more.
 SCRIPT = (
@@ -25,34 +31,36 @@ SCRIPT = (
 )
 
 
-def wait_for(paths: list[Path], *, srun: subprocess.Popen[bytes], timeout_s: float) -> None:
+def wait_for(condition: Callable[[], object], *, srun: subprocess.Popen[bytes], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
-    while missing := [path.name for path in paths if not path.exists()]:
-        assert time.monotonic() < deadline_s, f"{missing} after {timeout_s:g} s, srun: {srun.poll()}"
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not after {timeout_s:g} s, srun: {srun.poll()}"
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("backend", "algorithm"),
-    [("mpi", "flat"), ("mpi", "hierarchical"), ("mpi", "engine"), ("horovod", "flat"), ("horovod", "engine")],
-)
-def test_a_cut_link_ends_every_rank_with_code_6_and_the_nodes_name(
-    cluster: Cluster, tmp_path: Path, backend: str, algorithm: str
+def assert_a_cut_ends_all(
+    cluster: Cluster,
+    words: Sequence[str],
+    *,
+    ranks_per_node: int,
+    folder: Path,
+    under_way: Callable[[], object],
 ) -> None:
-    case = [sys.executable, "-m", "tests.cluster.rank_cases", "reduce_for_ever", backend, algorithm]
-    command = ["srun", "--nodes=4", "--ntasks-per-node=2", "--wait=5", f"--output={tmp_path}/%t.log"]
-    command += ["bash", "-c", SCRIPT, "sh", str(tmp_path), *case, str(TIMEOUT_S), str(tmp_path)]
-    with open(tmp_path / "srun.out", "wb") as told:
+    """Cut the link of `words`, a command on all nodes, when it is under way."""
+    command = ["srun", f"--nodes={NUM_NODES}", f"--ntasks-per-node={ranks_per_node}", "--wait=5"]
+    command += [f"--output={folder}/%t.log", "bash", "-c", SCRIPT, "sh", str(folder), *words]
+    with open(folder / "srun.out", "wb") as told:
         srun = subprocess.Popen(
             cluster.argv(command, cwd=REPOSITORY), env=cluster.environment(),
             stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True,
         )  # fmt: skip
-    codes = [tmp_path / f"{rank}.code" for rank in range(NUM_RANKS)]
+    codes = [folder / f"{rank}.code" for rank in range(NUM_NODES * ranks_per_node)]
     try:
-        wait_for([tmp_path / "sums"], srun=srun, timeout_s=60)
+        wait_for(under_way, srun=srun, timeout_s=60)
+        cut_at = time.time()
         cluster.cut_link(CUT)
         try:
-            wait_for(codes, srun=srun, timeout_s=TIMEOUT_S + 6)
+            wait_for(lambda: all(path.exists() for path in codes), srun=srun, timeout_s=TIMEOUT_S + 10)
         finally:
             cluster.mend_link(CUT)
         srun.wait(40)
@@ -60,12 +68,59 @@ def test_a_cut_link_ends_every_rank_with_code_6_and_the_nodes_name(
         if srun.poll() is None:
             os.killpg(srun.pid, signal.SIGKILL)
             srun.wait()
-    logs = {rank: (tmp_path / f"{rank}.log").read_text() for rank in range(NUM_RANKS)}
-    assert [path.read_text() for path in codes] == ["6\n"] * NUM_RANKS, logs
+    logs = {rank: (folder / f"{rank}.log").read_text() for rank in range(len(codes))}
+    assert [path.read_text() for path in codes] == ["6\n"] * len(codes), logs
+    assert max(path.stat().st_mtime for path in codes) - cut_at <= TIMEOUT_S, logs
     for rank, log in logs.items():
-        if rank in (4, 5):
+        host = f"hpct{rank // ranks_per_node}"
+        expected = f"{CUT} cannot be reached from "
+        if host == CUT:
             expected = f"{CUT} (this host) reaches none of the 3 others asked (hpct0, hpct1, hpct3)"
-        else:
-            expected = f"{CUT} cannot be reached from "
         assert expected in log, log
-        assert f"rank {rank} on hpct{rank // 2} " in log
+        assert f"rank {rank} on {host} " in log
+        assert "was asked for" not in log  # that algorithm, and no other
+
+
+@pytest.mark.parametrize(
+    ("backend", "by", "algorithm"),
+    [
+        ("mpi", "backend", "flat"),
+        ("mpi", "backend", "hierarchical-flat"),
+        ("mpi", "updater", "hierarchical"),
+        ("horovod", "backend", "flat"),
+        ("horovod", "updater", "hierarchical-ring"),
+    ],
+)
+def test_a_cut_link_ends_every_rank_with_code_6_and_the_nodes_name(
+    cluster: Cluster, tmp_path: Path, backend: str, by: str, algorithm: str
+) -> None:
+    case = [sys.executable, "-m", "tests.cluster.rank_cases", "reduce_for_ever", backend, by, algorithm]
+    assert_a_cut_ends_all(
+        cluster,
+        [*case, str(TIMEOUT_S), str(tmp_path)],
+        ranks_per_node=2,
+        folder=tmp_path,
+        under_way=(tmp_path / "sums").exists,
+    )
+
+
+def test_a_cut_link_ends_a_training_with_code_6_and_the_nodes_name(cluster: Cluster, tmp_path: Path) -> None:
+    fields = {"image": np.zeros((64, 1, 8, 8), np.float32), "label": np.zeros(64, np.int64)}
+    pack_arrays(tmp_path / "data", fields)
+    metrics = tmp_path / "run" / "metrics" / "rank-00000.jsonl"
+    settings = [
+        f"run.directory={tmp_path / 'run'}", "run.epochs=100000", f"run.timeout_s={TIMEOUT_S}", "run.backend=horovod",
+        f"data.train={tmp_path / 'data'}", f"data.held_out={tmp_path / 'data'}", "reduction.algorithm=direct",
+        "checkpoint.every_steps=100000",
+    ]  # fmt: skip
+    words = ["hpctrain", "train", str(REPOSITORY / "examples" / "digits.toml")]
+    words += [word for setting in settings for word in ("--set", setting)]
+    began_s: list[float] = []
+
+    def under_way() -> bool:
+        """For three seconds, in which the ranks learn of each other."""
+        if not began_s and metrics.exists() and metrics.read_text().count("\n") > 20:
+            began_s.append(time.monotonic())
+        return bool(began_s) and time.monotonic() > began_s[0] + 3
+
+    assert_a_cut_ends_all(cluster, words, ranks_per_node=1, folder=tmp_path, under_way=under_way)

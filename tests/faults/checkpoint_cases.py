@@ -123,7 +123,7 @@ def _one_rank_sees_another_directory(world: Any, directory: str) -> str:
 
 def storage_of_rank_1_hangs(world: Any, directory: str) -> None:
     """Rank 1 sees the checkpoints through a filesystem that stops in the middle of its write."""
-    monitored = Monitored(world, timeout_s=3, directory=Path(directory) / "positions")
+    monitored = Monitored(world, timeout_s=4, directory=Path(directory) / "positions")
     storage, place = Path(directory) / "storage", Path(directory) / "shared"
     own_mounts()
     if world.rank == 1:

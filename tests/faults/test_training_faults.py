@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_all_within_10_s_and_the_last_checkpoint_resumes(
 @pytest.mark.parametrize("backend", ["horovod", "mpi"])
 def test_a_rank_that_does_not_come_is_named_and_ends_the_run_with_code_6(where: Path, backend: str) -> None:
     write_recipe(where, task="OneRankSleeps")
-    result = train(where, "run.timeout_s=3", f"run.backend={backend}")
+    result = train(where, "run.timeout_s=4", f"run.backend={backend}")
     assert result.returncode == ExitCode.COMMUNICATION, result.stderr
     assert "rank 1" in result.stderr
     assert result.wall_s < 50

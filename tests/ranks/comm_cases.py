@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -13,6 +14,8 @@ import torch
 
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
 from hpctrain.errors import CommunicationError, DataError, HpctrainError
+from hpctrain.launch import RankIdentity
+from hpctrain.run import Session
 from hpctrain.topology import Topology
 
 
@@ -26,12 +29,13 @@ def one_rank_sleeps(world: World, directory: str, late_rank: int, timeout_s: flo
     monitored.step = 41
     if world.rank == late_rank:
         time.sleep(600)
+    Path(directory, f"began-{world.rank}").touch()
     group.all_reduce(torch.ones(10))
 
 
 def one_rank_leaves_a_trace_and_stops(world: World, directory: str) -> None:
     """Rank 0 writes its process id when all are under way; the test stops that process."""
-    monitored = Monitored(world, timeout_s=3, directory=Path(directory) / "positions")
+    monitored = Monitored(world, timeout_s=4, directory=Path(directory) / "positions")
     monitored.barrier()
     if world.rank == 0:
         path = Path(directory) / "pid"
@@ -44,7 +48,7 @@ def one_rank_leaves_a_trace_and_stops(world: World, directory: str) -> None:
 
 def slow_but_in_time(world: World, directory: str) -> list[str]:
     """Monitored ranks of which one is slow, over two levels and a second communicator."""
-    monitored = Monitored(world, timeout_s=5, directory=Path(directory))
+    monitored = Monitored(world, timeout_s=6, directory=Path(directory))
     levels = make_two_level(monitored, Topology.from_node_names(["a", "a", "b"]))
     duplicate = monitored.duplicate()
     for step in range(3):
@@ -87,6 +91,41 @@ def all_raise_together(world: World) -> None:
     from hpctrain.comm import raise_together
 
     raise_together(world, DataError("shard 3 is cut short") if world.rank == 1 else None)
+
+
+def contract_and_totals(world: World) -> dict[str, Any]:
+    return {"contract": small_pieces(world), "totals": totals(world)}
+
+
+def totals(world: World) -> dict[str, Any]:
+    """What a session makes of numbers and tensors that each rank brings; the tensors as lists, with their dtype."""
+    identity = RankIdentity(
+        launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
+        node_rank=None, node_name="a",
+    )  # fmt: skip
+    session = Session(
+        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
+        topology=Topology.from_node_names(["a"] * world.num_ranks),
+    )  # fmt: skip
+    tenths = 0.1 * (1 + world.rank)
+    numbers = {"loss": tenths, "samples": 2.0**52, "hidden": (1e16, 1.0, -1e16)[world.rank]}
+    if world.rank == 1:
+        numbers = dict(reversed(numbers.items()))  # names count, not their order
+    found: dict[str, Any] = {}
+    for op in ("sum", "mean", "max"):
+        found[op] = session.all_reduce(numbers, op=op)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
+            if op == "mean" and dtype is torch.int64:
+                continue
+            unit = 2**55 + 1 if dtype is torch.int64 else 2.0**10  # float16 ends at 2**16
+            mine = (torch.tensor([[1, -2], [3, 0]], dtype=dtype) * unit * (1 + world.rank)).t()
+            total = session.all_reduce(mine, op=op)
+            found[f"{op} {str(dtype).removeprefix('torch.')}"] = total.tolist()
+            assert total.dtype is dtype
+    # Three ranks' sum is beyond float16; their mean is not.
+    found["mean of large"] = float(session.all_reduce(torch.tensor(60000.0, dtype=torch.float16), op="mean"))
+    found["nan"] = session.all_reduce({"x": math.nan if world.rank == 1 else 5.0}, op="max")["x"] != 5.0
+    return found
 
 
 def small_pieces(world: World) -> list[str]:
@@ -153,13 +192,24 @@ def different_buffers_in_turn(world: World, directory: str | None) -> list[str]:
         "broadcast": lambda: monitored.broadcast(vector(7 if odd else 4), root=0),
         "broadcast dtype": lambda: monitored.broadcast(vector(4, same_bytes), root=0),
     }
-    if world.backend == "mpi":  # Horovod lets an all-gather's parts differ, and has no place for nothing
+    calls |= {
+        "empty": lambda: monitored.all_reduce(vector(0 if odd else 4)),
+        "empty broadcast": lambda: monitored.broadcast(vector(0 if odd else 4), root=0),
+        "empty all_gather": lambda: monitored.all_gather(
+            vector(0 if odd else 2), counts=of_each(0 if odd else 2)
+        ),
+        "empty reduce_scatter": lambda: monitored.reduce_scatter(
+            vector(0 if odd else 2 * num_ranks), counts=of_each(0 if odd else 2)
+        ),
+    }
+    if (
+        world.backend == "mpi"
+    ):  # Horovod lets an all-gather's parts differ, and never ends where operations do
         calls |= {
             "reduce_scatter": lambda: monitored.reduce_scatter(
                 vector(num_ranks * (3 if odd else 2)), counts=of_each(3 if odd else 2)
             ),
             "all_gather": lambda: monitored.all_gather(vector(2, same_bytes), counts=of_each(2)),
-            "empty": lambda: monitored.all_reduce(vector(0 if odd else 4)),
             "operation": lambda: monitored.barrier() if odd else monitored.all_reduce(vector(4)),
             "group": lambda: monitored.duplicate() if odd else monitored.split([[0, 1]]),
         }
@@ -179,12 +229,13 @@ def different_buffers_in_turn(world: World, directory: str | None) -> list[str]:
     return told
 
 
-def one_rank_brings_nothing(world: World, directory: str) -> None:
-    """Horovod's operations on nothing return at once: the others would wait for the limit."""
+def one_rank_is_in_another_operation(world: World, directory: str) -> None:
+    """Over Horovod, which knows operations by name, neither ends. Rank 0 leaves behind when it began."""
     monitored = Monitored(world, timeout_s=600, directory=Path(directory))
     monitored.barrier()
-    monitored.all_reduce(torch.ones(0 if world.rank == 1 else 4))
-    monitored.barrier()
+    if world.rank == 0:
+        Path(directory, "began").touch()
+    monitored.broadcast(torch.ones(4), root=0) if world.rank == 1 else monitored.all_reduce(torch.ones(4))
 
 
 def open_and_describe(world: World, missing: dict[str, list[int]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.comm.positions import read_ending
 from tests.ranks import comm_cases
 from tests.ranks_launcher import Launched, run_ranks, start_command
 
@@ -18,8 +19,14 @@ pytestmark = pytest.mark.launches
 
 @pytest.mark.parametrize("backend", ["mpi", "horovod"])
 def test_a_rank_that_does_not_come_is_named_with_its_stack(backend: str, tmp_path: Path) -> None:
-    result = run_ranks(3, comm_cases.one_rank_sleeps, str(tmp_path), 1, 2.0, backend=backend, expect=6)
-    assert "has waited 2" in result.stderr
+    limit_s = 4.0
+    result = run_ranks(3, comm_cases.one_rank_sleeps, str(tmp_path), 1, limit_s, backend=backend, expect=6)
+    began = min(path.stat().st_mtime for path in tmp_path.glob("began-*"))
+    ending = read_ending(tmp_path)
+    assert ending is not None
+    assert ending.leave_at - began < limit_s + 0.2  # a busy machine comes to it a little later
+    assert "(limit 4 s, of which 1 s are to end in)" in result.stderr
+    assert "has waited 3" in result.stderr
     assert "in step 41 for all_reduce number 3 of split 1 (ranks 0-2) (10 x float32)" in result.stderr
     assert "did not come: rank 1\n" in result.stderr
     assert "is past all_gather_bytes number 2" in result.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import comm_cases
+from hpctrain.comm.positions import read_ending
+from tests.ranks import comm_cases, model_mismatch_cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = pytest.mark.launches
@@ -18,7 +20,7 @@ def test_a_rank_with_another_buffer_is_named_on_every_rank(backend: str, num_ran
     assert len({len(told) for told in result.outputs}) == 1
     for told in result.outputs:
         *errors, after = told
-        assert len(errors) == (11 if backend == "mpi" else 6)
+        assert len(errors) == (14 if backend == "mpi" else 10)
         for text in errors:
             assert ": BufferMismatch True in time" in text
             assert "must be the same on every rank" in text
@@ -27,9 +29,33 @@ def test_a_rank_with_another_buffer_is_named_on_every_rank(backend: str, num_ran
         assert after == f"{num_ranks}"
 
 
-def test_a_rank_with_an_empty_buffer_over_horovod_is_named_by_the_watcher(tmp_path: Path) -> None:
-    result = run_ranks(
-        3, comm_cases.one_rank_brings_nothing, str(tmp_path), backend="horovod", expect=6, timeout_s=60
-    )
-    assert "rank 1" in result.stderr
-    assert result.wall_s < 20
+@pytest.mark.parametrize("backend", ["mpi", "horovod"])
+def test_a_rank_with_another_model_is_named_on_every_rank(backend: str) -> None:
+    cases = model_mismatch_cases
+    result = run_ranks(3, cases.models_that_differ, backend=backend)
+    assert result.outputs == [result.outputs[0]] * 3
+    told = result.outputs[0]
+    assert len(told) == len(cases.ALGORITHMS) * len((*cases.MODELS, *cases.TRAINED)) + 2
+    for name, text in told.items():
+        algorithm, _, kind = name.partition(", ")
+        what, first = "what the ranks bring to operation", ""
+        if kind in cases.MODELS:
+            what = "the model"
+        elif kind in cases.TRAINED:
+            what, first = "the plan of gradient buckets", algorithm
+        assert text.startswith(f"BufferMismatch True in time {what}"), f"{name}: {text}"
+        assert f'must be the same on every rank: ranks 0, 2 "{first}' in text, f"{name}: {text}"
+        assert "but rank 1 " in text, f"{name}: {text}"
+
+
+def test_a_rank_in_another_operation_over_horovod_is_named_by_every_ranks_watcher(tmp_path: Path) -> None:
+    case = comm_cases.one_rank_is_in_another_operation
+    result = run_ranks(3, case, str(tmp_path), backend="horovod", expect=6, timeout_s=60)
+    ending = read_ending(tmp_path)
+    assert ending is not None
+    assert ending.leave_at - (tmp_path / "began").stat().st_mtime < 10
+    for rank in range(3):
+        told = (
+            rf"rank {rank} on \S+ ends .*: ranks came to number \d+ of world with different things: rank 1 "
+        )
+        assert re.search(told + r"(on \S+ )?has broadcast .*, where 2 of 3 have all_reduce ", result.stderr)

@@ -28,7 +28,7 @@ Path(sys.argv[1], "ready").touch()
 with watcher.during(track, "all_reduce"):
     if sys.argv[3] == "hold":
         ctypes.PyDLL(None).sleep(60)  # with Python's lock
-    time.sleep(1.5)
+    time.sleep(1)
 if sys.argv[3] == "hold outside":
     ctypes.PyDLL(None).sleep(8)
     with watcher.during(track, "all_reduce"):

@@ -37,10 +37,11 @@ def position(
     return RankPosition(rank=rank, host=f"h{rank}", pid=1, written=written, groups={"world": place})
 
 
-def different(*positions: RankPosition, signature: str = FOUR) -> str | None:
+def different(*positions: RankPosition, signature: str = FOUR, num_expected: int = 0) -> str | None:
     return find_different(
-        {p.rank: p for p in positions}, rank=0, group="world", sequence=3, signature=signature
-    )
+        {p.rank: p for p in positions}, rank=0, group="world", sequence=3, signature=signature,
+        num_expected=num_expected,
+    )  # fmt: skip
 
 
 def test_the_rank_with_another_buffer_is_the_one_that_differs_from_most() -> None:
@@ -50,6 +51,14 @@ def test_the_rank_with_another_buffer_is_the_one_that_differs_from_most() -> Non
     told = different(position(1, FOUR), position(2, FOUR), signature=SEVEN)
     assert told is not None
     assert f"rank 0 has {SEVEN}, where 2 of 3 have {FOUR}" in told
+
+
+def test_of_two_ranks_none_is_blamed_while_a_third_may_come() -> None:
+    assert different(position(1, FOUR), signature=SEVEN, num_expected=3) is None
+    told = different(position(1, FOUR), position(2, FOUR), signature=SEVEN, num_expected=3)
+    assert told is not None
+    assert f"rank 0 has {SEVEN}, where 2 of 3 have {FOUR}" in told
+    assert different(position(1, FOUR), signature=SEVEN, num_expected=2) is not None
 
 
 def test_ranks_elsewhere_are_not_compared() -> None:
