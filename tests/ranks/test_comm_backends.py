@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+from typing import Any
 
 import pytest
 
@@ -35,9 +37,34 @@ def test_an_agreed_error_ends_every_rank_by_the_same_door(backend: str) -> None:
     assert result.stderr.count("DataError: rank 1 (") == 3
 
 
+@functools.cache
+def contract_and_totals(backend: str) -> list[dict[str, Any]]:
+    return run_ranks(3, comm_cases.contract_and_totals, backend=backend).outputs
+
+
 @pytest.mark.parametrize("backend", ["mpi", HOROVOD])
 def test_small_pieces_keep_the_contract(backend: str) -> None:
-    assert run_ranks(3, comm_cases.small_pieces, backend=backend).outputs == [[], [], []]
+    assert [output["contract"] for output in contract_and_totals(backend)] == [[], [], []]
+
+
+@pytest.mark.parametrize("backend", ["mpi", HOROVOD])
+def test_a_sessions_totals_are_right_to_the_bit_on_every_rank(backend: str) -> None:
+    tenths = [0.1 * (1 + rank) for rank in range(3)]
+    samples = 2.0**52
+    for output in contract_and_totals(backend):
+        found = output["totals"]
+        # Added in rank order: the 1 is lost in 1e16.
+        assert found["sum"] == {"loss": sum(tenths), "samples": 3 * samples, "hidden": 0.0}
+        assert found["mean"] == {"loss": sum(tenths) / 3, "samples": samples, "hidden": 0.0}
+        assert found["max"] == {"loss": max(tenths), "samples": samples, "hidden": 1e16}
+        for name in ("float16", "bfloat16", "float32", "float64", "int64"):
+            unit = 2**55 + 1 if name == "int64" else 2.0**10  # times 1, 2 and 3
+            assert found[f"sum {name}"] == [[6 * unit, 18 * unit], [-12 * unit, 0]], name
+            assert found[f"max {name}"] == [[3 * unit, 9 * unit], [-2 * unit, 0]], name
+            mean = None if name == "int64" else [[2 * unit, 6 * unit], [-4 * unit, 0]]
+            assert found.get(f"mean {name}") == mean, name
+        assert found["mean of large"] == pytest.approx(60000, abs=32)
+        assert found["nan"]
 
 
 @needs_horovod

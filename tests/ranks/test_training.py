@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 
+from hpctrain.checkpoint import open_checkpoint
+from hpctrain.comm.serial import SerialWorld
 from hpctrain.data import pack_arrays
+from hpctrain.telemetry import read_records
+from hpctrain.topology import Topology
 from tests.ranks import training_cases
 from tests.ranks_launcher import RanksResult, run_ranks
 
-pytestmark = pytest.mark.launches
+# The first test's set-up makes all launches: two minutes of two idle cores, more of a machine that has other work.
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(900)]
 
 BACKENDS = ["mpi", "horovod"]
 RANK_COUNTS = [1, 2, 3, 4]
@@ -111,6 +118,58 @@ def test_resumed_is_bit_identical_to_never_stopped(
         assert resumed["fingerprint"] == whole["fingerprint"]
 
 
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_what_auto_chose_and_its_numbers_are_in_the_runs_record(
+    directory: Path, backend: str, num_ranks: int
+) -> None:
+    run = directory / f"{backend}-{num_ranks}-stop-never"
+    environment = json.loads((run / "environment.json").read_text())
+    found = environment["reduction"]
+    assert environment["algorithm"].startswith("auto: ")
+    assert found["source"] == f"measured in {found['calibration_s']:.1f} s"
+    assert found["calibration_s"] > 0
+    topology = Topology.from_node_names(training_cases.nodes_for(num_ranks))
+    axes = [axis for axis in ("local", "node") if max(map(len, topology.groups(axis))) > 1]
+    assert [level["axis"] for level in found["levels"]] == axes
+    assert all(level["latency_s"] > 0 and level["bytes_per_s"] > 0 for level in found["levels"])
+    assert found["ranges"][0]["from_bytes"] == 0
+    assert {each["wire"] for each in found["ranges"]} == {found["wire"]} == {environment["wire"]} == {"fp16"}
+    measured = {each["algorithm"]: each["measured"] for each in found["candidates"]}
+    assert len(measured) > 1
+    assert {each["algorithm"] for each in found["ranges"]} <= set(measured)
+    assert all(
+        point["bytes"] > 0 and point["seconds"] > 0 for points in measured.values() for point in points
+    )
+    assert {"latency_s", "seconds_per_byte"} <= found["candidates"][0].keys()
+    assert found["bucket_bytes"] > 0
+    assert isinstance(found["overlap"], bool)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_other_runs_and_later_starts_take_the_measurements_from_files(
+    directory: Path, backend: str, num_ranks: int
+) -> None:
+    first = directory / f"{backend}-{num_ranks}-stop-never"
+    numbers = json.loads((first / "environment.json").read_text())["reduction"]
+    (entry,) = json.loads((first / "reduction.json").read_text())["entries"]
+    topology = Topology.from_node_names(training_cases.nodes_for(num_ranks))
+    assert entry["key"]["backend"] == backend
+    assert entry["key"]["ranks_by_node"] == [list(ranks) for ranks in topology.ranks_by_node]
+    assert {"hpctrain", "torch", "mpi"} <= entry["key"]["versions"].keys()
+    assert entry["found"]["seconds"] == numbers["calibration_s"]
+    assert entry["found"]["levels"] == numbers["levels"]
+    # Another run, stopped and resumed: it began with the file that runs share, and went on with its own.
+    second = directory / f"{backend}-{num_ranks}-stop-29"
+    starts = [start["environment"]["reduction"] for start in read_records(second / "starts.jsonl")]
+    files = [directory / "calibration.json", second / "reduction.json"]
+    assert [start["source"] for start in starts] == [f"from {file}" for file in files]
+    assert starts == [{**numbers, "source": f"from {file}"} for file in files]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
 def test_what_int8_has_lost_is_resumed_to_the_bit(
@@ -133,6 +192,37 @@ def test_resumed_on_another_number_of_ranks_sees_exactly_the_remaining_samples(
     assert len(ended) == after
     counts = Counter(sample for seen in (*begun, *ended) for sample in seen)
     assert counts == dict.fromkeys(range(NUM_SAMPLES), 2)  # two epochs
+
+
+def newest(run: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step of a run's newest checkpoint, and its tensors."""
+    found = open_checkpoint(run / "checkpoints", comm=SerialWorld())
+    return found.step, found.read_all()
+
+
+def owed(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What no step has delivered yet, in gradient space: no rows where one rank sends nothing."""
+    rows = [t for name, t in tensors.items() if name in ("updater/lost", "updater/residual")]
+    return torch.cat(rows or [torch.zeros(1, 650, dtype=torch.float64)]).sum(0)
+
+
+def delivered_to(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.reshape(-1) for t in (tensors["model/1.weight"], tensors["model/1.bias"])])
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_what_a_wire_has_not_delivered_is_delivered_on_another_number_of_ranks(
+    directory: Path, backend: str, before: int
+) -> None:
+    """Of int8 and of top-k, in float64: nothing is lost, and nothing comes twice."""
+    step, ended = newest(directory / training_cases.elastic_name(backend, before))
+    _, whole = newest(directory / training_cases.elastic_name("fp32", 1))
+    assert step == 58
+    late = training_cases.ELASTIC_LR * owed(ended)
+    assert late.abs().max() > 1e-6
+    assert (delivered_to(ended) - late - delivered_to(whole)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

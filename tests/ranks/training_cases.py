@@ -66,6 +66,20 @@ class Classifier:
         return hasher.hexdigest()
 
 
+class Pulled(Classifier):
+    """Gradients depend on the samples alone: where the parameters end tells what was delivered of them."""
+
+    def build_model(self) -> torch.nn.Module:
+        self.model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        return self.model
+
+    def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        super().loss(model, fields)  # notes samples and steps, and asks to stop
+        outputs = model(fields["image"].to(next(model.parameters()).dtype) / 16)
+        pull = (fields["id"][:, None] + torch.arange(10)).to(outputs.dtype).sin()
+        return (outputs * pull).sum(1).mean()
+
+
 def nodes_for(num_ranks: int) -> list[str]:
     """Several nodes with several ranks, unequal at three."""
     return {1: ["a"], 2: ["a", "b"], 3: ["a", "a", "b"], 4: ["a", "a", "b", "b"]}[num_ranks]
@@ -176,25 +190,43 @@ def _interrupted_int8(world: World, where: Path, *, prefix: str) -> dict[str, An
             "same": whole["fingerprint"] == resumed["fingerprint"]}  # fmt: skip
 
 
-ELASTIC: dict[str, dict[str, Any]] = {"run": {"steps": 58}}  # two epochs
+ELASTIC_LR = 0.1
+ELASTIC: dict[str, dict[str, Any]] = {
+    "run": {"steps": 58, "precision": "fp64"},  # two epochs
+    "optimizer": {"name": "sgd", "lr": ELASTIC_LR, "schedule": "constant", "warmup_steps": 0},
+    "checkpoint": {"every_steps": 58},
+}
+# What has not been delivered is by node for one, by rank for the other. Here every rank is a node.
+ELASTIC_WIRES: dict[str, dict[str, Any]] = {
+    "mpi": {"wire": "int8", "algorithm": "direct"},
+    "horovod": {"wire": "top-k"},
+}
+
+
+def elastic_name(backend: str, began_with: int) -> str:
+    return f"elastic-{backend}-{began_with}"
+
+
+def elastic_with_fp32(world: World, directory: str) -> None:
+    """What the others end as once all is delivered."""
+    train(world, Path(directory), elastic_name("fp32", world.num_ranks), task=Pulled(), **ELASTIC)
 
 
 def begin_elastic(world: World, directory: str) -> list[list[int]]:
     """Stop in the second epoch, at step 35; the samples each rank saw."""
-    task = Classifier()
+    task = Pulled()
     stop_after = 35 if world.rank == world.num_ranks - 1 else 0
-    found = train(world, Path(directory), f"elastic-{world.backend}-{world.num_ranks}", task=task,
-                  stop_after=stop_after, **ELASTIC)  # fmt: skip
+    found = train(world, Path(directory), elastic_name(world.backend, world.num_ranks), task=task,
+                  stop_after=stop_after, reduction=ELASTIC_WIRES[world.backend], **ELASTIC)  # fmt: skip
     assert found["stopped"]
     return all_gather_json(world, task.seen)
 
 
 def end_elastic(world: World, directory: str, began_with: int) -> list[list[int]]:
     """Go on from where `began_with` ranks stopped; the samples each rank saw."""
-    task = Classifier()
-    train(
-        world, Path(directory), f"elastic-{world.backend}-{began_with}", task=task, resume="auto", **ELASTIC
-    )
+    task = Pulled()
+    train(world, Path(directory), elastic_name(world.backend, began_with), task=task, resume="auto",
+          reduction=ELASTIC_WIRES[world.backend], **ELASTIC)  # fmt: skip
     return all_gather_json(world, task.seen)
 
 
@@ -205,6 +237,8 @@ def everything(world: World, directory: str, resume_from: int) -> dict[str, Any]
         "interruptions": interruptions(world, directory),
         "begun": begin_elastic(world, directory),
     }
+    if world.num_ranks == 1:
+        elastic_with_fp32(world, directory)
     if resume_from:
         found["ended"] = end_elastic(world, directory, resume_from)
     json.dumps(found)

@@ -1,6 +1,7 @@
-"""Training of both demo tasks with a wire of one's choice: what `test_wire_quality` compares.
+"""Training of both demo tasks with an algorithm and a wire of one's choice: what `test_wire_quality` compares.
 
-The recipes of `examples/`, smaller where a test must be quick. Ranks are threads; batches are drawn from a seeded
+The recipes of `examples/`, smaller where a test must be quick. Ranks are threads on three nodes, and reduce with what a
+run reduces with; batches are drawn from a seeded
 generator, the same global batch whatever the wire.
 """
 
@@ -9,8 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,29 +19,17 @@ from hpctrain.comm import World
 from hpctrain.comm.threads import run_threads
 from hpctrain.data.sources import ArraySource, TextSource, open_source, read_tokens
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.codecs import codec_named
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.low_rank import LowRankReducer
+from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.make import ReducerMaker
 from hpctrain.reduce.reducer import BucketReducer
-from hpctrain.reduce.top_k import TopKReducer
 from hpctrain.tasks.characters import Characters
 from hpctrain.tasks.digits import Digits
 from hpctrain.topology import Topology
 from hpctrain.train import Decay, Schedule
 from hpctrain.train.task import Fields, Task
 
-
-def make_reducer(wire: str, world: World) -> BucketReducer:
-    """What carries `wire` between ranks that are nodes each. Collective."""
-    comm = world.duplicate()
-    nodes = Topology.from_node_names([f"n{rank}" for rank in range(world.num_ranks)])
-    if wire == "low-rank":
-        return LowRankReducer(comm, topology=nodes)
-    if wire == "top-k":
-        return TopKReducer(comm, topology=nodes)
-    if wire in ("fp32", "fp16"):
-        return CollectiveReducer.flat(comm, topology=nodes, wire=wire)
-    return CollectiveReducer.direct(comm, topology=nodes, codec=codec_named(wire), feedback=wire == "int8")
+# By rank: two that share memory, and enough nodes that a ring rounds sums on their way.
+NODE_NAMES = ("a", "a", "b", "c")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,26 +96,30 @@ COURSES: dict[str, Callable[[], Course]] = {"digits": digits, "characters": char
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one training reached. bytes_sent: by rank 0 to the others, a step."""
+    """What one training reached. bytes_per_step: by all ranks to other nodes."""
 
+    algorithm: str
     quality: float
     bytes_per_step: float
     skipped: int
     parameters: list[torch.Tensor]
 
 
-def train(course: Course, *, wire: str, num_ranks: int, **options: Any) -> Outcome:
-    """Train from the same start over the same batches, the gradients summed by `wire`; rank 0's outcome."""
-    make = options.pop("make_reducer", make_reducer)
+def train(course: Course, *, algorithm: Algorithm, wire: str) -> Outcome:
+    """Train from the same start over the same batches, the gradients summed by `algorithm` and `wire`."""
+    topology = Topology.from_node_names(NODE_NAMES)
     torch.manual_seed(1)
     first = course.task.build_model()
-    models = [first, *(copy.deepcopy(first) for _ in range(num_ranks - 1))]
-    outcomes = run_threads(
-        num_ranks, lambda world: _train(course, models[world.rank], make(wire, world), world), timeout_s=600
-    )
+    models = [first, *(copy.deepcopy(first) for _ in NODE_NAMES[1:])]
+
+    def rank_main(world: World) -> Outcome:
+        reducer = ReducerMaker(world, topology=topology).make(algorithm, wire=wire)
+        return _train(course, models[world.rank], reducer, world)
+
+    outcomes = run_threads(topology.num_ranks, rank_main, timeout_s=600)
     for other in outcomes[1:]:
         assert all(map(torch.equal, other.parameters, outcomes[0].parameters)), f"ranks drifted apart: {wire}"
-    return outcomes[0]
+    return replace(outcomes[0], bytes_per_step=sum(outcome.bytes_per_step for outcome in outcomes))
 
 
 def _train(course: Course, model: torch.nn.Module, reducer: BucketReducer, world: World) -> Outcome:
@@ -154,6 +146,7 @@ def _train(course: Course, model: torch.nn.Module, reducer: BucketReducer, world
     reducer.close()
     quality = _quality(course, model) if world.rank == 0 else 0.0
     return Outcome(
+        algorithm=reducer.algorithm,
         quality=quality,
         bytes_per_step=reducer.bytes_sent() / course.steps,
         skipped=skipped,
