@@ -129,17 +129,37 @@ class HorovodGroup:
 
         So a rank that brings nothing where others bring something meets them, and Horovod tells all that they differ.
         """
-        return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, device=buffer.device))
+        return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, dtype=torch.int32, device=buffer.device))
+
+    def _chunks(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
+        """The pieces that go in one operation each, and what their operations' names end in.
+
+        The first meets that of any other rank, so that Horovod compares them. Later ones meet only those of a buffer as
+        long: else the rest of a longer one would be summed into what the others bring next.
+        """
+        for number, chunk in enumerate(buffer.split(self._chunk_elems)):  # an empty tensor is one empty chunk
+            yield chunk, f".{buffer.numel()}" if number else ""
+
+    def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
+        """As `windows_of`, of slices padded to the widest one, as Horovod wants them; and the end of the name."""
+        padded = [max(counts)] * len(counts)
+        for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):
+            ends = [
+                min(begin + width, count) for begin, width, count in zip(begins, widths, counts, strict=True)
+            ]
+            begins = [min(begin, count) for begin, count in zip(begins, counts, strict=True)]
+            widths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            yield begins, widths, f".{sum(counts)}" if number else ""
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         """As the contract says; float16 is summed in float16. MAX of NaN is whatever MPI makes of it."""
         self._check(buffer, operation="all_reduce")
-        for chunk in buffer.split(self._chunk_elems):  # torch splits an empty tensor into one empty chunk
+        for chunk, end in self._chunks(buffer):
             given = widened(self._to_horovod(chunk), op=op) if chunk.numel() else self._stand_in(chunk)
             with self._reported("all_reduce"):
                 result = self._hvd.allreduce_(
                     given,
-                    name=self._next_name(f"all_reduce.{op.value}"),
+                    name=self._next_name(f"all_reduce.{op.value}{end}"),
                     op=self._hvd.Sum if op is ReduceOp.SUM else self._hvd.Max,
                     process_set=self._process_set,
                 )
@@ -155,16 +175,16 @@ class HorovodGroup:
             rank=self.rank,
             num_ranks=self.num_ranks,
         )
-        if buffer.numel() <= self._chunk_elems:
+        if len(counts) * max(counts) <= self._chunk_elems:
             return self._sum_slices(buffer, counts=counts)
         mine = buffer.new_empty(counts[self.rank])
-        for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
+        for begins, widths, name_end in self._windows(counts):
             begin, end = begins[self.rank], begins[self.rank] + widths[self.rank]
             packed = pack(buffer, counts=counts, begins=begins, widths=widths)
-            mine[begin:end] = self._sum_slices(packed, counts=widths)
+            mine[begin:end] = self._sum_slices(packed, counts=widths, name_end=name_end)
         return mine
 
-    def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
         """`reduce_scatter` in one operation."""
         staged = widened(self._to_horovod(buffer), op=ReduceOp.SUM)
         if buffer.numel() == 0:
@@ -177,7 +197,7 @@ class HorovodGroup:
         with self._reported("reduce_scatter"):
             handle = self._hvd.reducescatter_async(
                 rows,
-                name=self._next_name("reduce_scatter"),
+                name=self._next_name(f"reduce_scatter{name_end}"),
                 op=self._hvd.Sum,
                 process_set=self._process_set,
             )
@@ -192,19 +212,20 @@ class HorovodGroup:
         if sum(counts) <= self._chunk_elems:
             return self._gather(part, counts=counts)
         whole, offsets = part.new_empty(sum(counts)), offsets_of(counts)
-        for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
+        for begins, widths, name_end in self._windows(counts):
             piece = part[begins[self.rank] : begins[self.rank] + widths[self.rank]]
-            for place, received in enumerate(self._gather(piece, counts=widths).split(widths)):
+            received_all = self._gather(piece, counts=widths, name_end=name_end)
+            for place, received in enumerate(received_all.split(widths)):
                 begin = offsets[place] + begins[place]
                 whole[begin : begin + widths[place]] = received
         return whole
 
-    def _gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def _gather(self, part: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
         """`all_gather` in one operation."""
         given = self._to_horovod(part) if sum(counts) else self._stand_in(part)
         with self._reported("all_gather"):
             handle = self._hvd.allgather_async(
-                given, name=self._next_name("all_gather"), process_set=self._process_set
+                given, name=self._next_name(f"all_gather{name_end}"), process_set=self._process_set
             )
             whole = self._hvd.synchronize(handle)
         if sum(counts) == 0:
@@ -257,13 +278,13 @@ class HorovodGroup:
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         self._check(buffer, operation="broadcast")
         check_root(root, rank=self.rank, num_ranks=self.num_ranks)
-        for chunk in buffer.split(self._chunk_elems):
+        for chunk, end in self._chunks(buffer):
             given = self._to_horovod(chunk) if chunk.numel() else self._stand_in(chunk)
             with self._reported("broadcast"):
                 result = self._hvd.broadcast_(
                     given,
                     self._members[root],  # Horovod counts roots by world rank, also in a process set
-                    name=self._next_name("broadcast"),
+                    name=self._next_name(f"broadcast{end}"),
                     process_set=self._process_set,
                 )
             if result is not chunk and chunk.numel():
@@ -407,6 +428,9 @@ class HorovodWorld(Forwarding):
             self._closed = True
             # The first rank that shuts down takes Horovod, and MPI with it, from all: also from one that still frees
             # communicators or memory of its own. One that left without `close` has done so already.
-            with contextlib.suppress(CommunicationError):
-                self.barrier()
+            # By a name of its own: ranks that have got out of step meet here all the same.
+            with contextlib.suppress(self._hvd.mpi_ops.HorovodInternalError, ValueError):
+                self._hvd.allreduce(
+                    torch.zeros(1, dtype=torch.int32), name="hpctrain.close", op=self._hvd.Sum
+                )
             self._hvd.shutdown()

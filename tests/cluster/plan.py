@@ -186,7 +186,7 @@ def tmp_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path]) -> list[
     for folder in sorted({plan.directory, *shared}):  # what holds others comes before them
         if TMP in folder.parents:
             there = str(own / folder.relative_to(TMP))
-            commands += [["mkdir", "-p", there], ["mount", "--bind", str(folder), there]]
+            commands += [["mkdir", "-p", there], ["mount", "--rbind", str(folder), there]]
     return [*commands, ["mount", "--rbind", str(own), str(TMP)]]
 
 

@@ -97,9 +97,9 @@ def test_what_is_shared_under_tmp_stands_where_it_stood_and_the_rest_is_every_pl
     covers = set()
     for place in made.addresses:
         commands = [c for c in place_setup(made, place=place, shared=shared) if c[0] == "mount"]
-        binds = [command[-2:] for command in commands if "--bind" in command and command[-1] != "/etc/hosts"]
-        own, covered = commands[-1][-2:]
-        assert (covered, commands[-1][1]) == ("/tmp", "--rbind")  # with what has been mounted in it
+        # With what has been mounted in them.
+        *binds, (own, covered) = [command[-2:] for command in commands if "--rbind" in command]
+        assert (commands[-1][-2:], covered) == ([own, "/tmp"], "/tmp")
         stood = ["/tmp/lab/cluster", "/tmp/work", "/tmp/work/runs"]
         assert binds == [[path, path.replace("/tmp", own, 1)] for path in stood]
         assert Path(own) in folders(made)

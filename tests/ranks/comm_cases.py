@@ -238,6 +238,15 @@ def one_rank_is_in_another_operation(world: World, directory: str) -> None:
     monitored.broadcast(torch.ones(4), root=0) if world.rank == 1 else monitored.all_reduce(torch.ones(4))
 
 
+def one_rank_has_a_longer_buffer_in_pieces(world: World, directory: str) -> None:
+    """The second piece of rank 1's buffer must not meet what the others sum next."""
+    from hpctrain.comm.horovod import HorovodWorld
+
+    monitored = Monitored(HorovodWorld.open(chunk_elems=4), timeout_s=6, directory=Path(directory))
+    monitored.all_reduce(torch.ones(8 if world.rank == 1 else 4))
+    monitored.all_reduce(torch.ones(4))
+
+
 def open_and_describe(world: World, missing: dict[str, list[int]]) -> dict[str, Any]:
     """What `open_world("auto")` gives when modules cannot be imported on some ranks. Runs beside `world`."""
     rank = world.rank

@@ -13,7 +13,7 @@ from tests.ranks_launcher import run_ranks
 pytestmark = pytest.mark.launches
 # For latency and bandwidth of every level and for all trials. Two are promised; a machine that other work fills was
 # seen to take 2.04.
-SECONDS_AT_MOST = 3.0
+SECONDS_AT_MOST = 4.0
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: hpctrain runs without it"
 )

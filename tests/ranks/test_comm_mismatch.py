@@ -59,3 +59,9 @@ def test_a_rank_in_another_operation_over_horovod_is_named_by_every_ranks_watche
             rf"rank {rank} on \S+ ends .*: ranks came to number \d+ of world with different things: rank 1 "
         )
         assert re.search(told + r"(on \S+ )?has broadcast .*, where 2 of 3 have all_reduce ", result.stderr)
+
+
+def test_a_longer_buffer_that_horovod_takes_in_pieces_meets_nothing_else(tmp_path: Path) -> None:
+    case = comm_cases.one_rank_has_a_longer_buffer_in_pieces
+    result = run_ranks(3, case, str(tmp_path), backend="horovod", expect=6, timeout_s=60)
+    assert "did not come: rank 1\n" in result.stderr

@@ -67,7 +67,7 @@ def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path)
 
 
 def test_a_rank_that_holds_the_lock_outside_any_operation_lives_on(tmp_path: Path) -> None:
-    process = start(tmp_path, "2", "hold outside", "0")
+    process = start(tmp_path, "4", "hold outside", "0")
     stdout, told = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (0, "done\n"), told
     assert told == ""
