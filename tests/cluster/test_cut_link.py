@@ -48,7 +48,7 @@ def assert_a_cut_ends_all(
     watch: Path,
     under_way: Callable[[], object],
 ) -> None:
-    """Cut the link of `words`, a command on all nodes, when it is under way. watch: the folder of its ranks' positions."""
+    """Cut the link of `words`, a command on all nodes, when it is under way. watch: folder of its ranks' positions."""
     command = ["srun", f"--nodes={NUM_NODES}", f"--ntasks-per-node={ranks_per_node}", "--wait=5"]
     command += [f"--output={folder}/%t.log", "bash", "-c", SCRIPT, "sh", str(folder), *words]
     with open(folder / "srun.out", "wb") as told:
