@@ -14,9 +14,8 @@ import torch
 
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
 from hpctrain.errors import CommunicationError, DataError, HpctrainError
-from hpctrain.launch import RankIdentity
-from hpctrain.run import Session
 from hpctrain.topology import Topology
+from tests.sessions import session_over
 
 
 def one_rank_sleeps(world: World, directory: str, late_rank: int, timeout_s: float) -> None:
@@ -99,14 +98,7 @@ def contract_and_totals(world: World) -> dict[str, Any]:
 
 def totals(world: World) -> dict[str, Any]:
     """What a session makes of numbers and tensors that each rank brings; the tensors as lists, with their dtype."""
-    identity = RankIdentity(
-        launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
-        node_rank=None, node_name="a",
-    )  # fmt: skip
-    session = Session(
-        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
-        topology=Topology.from_node_names(["a"] * world.num_ranks),
-    )  # fmt: skip
+    session = session_over(world)
     tenths = 0.1 * (1 + world.rank)
     numbers = {"loss": tenths, "samples": 2.0**52, "hidden": (1e16, 1.0, -1e16)[world.rank]}
     if world.rank == 1:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from hpctrain.comm import Monitored, World
+from hpctrain.comm import World
 from hpctrain.errors import HpctrainError
-from hpctrain.launch import RankIdentity
 from hpctrain.reduce import AllReduceUpdater
 from hpctrain.run import Session
-from hpctrain.topology import Topology
+from tests.sessions import session_over
 
 ALGORITHMS = ("auto", "hierarchical", "flat")
 # What rank 1 has instead of six float32 layers that are all trained. The last two are the same model, so that ranks
@@ -23,14 +22,7 @@ TRAINED = ("another size is trained", "another dtype is trained")
 
 def _open(world: World) -> Session:
     """A session on two nodes, of two ranks and of one. Nothing is published: the ranks must find out by themselves."""
-    identity = RankIdentity(
-        launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
-        node_rank=None, node_name="here",
-    )  # fmt: skip
-    return Session(
-        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
-        topology=Topology.from_node_names(["a", "a", "b"], emulated=True),
-    )  # fmt: skip
+    return session_over(world, nodes=["a", "a", "b"], emulated=True)
 
 
 def _model(kind: str) -> torch.nn.Sequential:

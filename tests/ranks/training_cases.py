@@ -10,14 +10,13 @@ import torch
 import xxhash
 from torch.nn import functional
 
-from hpctrain.comm import Monitored, World, all_gather_json
+from hpctrain.comm import World, all_gather_json
 from hpctrain.errors import StoppedEarly
-from hpctrain.launch import RankIdentity
 from hpctrain.resilience import StopRequest
-from hpctrain.run import Session, parse_recipe
+from hpctrain.run import parse_recipe
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
-from hpctrain.topology import Topology
+from tests.sessions import session_over
 
 STEPS = 50
 ALGORITHMS = ("flat", "hierarchical", "ring")
@@ -102,14 +101,7 @@ def train(
     }
     for section, values in sections.items():
         document[section] = {**document.get(section, {}), **values}
-    identity = RankIdentity(
-        launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
-        node_rank=None, node_name=nodes_for(world.num_ranks)[world.rank],
-    )  # fmt: skip
-    session = Session(
-        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
-        topology=Topology.from_node_names(nodes_for(world.num_ranks)),
-    )  # fmt: skip
+    session = session_over(world, nodes=nodes_for(world.num_ranks))
     stop = StopRequest()
     if stop_after:
         task.stop, task.stop_after = stop, stop_after

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hpctrain.comm import Monitored, World
+from hpctrain.comm import World
 from hpctrain.comm.threads import run_threads
-from hpctrain.launch import RankIdentity
-from hpctrain.run.session import Session
-from hpctrain.topology import Topology
+from tests.sessions import session_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +52,7 @@ def test_reductions_run_beside_backward_where_that_gains(
 
     def on_rank(world: World) -> bool:
         here.rank = world.rank
-        identity = RankIdentity(
-            launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
-            node_rank=None, node_name=case.nodes[world.rank],
-        )  # fmt: skip
-        session = Session(
-            identity=identity, world=Monitored(world, timeout_s=60), device=torch.device(case.device),
-            topology=Topology.from_node_names(list(case.nodes)),
-        )  # fmt: skip
+        session = session_over(world, nodes=case.nodes, device=case.device)
         found = session.overlap()
         session.close()
         return found

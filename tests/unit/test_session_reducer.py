@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.comm import Monitored, World
+from hpctrain.comm import World
 from hpctrain.comm.threads import run_threads
-from hpctrain.launch import RankIdentity
 from hpctrain.reduce.algorithm import ALGORITHM_NAMES
-from hpctrain.run.session import Session
-from hpctrain.topology import Topology
+from tests.sessions import session_over
 
 # By layout: what runs where a two-level sum is asked for, and why not another.
 LAYOUTS = {
@@ -26,14 +24,7 @@ def test_every_name_sums_and_what_runs_instead_is_told(layout: str) -> None:
     two_levels, why = LAYOUTS[layout]
 
     def case(world: World) -> dict[str, list[str]]:
-        identity = RankIdentity(
-            launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
-            node_rank=None, node_name="here",
-        )  # fmt: skip
-        session = Session(
-            identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
-            topology=Topology.from_node_names(list(layout)),
-        )  # fmt: skip
+        session = session_over(world, nodes=layout)
         notes = {}
         for name in ALGORITHM_NAMES:
             reduce, buffer = session.reducer(algorithm=name), torch.tensor([world.rank + 1.0, 10.0])

@@ -21,18 +21,16 @@ from hpctrain.checkpoint.filesystem import filesystem_of
 from hpctrain.checkpoint.interval import advise
 from hpctrain.checkpoint.listing import finished_newest_first, is_spare, partial_files
 from hpctrain.checkpoint.requests import FILE_NAME
-from hpctrain.comm import Monitored
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, RecipeError, StoppedEarly
-from hpctrain.launch import RankIdentity
 from hpctrain.resilience import SaveSignal, StopRequest
-from hpctrain.run import Session, parse_recipe
+from hpctrain.run import parse_recipe
 from hpctrain.run.starting_state import renamed
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
-from hpctrain.topology import Topology
 from hpctrain.train import CheckpointPolicy
+from tests.sessions import session_over
 from tests.unit.test_checkpoint_recycling import identity
 
 STEPS = 10
@@ -95,20 +93,7 @@ def run(
     }
     for section, values in sections.items():
         document[section] = {**document.get(section, {}), **values}
-    world = SerialWorld()
-    identity = RankIdentity(
-        launcher="test",
-        rank=0,
-        num_ranks=1,
-        local_rank=None,
-        local_size=None,
-        node_rank=None,
-        node_name="here",
-    )
-    session = Session(
-        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
-        topology=Topology.from_node_names(["here"]),
-    )  # fmt: skip
+    session = session_over(SerialWorld())
     return carry_out(
         parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop,
         save_signal=save_signal,

@@ -12,19 +12,18 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-from hpctrain.comm import Monitored, World
+from hpctrain.comm import World
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import run_threads
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
-from hpctrain.launch import RankIdentity
 from hpctrain.resilience import StopRequest
-from hpctrain.run import Session, parse_recipe
+from hpctrain.run import parse_recipe
 from hpctrain.run.data import open_same_dataset
 from hpctrain.run.device import Proposal, decide
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
-from hpctrain.topology import Topology
+from tests.sessions import session_over
 
 SAMPLES = 100
 
@@ -85,17 +84,7 @@ def run(
     for name, values in sections.items():
         document[name] = {**document.get(name, {}), **values}
     document["run"] = {k: v for k, v in document["run"].items() if v is not None}
-    world = world or SerialWorld()
-    identity = RankIdentity(
-        launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
-        node_rank=None, node_name="here",
-    )  # fmt: skip
-    session = Session(
-        identity=identity,
-        world=Monitored(world, timeout_s=60),
-        topology=Topology.from_node_names(["here"] * world.num_ranks),
-        device=torch.device("cpu"),
-    )
+    session = session_over(world or SerialWorld())
     return carry_out(
         parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop
     )
@@ -221,14 +210,7 @@ def test_ranks_with_different_data_are_refused(where: Path) -> None:
     pack_arrays(where / "old", {**fields, "id": np.arange(SAMPLES)})
 
     def case(world: World) -> str:
-        identity = RankIdentity(
-            launcher="test", rank=world.rank, num_ranks=2, local_rank=None, local_size=None, node_rank=None,
-            node_name="here",
-        )  # fmt: skip
-        session = Session(
-            identity=identity, world=Monitored(world, timeout_s=60), device=torch.device("cpu"),
-            topology=Topology.from_node_names(["here"] * 2),
-        )  # fmt: skip
+        session = session_over(world)
         try:
             open_same_dataset(str(where / ("data" if world.rank == 0 else "old")), session=session)
         except DataError as error:
