@@ -56,7 +56,8 @@ def _report_together(
             opened = open_world(backend, identity=identity)
             world = opened.world
             facts["communication"] = {
-                "backend": world.backend,
+                "backend": world.reduction_backend,
+                "reason": opened.reason,
                 "num_ranks": world.num_ranks,
                 "notes": list(opened.notes),
             }

@@ -97,6 +97,17 @@ class Collective(Protocol):
 class World(Collective, Protocol):
     """The group of all ranks: the only one that makes other groups and the only one that ends the run."""
 
+    @property
+    def reduction_backend(self) -> str:
+        """Name of the backend of `open_reduction_world`: `horovod` where the run asked for it, else `backend`."""
+
+    def open_reduction_world(self) -> World:
+        """Returns the same ranks over `reduction_backend`, in a message space of its own. Collective.
+
+        For reductions that are to run by that library's own operations. Close it when they are done: Horovod's
+        thread takes time from what the rank computes, and runs only while such a world is open.
+        """
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         """One communicator per group of world ranks; returns this rank's, or None if it is in no group.
 

@@ -36,7 +36,7 @@ from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
-from hpctrain.comm.horovod_settings import HorovodBuild, apply_settings, nccl_asked
+from hpctrain.comm.horovod_settings import HorovodBuild, apply_settings, can_start_again, nccl_asked
 from hpctrain.comm.remote_memory import RemoteMemory
 from hpctrain.comm.serial import SerialGroup
 from hpctrain.comm.transport import Transport
@@ -315,61 +315,83 @@ def _all_have_mpi(hvd: Any, group: Collective) -> bool:
 
 
 @final
-class HorovodWorld(Forwarding):
-    """All ranks of a Horovod run."""
+class RunningHorovod:
+    """Horovod as it runs in this process, and what the worlds over it share: process sets and numbers for names."""
 
-    def __init__(
-        self, hvd: Any, *, nccl_asked: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS
-    ) -> None:
-        """`hvd`: horovod.torch, initialised. Use `open`. nccl_asked: see `HorovodBuild`."""
-        self._hvd = hvd
-        self._chunk_elems = chunk_elems
-        self.build = HorovodBuild(
-            nccl=bool(hvd.nccl_built()), mpi=bool(hvd.mpi_enabled()), nccl_asked=nccl_asked
-        )
-        self._closed = False
+    def __init__(self, hvd: Any, *, chunk_elems: int, owned: bool) -> None:
+        """`hvd`: horovod.torch, initialised. Use `start`. owned: stop it when the last world is closed."""
+        self.hvd = hvd
+        self.chunk_elems = chunk_elems
+        self.running = True
+        self._owned = owned
+        self._num_worlds = 0
         self._num_made = 0
         self._process_sets: dict[tuple[int, ...], Any] = {}
-        self._group = self._make(tuple(range(hvd.size())))
 
     @classmethod
-    def open(cls, *, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS) -> HorovodWorld:
-        """Start Horovod, unless it runs already. Collective. LaunchError when it does not load or start.
+    def start(cls, hvd: Any, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> RunningHorovod:
+        """Starts Horovod, unless the user's script has. Collective over all ranks. LaunchError when it does not start.
 
-        algorithm: of the recipe; `nccl-hierarchical` and `nccl-torus` are asked of Horovod here (see
-        `horovod_settings`), which only a Horovod that does not run yet can follow.
+        Horovod that the script started is left running at the end: the script may still use it.
         """
-        hvd = load_horovod()
-        if not hvd.is_initialized():
-            apply_settings(os.environ, algorithm=algorithm)
+        owned = not hvd.is_initialized()
         try:
             hvd.init()
         except (ValueError, RuntimeError) as error:
             raise LaunchError(f"Horovod does not start: {error}") from error
-        return cls(hvd, nccl_asked=nccl_asked(os.environ), chunk_elems=chunk_elems)
+        return cls(hvd, chunk_elems=chunk_elems, owned=owned)
 
-    def _make(self, members: tuple[int, ...]) -> Collective:
-        """A communicator over `members`, this rank among them, whose process set exists."""
-        name = f"{self._num_made}"
+    def open_world(self, *, is_run: bool = False) -> HorovodWorld:
+        """Returns a world in a message space of its own. Collective over all ranks."""
+        self._num_worlds += 1
+        return HorovodWorld(self, is_run=is_run)
+
+    def close_world(self) -> None:
+        """Counts one world less; stops Horovod with the last, where it can start again. Collective over all ranks."""
+        self._num_worlds -= 1
+        if self._num_worlds == 0 and can_start_again(os.environ):
+            self.stop()
+
+    def stop(self) -> None:
+        """Stops Horovod's thread, if it was started here and runs. Collective over all ranks."""
+        if not self.running:
+            return
+        self.running = False
+        if not self._owned:
+            return
+        # The first rank that shuts down ends Horovod on all, also on one that still frees communicators or memory of
+        # its own. A rank that left without closing has ended it already.
+        # By a name of its own: ranks that have got out of step meet here all the same.
+        with contextlib.suppress(self.hvd.mpi_ops.HorovodInternalError, ValueError):
+            self.hvd.allreduce(torch.zeros(1, dtype=torch.int32), name="hpctrain.close", op=self.hvd.Sum)
+        self.hvd.shutdown()
+
+    def next_number(self) -> int:
+        """Returns a number for a communicator's name. Called on every rank for each one, member or not."""
+        self._num_made += 1
+        return self._num_made
+
+    def group(self, members: tuple[int, ...], *, number: int) -> Collective:
+        """Returns a communicator over `members`, this rank among them, whose process set exists."""
         if len(members) == 1:
             return SerialGroup(member=members[0], backend="horovod")
         return HorovodGroup(
-            self._hvd,
-            process_set=self._process_set(members),
+            self.hvd,
+            process_set=self.process_set(members),
             members=members,
-            name=name,
-            chunk_elems=self._chunk_elems,
+            name=f"{number}",
+            chunk_elems=self.chunk_elems,
         )
 
-    def _process_set(self, members: tuple[int, ...]) -> Any:
-        """The process set of these ranks, made if need be. Collective over the world, not only `members`."""
+    def process_set(self, members: tuple[int, ...]) -> Any:
+        """Returns the process set of these ranks, made if need be. Collective over all ranks, not only `members`."""
         ranks = tuple(sorted(members))
-        if len(ranks) == self._hvd.size():
-            return self._hvd.global_process_set
+        if len(ranks) == self.hvd.size():
+            return self.hvd.global_process_set
         if ranks not in self._process_sets:
             # Horovod allows one process set for one set of ranks; communicators differ by their names.
             try:
-                self._process_sets[ranks] = self._hvd.add_process_set(list(ranks))
+                self._process_sets[ranks] = self.hvd.add_process_set(list(ranks))
             except (ValueError, RuntimeError) as error:
                 raise CommunicationError(
                     f"Horovod makes no group of ranks {list(ranks)} ({error}): if hvd.init() was called "
@@ -377,21 +399,59 @@ class HorovodWorld(Forwarding):
                 ) from error
         return self._process_sets[ranks]
 
+
+@final
+class HorovodWorld(Forwarding):
+    """All ranks of a Horovod run, with Horovod for every operation."""
+
+    def __init__(self, horovod: RunningHorovod, *, is_run: bool = False) -> None:
+        """Use `open`, or `open_reduction_world` of another world. is_run: closing it is the end of the run."""
+        self._horovod = horovod
+        self._is_run = is_run
+        self._hvd = horovod.hvd
+        self._closed = False
+        everyone = tuple(range(self._hvd.size()))
+        self._group = horovod.group(everyone, number=horovod.next_number())
+
+    @classmethod
+    def open(cls, *, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS) -> HorovodWorld:
+        """Starts Horovod, unless it runs already. Collective. LaunchError when it does not load or start.
+
+        algorithm: of the recipe; `nccl-hierarchical` and `nccl-torus` are asked of Horovod here (see
+        `horovod_settings`), which only a Horovod that does not run yet can follow.
+        """
+        hvd = load_horovod()
+        if not hvd.is_initialized():
+            apply_settings(os.environ, algorithm=algorithm)
+        return RunningHorovod.start(hvd, chunk_elems=chunk_elems).open_world(is_run=True)
+
+    @property
+    def build(self) -> HorovodBuild:
+        hvd = self._hvd
+        return HorovodBuild(
+            nccl=bool(hvd.nccl_built()), mpi=bool(hvd.mpi_enabled()), nccl_asked=nccl_asked(os.environ)
+        )
+
+    @property
+    def reduction_backend(self) -> str:
+        return "horovod"
+
+    def open_reduction_world(self) -> HorovodWorld:
+        return self._horovod.open_world()
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)
         mine: Collective | None = None
         for group in groups:
-            self._num_made += 1  # counted on every rank, member or not: the names must agree
-            members = tuple(group)
+            number, members = self._horovod.next_number(), tuple(group)
             if len(members) > 1:
-                self._process_set(members)
+                self._horovod.process_set(members)
             if self.rank in members:
-                mine = self._make(members)
+                mine = self._horovod.group(members, number=number)
         return mine
 
     def duplicate(self) -> Collective:
-        self._num_made += 1
-        return self._make(self.members)
+        return self._horovod.group(self.members, number=self._horovod.next_number())
 
     def transport(self, topology: Topology) -> Transport | None:
         """MPI's, where Horovod runs over it: its own operations can only be waited for."""
@@ -423,14 +483,9 @@ class HorovodWorld(Forwarding):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """Stop Horovod's thread. Collective. Horovod finalizes MPI if it initialised it."""
+        """Finish communication. Collective. Horovod's thread stops with the last world over it."""
         if not self._closed:
             self._closed = True
-            # The first rank that shuts down takes Horovod, and MPI with it, from all: also from one that still frees
-            # communicators or memory of its own. One that left without `close` has done so already.
-            # By a name of its own: ranks that have got out of step meet here all the same.
-            with contextlib.suppress(self._hvd.mpi_ops.HorovodInternalError, ValueError):
-                self._hvd.allreduce(
-                    torch.zeros(1, dtype=torch.int32), name="hpctrain.close", op=self._hvd.Sum
-                )
-            self._hvd.shutdown()
+            self._horovod.close_world()
+            if self._is_run:
+                self._horovod.stop()

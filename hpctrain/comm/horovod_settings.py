@@ -12,11 +12,10 @@ SETTINGS = {
     # Fusion joins what is ready at the same moment, so the order of a sum would depend on timing, and a
     # resumed run would differ in the last bit. Our buckets are fused already.
     "HOROVOD_FUSION_THRESHOLD": "0",
-    # Milliseconds between looks at the queue; every operation waits for the next one. The default of 1 is
-    # made for many small tensors that can be fused; ours are few and waited for. At 0.1 the looking itself
-    # takes time from ranks that share a core.
-    "HOROVOD_CYCLE_TIME": "0.5",
 }
+# With both of these set, Horovod 0.28.1 crashes when it is started for the second time in a process: it writes to a
+# list of parameters to tune that is empty then (`BayesianParameter::SetValue` in its parameter_manager.cc).
+_BOTH_SET = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME")
 
 # Horovod's own two-level sums, by their names in the recipe. They hold for every all-reduce of the process.
 # Of two that are switched on, Horovod takes the first. Source: operations.cc of Horovod 0.28.1.
@@ -52,6 +51,11 @@ def apply_settings(environ: MutableMapping[str, str], *, algorithm: str | None =
     if algorithm in NCCL_VARIABLES:
         for name, variable in NCCL_VARIABLES.items():
             environ[variable] = "1" if name == algorithm else "0"
+
+
+def can_start_again(environ: Mapping[str, str]) -> bool:
+    """Whether Horovod can be stopped and started again in this process."""
+    return not all(name in environ for name in _BOTH_SET)
 
 
 def nccl_asked(environ: Mapping[str, str]) -> str | None:

@@ -164,20 +164,32 @@ class Monitored(Forwarding):
     quarter, at most 5 s, it must be more than the longest time one rank may rightly keep the others waiting (a
     checkpoint, an evaluation on rank 0).
     directory: as of `publish_in`, which is collective. Without it the missing ranks cannot be named. step: set it
-    to have it in the messages.
+    to have it in the messages. watcher, name: of a world that is watched along with another (`open_reduction_world`).
     """
 
-    def __init__(self, world: World, *, timeout_s: float, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        timeout_s: float = 0.0,
+        directory: Path | None = None,
+        watcher: Watcher | None = None,
+        name: str = "world",
+    ) -> None:
         self._world = world
+        self._name = name
+        self._owns_watcher = watcher is None
+        self._holds_lock = world.backend == "horovod"
         processes = world.backend in ("mpi", "horovod")
-        self._watcher = Watcher(
+        self._watcher = watcher or Watcher(
             rank=world.rank,
             timeout_s=timeout_s,
             abort=lambda code: world.abort(code),
             leave=exit_now if processes else None,
-            holds_lock=world.backend == "horovod",
         )
-        self._track = self._watcher.track(group="world", members=world.members)
+        self._track = self._watcher.track(group=name, members=world.members)
+        if self._holds_lock:
+            self._watcher.lock_may_be_held()
         self._all = MonitoredGroup(world, track=self._track, watcher=self._watcher)
         self._group = self._all
         self._num_made = 0
@@ -204,6 +216,17 @@ class Monitored(Forwarding):
         """See `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
+    @property
+    def reduction_backend(self) -> str:
+        return self._world.reduction_backend
+
+    def open_reduction_world(self) -> Monitored:
+        with self._watcher.during(self._track, "open_reduction_world", signature="open_reduction_world"):
+            self._all.agree("open_reduction_world")
+            inner = self._world.open_reduction_world()
+        self._num_made += 1
+        return Monitored(inner, watcher=self._watcher, name=f"reductions {self._num_made}")
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         signature = f"split {[list(group) for group in groups]}"
         with self._watcher.during(self._track, "split", signature=signature):
@@ -212,7 +235,7 @@ class Monitored(Forwarding):
         self._num_made += 1  # counted on every rank, so that all members give the group one name
         if inner is None:
             return None
-        name = f"split {self._num_made} ({describe_ranks(inner.members)})"
+        name = self._within(f"split {self._num_made} ({describe_ranks(inner.members)})")
         return self._monitored(inner, name=name)
 
     def duplicate(self) -> Collective:
@@ -220,8 +243,11 @@ class Monitored(Forwarding):
             self._all.agree("duplicate")
             inner = self._world.duplicate()
         self._num_made += 1
-        name = f"duplicate {self._num_made}"
-        return self._monitored(inner, name=name)
+        return self._monitored(inner, name=self._within(f"duplicate {self._num_made}"))
+
+    def _within(self, name: str) -> str:
+        """The name of a communicator of this world, told apart from those of the run's other worlds."""
+        return name if self._owns_watcher else f"{name} of {self._name}"
 
     def _monitored(self, inner: Collective, *, name: str) -> Collective:
         track = self._watcher.track(group=name, members=inner.members)
@@ -251,4 +277,7 @@ class Monitored(Forwarding):
         """Finish communication, still under the deadline, then stop watching. Collective."""
         with self._watcher.during(self._track, "close", signature="close"):
             self._world.close()
-        self._watcher.end()
+        if self._owns_watcher:
+            self._watcher.end()
+        elif self._holds_lock:
+            self._watcher.lock_is_free()

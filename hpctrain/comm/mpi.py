@@ -334,6 +334,13 @@ class MpiWorld(Forwarding):
             )
         return cls(mpi.COMM_WORLD.Dup(), chunk_elems=chunk_elems)
 
+    @property
+    def reduction_backend(self) -> str:
+        return self.backend
+
+    def open_reduction_world(self) -> MpiWorld:
+        return MpiWorld(self._comm.Dup(), chunk_elems=self._chunk_elems)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)
         mpi = _import_mpi()

@@ -5,39 +5,51 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from hpctrain.comm.agreement import all_gather_json, describe_ranks
+import torch
+
+from hpctrain.comm.agreement import all_gather_json, describe_ranks, raise_together
 from hpctrain.comm.communicator import World
-from hpctrain.comm.horovod_settings import HorovodBuild
+from hpctrain.comm.horovod_settings import NCCL_VARIABLES, HorovodBuild
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, cross_check, identify
 
 BACKENDS = ("auto", "horovod", "mpi", "serial")
 INSTALL = "install one of them in the environment that every rank uses (make setup builds both)"
+YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedWorld:
-    """A world, and what it was fallen back from and why: lines for the user.
+    """A world, why it is this one, and what could not be used, as lines for the user.
 
-    horovod: what the Horovod that runs can do; None over another backend.
+    reason: a clause; empty where the backend was asked for. horovod: what it can do; None over another backend.
     """
 
     world: World
+    reason: str = ""
     notes: tuple[str, ...] = ()
     horovod: HorovodBuild | None = None
 
 
 def open_world(
-    backend: str = "auto", *, identity: RankIdentity | None = None, algorithm: str | None = None
+    backend: str = "auto",
+    *,
+    identity: RankIdentity | None = None,
+    algorithm: str | None = None,
+    device: str = "auto",
 ) -> OpenedWorld:
     """Join the other ranks over `backend`. Collective over all ranks that the launcher started.
 
-    auto: serial for one rank; for more Horovod where every rank can load it, else MPI.
+    auto: serial for one rank; for more MPI, and Horovod beside it where gradients lie on GPUs that its NCCL sums
+    (docs/adr/0023). Where mpi4py is missing, Horovod.
+    horovod: for its own reductions; everything else goes over MPI, where Horovod is built with it and mpi4py is there.
     identity: who this process is; read from the environment when not given.
     algorithm: of the recipe; Horovod's own are chosen when it starts (see `horovod_settings.why_no_nccl`).
+    device: of the recipe; with `cpu` no GPU is looked for.
     Raises UsageError for an unknown backend; LaunchError when the backend cannot be loaded or does not fit
     the number of ranks; TopologyError when it counts the ranks differently from the launcher.
     """
@@ -52,28 +64,15 @@ def open_world(
             "choose auto, horovod or mpi, or start one rank"
         )
     if backend == "serial" or (backend == "auto" and identity.num_ranks == 1):
-        return OpenedWorld(world=SerialWorld())
+        return OpenedWorld(world=SerialWorld(), reason="one rank")
     if backend == "horovod":
-        opened = _open_horovod(algorithm)
+        opened = _open_horovod(identity, algorithm)
     elif backend == "mpi":
-        opened = OpenedWorld(world=_open_mpi())
+        opened = OpenedWorld(world=_open_mpi(identity))
     else:
-        opened = _open_best(identity, algorithm)
+        opened = _open_best(identity, algorithm, device)
     cross_check(identity, mpi_rank=opened.world.rank, mpi_size=opened.world.num_ranks)
     return opened
-
-
-def _open_horovod(algorithm: str | None) -> OpenedWorld:
-    from hpctrain.comm.horovod import HorovodWorld
-
-    world = HorovodWorld.open(algorithm=algorithm)
-    return OpenedWorld(world=world, horovod=world.build)
-
-
-def _open_mpi() -> World:
-    from hpctrain.comm.mpi import MpiWorld
-
-    return MpiWorld.open()
 
 
 def why_no_horovod() -> str | None:
@@ -87,22 +86,93 @@ def why_no_horovod() -> str | None:
     return None
 
 
-def _open_best(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
-    reason = why_no_horovod()
-    if importlib.util.find_spec("mpi4py") is None:
-        if reason is None:
-            return _open_horovod(algorithm)
+def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentity, num_cores: int) -> None:
+    """Have Open MPI yield while Horovod's thread waits in it, unless the user has said otherwise. Before MPI starts.
+
+    That thread waits on the core that computes: two ranks on two cores train 1.4 to 2.1 times as fast so. Where ranks
+    outnumber cores nothing is set: there yielding needs more (docs/guides/launching.md).
+    """
+    if (identity.host_size or 1) <= num_cores:
+        environ.setdefault(YIELD_VARIABLE, "1")
+
+
+def _open_mpi(identity: RankIdentity) -> World:
+    from hpctrain.comm.mpi import MpiWorld
+
+    world = MpiWorld.open()
+    # Before the ranks communicate: where each of them is alone in a world of its own, the others would not answer.
+    cross_check(identity, mpi_rank=world.rank, mpi_size=world.num_ranks)
+    return world
+
+
+def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
+    from hpctrain.comm.horovod import load_horovod
+
+    yield_while_idle(os.environ, identity=identity, num_cores=os.cpu_count() or 1)
+    if _has_mpi4py() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":
+        failed = why_no_horovod()
+        if failed is not None or load_horovod().mpi_built():
+            mpi = _open_mpi(identity)
+            raise_together(mpi, None if failed is None else LaunchError(failed))
+            return _over_mpi(mpi, algorithm)
+    return _open_horovod_alone(algorithm)
+
+
+def _over_mpi(mpi: World, algorithm: str | None, *, reason: str = "") -> OpenedWorld:
+    from hpctrain.comm.horovod import load_horovod
+    from hpctrain.comm.horovod_over_mpi import HorovodOverMpi
+
+    world = HorovodOverMpi(mpi, hvd=load_horovod(), algorithm=algorithm)
+    return OpenedWorld(world=world, reason=reason, horovod=world.build)
+
+
+def _open_horovod_alone(algorithm: str | None, *, reason: str = "") -> OpenedWorld:
+    from hpctrain.comm.horovod import HorovodWorld
+
+    world = HorovodWorld.open(algorithm=algorithm)
+    return OpenedWorld(world=world, reason=reason, horovod=world.build)
+
+
+def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> OpenedWorld:
+    if not _has_mpi4py():
+        failed = why_no_horovod()
+        if failed is None:
+            return _open_horovod_alone(algorithm, reason="mpi4py is not installed")
         raise LaunchError(
             f"{identity.launcher} started {identity.num_ranks} ranks, but neither Horovod nor mpi4py can be "
-            f"loaded on rank {identity.rank} ({socket.gethostname()}): {INSTALL}. {reason}"
+            f"loaded on rank {identity.rank} ({socket.gethostname()}): {INSTALL}. {failed}"
         )
-    # MPI first: through it the ranks can agree. A rank that started Horovod alone would wait for ever.
-    mpi = _open_mpi()
-    cross_check(identity, mpi_rank=mpi.rank, mpi_size=mpi.num_ranks)
-    reasons = all_gather_json(mpi, reason)
-    without = [rank for rank, text in enumerate(reasons) if text is not None]
+    gpus = device != "cpu" and torch.cuda.is_available()
+    failed = why_no_horovod() if gpus or algorithm in NCCL_VARIABLES else None
+    if gpus and failed is None:
+        failed = _why_not_on_gpus()
+    mpi = _open_mpi(identity)
+    found = all_gather_json(mpi, [gpus, failed])
+    if algorithm not in NCCL_VARIABLES and not all(on_gpu for on_gpu, _ in found):
+        return OpenedWorld(world=mpi, reason="the fastest on CPUs")
+    without = [rank for rank, (_, text) in enumerate(found) if text is not None]
     if not without:
-        mpi.close()
-        return _open_horovod(algorithm)
+        asked = (
+            f"{algorithm} was asked for" if algorithm in NCCL_VARIABLES else "NCCL sums in the memory of GPUs"
+        )
+        return _over_mpi(mpi, algorithm, reason=asked)
     where = "" if len(without) == mpi.num_ranks else f" on {describe_ranks(without)}"
-    return OpenedWorld(world=mpi, notes=(f"backend mpi instead of horovod{where}: {reasons[without[0]]}",))
+    return OpenedWorld(
+        world=mpi,
+        reason="Horovod cannot be used",
+        notes=(f"backend mpi instead of horovod{where}: {found[without[0]][1]}",),
+    )
+
+
+def _why_not_on_gpus() -> str | None:
+    """Why Horovod, which loads, gains nothing on GPUs; None if it does. Not collective."""
+    from hpctrain.comm.horovod import load_horovod
+
+    hvd = load_horovod()
+    if not hvd.nccl_built():
+        return "it is built without NCCL (HOROVOD_GPU_OPERATIONS=NCCL when it is built)"
+    return None if hvd.mpi_built() else "it is built without MPI (HOROVOD_WITH_MPI=1 when it is built)"
+
+
+def _has_mpi4py() -> bool:
+    return importlib.util.find_spec("mpi4py") is not None

@@ -89,6 +89,13 @@ class SerialWorld(Forwarding):
     def __init__(self) -> None:
         self._group = SerialGroup()
 
+    @property
+    def reduction_backend(self) -> str:
+        return self.backend
+
+    def open_reduction_world(self) -> SerialWorld:
+        return SerialWorld()
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=1)
         return SerialGroup() if groups else None

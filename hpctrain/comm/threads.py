@@ -162,6 +162,16 @@ class ThreadsWorld(Forwarding):
         self._meeting = meeting
         self._group = ThreadsGroup(meeting, place=rank)
 
+    @property
+    def reduction_backend(self) -> str:
+        return self.backend
+
+    def open_reduction_world(self) -> ThreadsWorld:
+        made = Meeting(self._meeting.run, members=self.members) if self.rank == 0 else None
+        laid = self._meeting.exchange(place=self.rank, operation="open_reduction_world", value=made)
+        self._meeting.wait()
+        return ThreadsWorld(laid[0], rank=self.rank)
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)
         same = tuple(tuple(group) for group in groups)

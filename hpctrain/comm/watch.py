@@ -56,8 +56,7 @@ class Watcher:
     timeout_s: when an operation has taken that long, every rank has ended. So each gives up a quarter of it earlier, at
     most 5 s.
     abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank at once,
-    where ranks are processes; then all that have told what they know leave together. holds_lock: the library may
-    wait with Python's lock held, so that this thread does not run; see `hpctrain.comm.last_word`.
+    where ranks are processes; then all that have told what they know leave together.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Watcher:
         timeout_s: float,
         abort: Callable[[int], None],
         leave: Callable[[int], None] | None = None,
-        holds_lock: bool = False,
         directory: Path | None = None,
     ) -> None:
         self.rank = rank
@@ -79,7 +77,7 @@ class Watcher:
         self._patience_s = timeout_s - self._ending_s
         self._abort = abort
         self._leave = leave
-        self._holds_lock = holds_lock
+        self._num_lock_holders = 0
         self._since = time.time() - _CLOCKS_DIFFER_S
         self._host = socket.gethostname()
         self._tracks: list[Track] = []
@@ -117,9 +115,29 @@ class Watcher:
         )
         if before is not None:
             before.end()
-        if self._leave is not None and self._holds_lock and self._last_word is None and self._tracks:
+        self._prepare_last_word()
+
+    def lock_may_be_held(self) -> None:
+        """From now on a library is in use that may wait with Python's lock held, so that this thread does not run.
+
+        See `hpctrain.comm.last_word`. Once for each use; each ends with `lock_is_free`.
+        """
+        self._num_lock_holders += 1
+        self._prepare_last_word()
+
+    def lock_is_free(self) -> None:
+        """One such use has ended."""
+        self._num_lock_holders -= 1
+        if self._num_lock_holders == 0 and self._last_word is not None:
+            with self._winding:
+                self._last_word.stop()
+
+    def _prepare_last_word(self) -> None:
+        """Make the last word where one can be needed, and a directory says where the ranks' files are."""
+        needed = self._leave is not None and self._num_lock_holders > 0 and self._last_word is None
+        if needed and self._board is not None and self._tracks:
             self._last_word = wind_up(
-                directory=directory.resolve(),
+                directory=self._board.directory.resolve(),
                 rank=self.rank,
                 num_ranks=len(self._tracks[0].members),
                 patience_s=self._board.publish_s + 2 * self._interval_s,
@@ -206,7 +224,7 @@ class Watcher:
 
         Only in an operation: elsewhere the lock may be held for long without harm, by a file that is written.
         """
-        if self._last_word is None:
+        if self._last_word is None or self._num_lock_holders == 0:
             return
         with self._winding:  # the communicating threads wind it too
             if self._ended.is_set() or self._longest() is None:

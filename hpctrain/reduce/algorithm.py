@@ -26,6 +26,9 @@ AUTO = "auto"
 ALGORITHM_NAMES = (AUTO, *(algorithm.value for algorithm in Algorithm))
 NCCL_ALGORITHMS = (Algorithm.NCCL_HIERARCHICAL, Algorithm.NCCL_TORUS)
 
+# By the operations of the backend itself.
+LIBRARY_ALGORITHMS = (Algorithm.FLAT, Algorithm.HIERARCHICAL_FLAT, *NCCL_ALGORITHMS)
+
 CODEC_WIRES = ("fp32", "fp16", "bf16", "int8")
 # These send something other than a value for each value, by collective operations of the backend.
 SPARSE_WIRES = ("top-k", "low-rank")
@@ -40,7 +43,8 @@ TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIE
 class Means:
     """What a run has to reduce with.
 
-    messages: whether the backend has messages of our own over MPI (`World.transport`).
+    backend: of the reductions (`World.reduction_backend`).
+    messages: whether the run has messages of our own over MPI (`World.transport`).
     shared_memory: whether the ranks of each node can share the buckets' memory.
     nccl: the algorithms of Horovod's that are switched on in this process; never more than one.
     """
@@ -132,12 +136,15 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
 def candidates(*, wire: str, means: Means) -> list[Algorithm]:
     """The algorithms that run as themselves, for `auto` to choose from; never empty.
 
-    On a GPU only what stays there: NCCL's, through the backend.
+    On a GPU only what stays there: NCCL's, through the backend. On CPUs nothing of Horovod's where there are sums of
+    our own: what its thread takes from the computation shows in no trial of a reduction.
     """
     if means.topology.num_ranks == 1:
         return [Algorithm.FLAT]
     offered = list(Algorithm)
     if means.device == "cuda":
         offered = [Algorithm.FLAT, *NCCL_ALGORITHMS]
+    elif means.backend == "horovod" and means.messages:
+        offered = [a for a in offered if a not in LIBRARY_ALGORITHMS]
     found = [a for a in offered if decide(a, wire=wire, means=means).note is None]
     return found or [decide(Algorithm.FLAT, wire=wire, means=means).algorithm]

@@ -182,8 +182,8 @@ def find_choice(
         return Measured(choice=Choice.only(exact), source=f"not measured: {why}")
     files = files or CalibrationFiles()
     key = CalibrationKey.of(
-        topology=topology, backend=world.backend, device=device.type, candidates=tuple(candidates),
-        versions=dict(versions if versions is not None else reduction_versions(world.backend)),
+        topology=topology, backend=world.reduction_backend, device=device.type, candidates=tuple(candidates),
+        versions=dict(versions if versions is not None else reduction_versions(world.reduction_backend)),
     )  # fmt: skip
     # Rank 0's for all: where libraries differ between nodes, all ranks take over what was saved or none does.
     key_of_all = broadcast_json(world, key.as_json())

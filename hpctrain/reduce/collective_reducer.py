@@ -6,7 +6,7 @@ a time. `engine` has a schedule of our own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, final
 
 import torch
@@ -46,9 +46,17 @@ class CollectiveReducer:
     """
 
     def __init__(
-        self, comm: Collective, *, algorithm: str, sums: BucketSum, residuals: Residuals | None = None
+        self,
+        comm: Collective,
+        *,
+        algorithm: str,
+        sums: BucketSum,
+        residuals: Residuals | None = None,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
+        """on_close: gives `comm` back; called by `close`. Collective."""
         self._comm = comm
+        self._on_close: Callable[[], object] | None = on_close
         self._algorithm = algorithm
         self._sums = sums
         self._residuals = residuals
@@ -56,7 +64,13 @@ class CollectiveReducer:
 
     @classmethod
     def flat(
-        cls, comm: Collective, *, topology: Topology, wire: str = "fp32", name: str = "flat"
+        cls,
+        comm: Collective,
+        *,
+        topology: Topology,
+        wire: str = "fp32",
+        name: str = "flat",
+        on_close: Callable[[], object] = lambda: None,
     ) -> CollectiveReducer:
         """The backend's all-reduce of the whole bucket.
 
@@ -74,11 +88,17 @@ class CollectiveReducer:
             return all_reduce_bytes(numel * itemsize, num_ranks=num_ranks) if elsewhere else 0
 
         sums = CastSum(comm.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
-        return cls(comm, algorithm=name, sums=sums)
+        return cls(comm, algorithm=name, sums=sums, on_close=on_close)
 
     @classmethod
     def hierarchical(
-        cls, comm: Collective, *, levels: TwoLevel, topology: Topology, wire: str = "fp32"
+        cls,
+        comm: Collective,
+        *,
+        levels: TwoLevel,
+        topology: Topology,
+        wire: str = "fp32",
+        on_close: Callable[[], object] = lambda: None,
     ) -> CollectiveReducer:
         """Within the node, between nodes, within the node, by the backend's operations.
 
@@ -90,7 +110,7 @@ class CollectiveReducer:
             return itemsize * levels.elements_between_nodes(numel)
 
         sums = CastSum(levels.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
-        return cls(comm, algorithm="hierarchical-flat", sums=sums)
+        return cls(comm, algorithm="hierarchical-flat", sums=sums, on_close=on_close)
 
     @classmethod
     def direct(
@@ -150,5 +170,8 @@ class CollectiveReducer:
             self._residuals.load_state(tensors)
 
     def close(self) -> None:
-        """Communicators are given back with their world."""
+        """Give the memory and the communicator back. Collective; a second call does nothing."""
         self._memory = []
+        if self._on_close is not None:
+            close, self._on_close = self._on_close, None
+            close()

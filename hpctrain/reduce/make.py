@@ -11,7 +11,7 @@ from hpctrain.comm import World, all_gather_json, make_two_level
 from hpctrain.comm.transport import Transport
 from hpctrain.errors import CommunicationError
 from hpctrain.reduce.add import COMPILED
-from hpctrain.reduce.algorithm import Algorithm, Means, candidates, check_wire, decide
+from hpctrain.reduce.algorithm import LIBRARY_ALGORITHMS, Algorithm, Means, candidates, check_wire, decide
 from hpctrain.reduce.codecs import codec_named
 from hpctrain.reduce.collective_reducer import CollectiveReducer
 from hpctrain.reduce.engine import EngineReducer
@@ -53,7 +53,7 @@ class ReducerMaker:
         if probe is not None:
             probe.close()
         self.means = Means(
-            backend=world.backend,
+            backend=world.reduction_backend,
             topology=topology,
             messages=probe is not None,
             shared_memory=world.backend == "threads" or _room(world, topology, gradient_bytes=gradient_bytes),
@@ -80,26 +80,25 @@ class ReducerMaker:
             return TopKReducer(self._world.duplicate(), topology=self._topology)
         if wire == "low-rank":
             return LowRankReducer(self._world.duplicate(), topology=self._topology)
-        match decision.algorithm:
-            case Algorithm.FLAT:
-                return CollectiveReducer.flat(self._world.duplicate(), topology=self._topology, wire=wire)
-            case Algorithm.NCCL_HIERARCHICAL | Algorithm.NCCL_TORUS:
-                return CollectiveReducer.flat(
-                    self._world.duplicate(),
-                    topology=self._topology,
-                    wire=wire,
-                    name=decision.algorithm.value,
-                )
-            case Algorithm.HIERARCHICAL_FLAT:
-                return CollectiveReducer.hierarchical(
-                    self._world.duplicate(), levels=make_two_level(self._world, self._topology),
-                    topology=self._topology, wire=wire,
-                )  # fmt: skip
-            case Algorithm.DIRECT if not self.means.messages:
-                return CollectiveReducer.direct(
-                    self._world.duplicate(), topology=self._topology, codec=codec_named(wire), feedback=wire == "int8"
-                )  # fmt: skip
+        if decision.algorithm in LIBRARY_ALGORITHMS:
+            return self._of_library(decision.algorithm, wire=wire)
+        if decision.algorithm is Algorithm.DIRECT and not self.means.messages:
+            return CollectiveReducer.direct(
+                self._world.duplicate(), topology=self._topology, codec=codec_named(wire), feedback=wire == "int8"
+            )  # fmt: skip
         return self._engine(decision.algorithm, wire=wire)
+
+    def _of_library(self, algorithm: Algorithm, *, wire: str) -> CollectiveReducer:
+        """By the operations of the run's reduction backend, whose world the reducer closes."""
+        world = self._world.open_reduction_world()
+        if algorithm is Algorithm.HIERARCHICAL_FLAT:
+            levels = make_two_level(world, self._topology)
+            return CollectiveReducer.hierarchical(
+                world, levels=levels, topology=self._topology, wire=wire, on_close=world.close
+            )
+        return CollectiveReducer.flat(
+            world, topology=self._topology, wire=wire, name=algorithm.value, on_close=world.close
+        )
 
     def _engine(self, algorithm: Algorithm, *, wire: str) -> EngineReducer:
         two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)

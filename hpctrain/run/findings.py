@@ -149,7 +149,7 @@ def _mpi(facts: Facts) -> Finding:
 def _horovod(facts: Facts) -> Finding:
     horovod = facts["horovod"]
     if "error" in horovod:
-        return _warning("Horovod", horovod["error"], "MPI is used instead; make setup builds Horovod")
+        return _warning("Horovod", horovod["error"], "MPI is used; make setup builds Horovod")
     built = horovod["built"]
     text = f"{horovod['version']}, built with {', '.join(part.upper() for part in built) or 'nothing'}"
     if "mpi" not in built:
@@ -164,7 +164,7 @@ def _horovod(facts: Facts) -> Finding:
             f"{text}: gradients on devices go through the host",
             "build it where NCCL is found: make setup",
         )
-    return _ok("Horovod", text)
+    return _ok("Horovod", f"{text}; runs only while a reduction of its own does")
 
 
 def _communication(facts: Facts) -> list[Finding]:
@@ -173,7 +173,8 @@ def _communication(facts: Facts) -> list[Finding]:
         return []
     if "error" in communication:
         return [_problem("communication", communication["error"], "")]  # these errors bring their own remedy
-    text = f"{communication['backend']}, {communication['num_ranks']} ranks have met"
+    reason = f" ({communication['reason']})" if communication["reason"] else ""
+    text = f"{communication['backend']}{reason}, {communication['num_ranks']} ranks have met"
     if communication["notes"]:
         return [_warning("communication", f"{text}; {'; '.join(communication['notes'])}", "make setup")]
     return [_ok("communication", text)]

@@ -27,7 +27,9 @@ class RunSection(Section):
         None, ge=1, description="Number of ranks that the run insists on; another number is refused at start."
     )
     backend: Literal["auto", "horovod", "mpi", "serial"] = Field(
-        "auto", description="Communication backend. `auto`: Horovod where it is installed, else MPI."
+        "auto",
+        description="Communication backend. `auto`: MPI; with GPUs Horovod for the gradients, where it is built with "
+        "NCCL. `horovod`: its all-reduce for the algorithms flat and hierarchical-flat and NCCL's, MPI for the rest.",
     )
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
         "fp32", description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: autocast around forward."

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from hpctrain.reduce.algorithm import AUTO, SPARSE_WIRES, Algorithm, check_wire, parse_algorithm
+from hpctrain.reduce.algorithm import (
+    AUTO,
+    LIBRARY_ALGORITHMS,
+    SPARSE_WIRES,
+    Algorithm,
+    check_wire,
+    parse_algorithm,
+)
 from hpctrain.reduce.auto_choice import CalibrationFiles, find_choice
 from hpctrain.reduce.auto_reducer import AutoReducer
 from hpctrain.reduce.choice import DEFAULT_BUCKET_BYTES
@@ -51,6 +58,13 @@ class Reduction:
     @property
     def algorithm(self) -> str:
         return self.reducer.algorithm
+
+    @property
+    def by_library(self) -> bool:
+        """Whether buckets of some size are reduced by the operations of the run's reduction backend."""
+        ranges = self.record.get("ranges", [])
+        names = {entry["algorithm"] for entry in ranges} or {self.algorithm}
+        return any(algorithm.value in names for algorithm in LIBRARY_ALGORITHMS)
 
 
 def make_reduction(

@@ -59,8 +59,11 @@ class Session:
         topology: Topology,
         device: torch.device,
         horovod: HorovodBuild | None = None,
+        backend_reason: str = "",
     ) -> None:
+        """backend_reason: why communication goes over this backend, for the run's record."""
         self.identity = identity
+        self.backend_reason = backend_reason
         self.world = world
         self.mesh = Mesh(topology, world.rank)
         self.device = device
@@ -99,10 +102,11 @@ class Session:
         """A function that sums any buffer over all ranks in place, in a message space of its own. Collective.
 
         By the backend's own operations, so it can be called with any size: `flat`, or `hierarchical-flat`, which is
-        `auto` too where there are two levels.
+        `auto` too where there are two levels. With the backend `horovod`, Horovod runs from here on until the session
+        is closed.
         """
         asked = Algorithm.HIERARCHICAL_FLAT if algorithm == AUTO else parse_algorithm(algorithm)
-        means = Means(backend=self.world.backend, topology=self.topology, messages=False)
+        means = Means(backend=self.world.reduction_backend, topology=self.topology, messages=False)
         two_levels = decide(Algorithm.HIERARCHICAL_FLAT, wire="fp32", means=means).note is None
         runs = Algorithm.HIERARCHICAL_FLAT if two_levels and asked in TWO_LEVELS else Algorithm.FLAT
         if algorithm != AUTO and runs is not asked:
@@ -112,9 +116,9 @@ class Session:
             self.note(f"reduction: {asked.value} was asked for, {runs.value} is used: {why}")
         if self.num_ranks == 1:
             return lambda buffer: None
-        if runs is Algorithm.FLAT:
-            return self.world.duplicate().all_reduce
-        return make_two_level(self.world, self.topology).all_reduce
+        world = self.world.open_reduction_world()
+        self.on_close(world.close)
+        return world.all_reduce if runs is Algorithm.FLAT else make_two_level(world, self.topology).all_reduce
 
     def reduction(self, plan: ReductionPlan, *, gradient_bytes: int) -> Reduction:
         """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
@@ -323,15 +327,16 @@ def start(
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
     check_num_ranks(identity, ranks=ranks)
     _set_threads(threads_per_rank, identity)
-    opened = open_world(backend, identity=identity, algorithm=algorithm)
+    opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
     world = Monitored(opened.world, timeout_s=timeout_s)
     names = all_gather_json(world, [identity.node_name, identity.emulated])
     topology = Topology.from_node_names([name for name, _ in names], emulated=any(e for _, e in names))
     host, host_rank = socket.gethostname(), identity.host_rank or 0
     chosen_device, reason = choose_device(device, comm=world, host=host, host_rank=host_rank)
     session = Session(
-        identity=identity, world=world, topology=topology, device=chosen_device, horovod=opened.horovod
-    )
+        identity=identity, world=world, topology=topology, device=chosen_device, horovod=opened.horovod,
+        backend_reason=opened.reason,
+    )  # fmt: skip
     for note in (*opened.notes, *filter(None, [reason])):
         session.note(note)
     session.abort_on_uncaught_error()

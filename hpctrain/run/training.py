@@ -268,11 +268,23 @@ def _start_anew(recipe: Recipe, session: Session) -> None:
             tell(f"starting anew: what an earlier run left is in {place}")
 
 
+def _describe_backend(session: Session, reduction: Reduction) -> str:
+    """What communicates, and why, for the start line."""
+    world = session.world
+    if world.backend == world.reduction_backend:
+        why = session.backend_reason
+        return f"{world.backend} ({why})" if why else world.backend
+    if reduction.by_library:
+        return f"{world.reduction_backend} for the reduction and {world.backend} for the rest"
+    return f"{world.backend} ({world.reduction_backend} is not started: the reduction is hpctrain's own)"
+
+
 def _tell_start(recipe: Recipe, session: Session, *, reduction: Reduction, dataset: Dataset) -> None:
     if session.rank == 0:
         tell(
             f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
-            f"{session.topology.describe()}, {session.world.backend}, {reduction.algorithm} reduction, "
+            f"{session.topology.describe()}, {_describe_backend(session, reduction)}, "
+            f"{reduction.algorithm} reduction, "
             f"{reduction.wire} on the wire, {session.device.type}; {dataset.num_samples:,} samples, "
             f"global batch {recipe.data.global_batch}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -14,6 +15,8 @@ import torch
 
 from hpctrain.comm import Monitored, World, all_gather_json, make_two_level, open_world
 from hpctrain.errors import CommunicationError, DataError, HpctrainError
+from hpctrain.run.reduction import ReductionPlan
+from hpctrain.run.session import start
 from hpctrain.topology import Topology
 from tests.sessions import session_over
 
@@ -239,17 +242,62 @@ def one_rank_has_a_longer_buffer_in_pieces(world: World, directory: str) -> None
     monitored.all_reduce(torch.ones(4))
 
 
-def open_and_describe(world: World, missing: dict[str, list[int]]) -> dict[str, Any]:
-    """What `open_world("auto")` gives when modules cannot be imported on some ranks. Runs beside `world`."""
+def horovod_when_needed(world: World) -> dict[str, Any]:
+    """`world` is MPI's. Whether Horovod runs, before its reductions, with two worlds of them, with one, and after."""
+    from tests.contract.collective_cases import run_all
+
+    opened = open_world("horovod")
+    horovod = importlib.import_module("horovod.torch")
+    topology = Topology.from_node_names(["a", "b"] * (world.num_ranks // 2))
+    running, sums = [horovod.is_initialized()], []
+    for _ in range(3):
+        first, second = opened.world.open_reduction_world(), opened.world.open_reduction_world()
+        running.append(horovod.is_initialized())
+        for reduce in (first.all_reduce, make_two_level(second, topology).all_reduce):
+            buffer = torch.full((5,), 1.0 + world.rank)
+            reduce(buffer)
+            sums.append(float(buffer[-1]))
+        first.close()
+        running.append(horovod.is_initialized())
+        second.close()
+        running.append(horovod.is_initialized())
+    contract = run_all(opened.world.open_reduction_world())
+    opened.world.close()
+    return {
+        "running": running, "sums": sums, "contract": [f"{name}: {text}" for name, text in contract.items() if text],
+    }  # fmt: skip
+
+
+def horovod_in_a_session(world: World) -> dict[str, Any]:
+    """By algorithm: what reduces, and whether Horovod runs, with the backend `horovod`. `world` is MPI's."""
+    session = start(backend="horovod", timeout_s=60)
+    horovod = importlib.import_module("horovod.torch")
+    found: dict[str, Any] = {}
+    for algorithm in ("hierarchical", "auto", "flat"):
+        reduction = session.reduction(ReductionPlan(algorithm=algorithm), gradient_bytes=4096)
+        found[algorithm] = [reduction.algorithm.partition(":")[0], horovod.is_initialized()]
+    session.reducer(algorithm="flat")(torch.ones(3))
+    session.close()
+    found["closed"] = horovod.is_initialized()
+    return found
+
+
+def open_and_describe(
+    world: World, missing: dict[str, list[int]], backend: str = "auto", algorithm: str | None = None
+) -> dict[str, Any]:
+    """What `open_world` gives when modules cannot be imported on some ranks. Runs beside `world`."""
     rank = world.rank
     for module, ranks in missing.items():
         if rank in ranks:
             sys.modules[module] = None  # type: ignore[assignment]  # makes its import fail
     try:
-        opened = open_world()
+        opened = open_world(backend, algorithm=algorithm)
     except HpctrainError as error:
         return {"error": type(error).__name__, "text": str(error)}
-    found = {"backend": opened.world.backend, "notes": list(opened.notes)}
+    found = {"backend": opened.world.backend, "reductions": opened.world.reduction_backend}
+    found |= {"reason": opened.reason, "notes": list(opened.notes)}
+    if not missing and algorithm is None:
+        found["horovod loaded"] = "horovod" in sys.modules
     found["ranks"] = all_gather_json(opened.world, rank)
     opened.world.close()
     return found

@@ -84,18 +84,56 @@ def test_horovod_tells_every_rank_of_buffers_that_differ() -> None:
         assert text.startswith(f"BufferMismatch: all_reduce on rank {rank} of 2")
 
 
-@needs_horovod
-def test_auto_is_horovod_where_every_rank_has_it() -> None:
+def test_auto_on_cpus_is_mpi_and_does_not_even_load_horovod() -> None:
     for found in run_ranks(2, comm_cases.open_and_describe, {}).outputs:
-        assert found == {"backend": "horovod", "notes": [], "ranks": [0, 1]}
+        assert found == {
+            "backend": "mpi", "reductions": "mpi", "reason": "the fastest on CPUs", "notes": [], "ranks": [0, 1],
+            "horovod loaded": False,
+        }  # fmt: skip
+
+
+@needs_horovod
+def test_an_algorithm_of_horovods_makes_auto_horovod_beside_mpi() -> None:
+    for found in run_ranks(2, comm_cases.open_and_describe, {}, "auto", "nccl-torus").outputs:
+        assert (found["backend"], found["reductions"]) == ("mpi", "horovod")
+        assert found["reason"] == "nccl-torus was asked for"
 
 
 def test_auto_falls_back_to_mpi_on_all_ranks_and_says_where_horovod_is_missing() -> None:
-    for found in run_ranks(3, comm_cases.open_and_describe, {"horovod": [1, 2]}).outputs:
-        assert found["backend"] == "mpi"
+    missing = {"horovod": [1, 2]}
+    for found in run_ranks(3, comm_cases.open_and_describe, missing, "auto", "nccl-torus").outputs:
+        assert found["backend"] == found["reductions"] == "mpi"
         assert found["ranks"] == [0, 1, 2]
         assert len(found["notes"]) == 1
         assert "backend mpi instead of horovod on ranks 1-2: Horovod cannot be loaded" in found["notes"][0]
+
+
+@needs_horovod
+def test_horovod_that_is_asked_for_and_missing_on_a_rank_is_an_error_on_all() -> None:
+    for found in run_ranks(3, comm_cases.open_and_describe, {"horovod": [1]}, "horovod").outputs:
+        assert found["error"] == "LaunchError"
+        assert found["text"].startswith("rank 1 (")
+        assert "Horovod cannot be loaded" in found["text"]
+
+
+@needs_horovod
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_horovod_runs_only_while_a_reduction_of_its_own_does(num_ranks: int) -> None:
+    """The rest goes over MPI; it starts and stops as often as it is needed, with groups of ranks too."""
+    for found in run_ranks(num_ranks, comm_cases.horovod_when_needed).outputs:
+        assert found["contract"] == []
+        total = num_ranks * (num_ranks + 1) / 2
+        assert found["sums"] == [total] * 6
+        assert found["running"] == [False, *[True, True, False] * 3]
+
+
+@needs_horovod
+def test_a_sessions_own_reductions_do_not_start_horovod_and_its_own_do() -> None:
+    for found in run_ranks(2, comm_cases.horovod_in_a_session).outputs:
+        assert found == {
+            "hierarchical": ["hierarchical", False], "auto": ["auto", False], "flat": ["flat", True],
+            "closed": False,
+        }  # fmt: skip
 
 
 @needs_horovod

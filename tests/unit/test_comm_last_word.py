@@ -20,7 +20,8 @@ _RANK = """
 import ctypes, sys, time
 from pathlib import Path
 from hpctrain.comm.watch import Watcher, exit_now
-watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now, holds_lock=True)
+watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
+watcher.lock_may_be_held()
 track = watcher.track(group="world", members=(0, 1))
 watcher.publish_in(Path(sys.argv[1]))
 time.sleep(1)

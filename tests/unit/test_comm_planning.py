@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm import describe_ranks
 from hpctrain.comm.buffers import as_rows, balanced_counts, pack, reordered, sum_in_order, windows_of
-from hpctrain.comm.horovod_settings import apply_settings
+from hpctrain.comm.horovod_settings import apply_settings, can_start_again
 from hpctrain.comm.positions import (
     GroupPosition,
     RankPosition,
@@ -21,9 +21,9 @@ from hpctrain.comm.positions import (
     read_positions,
     write_position,
 )
-from hpctrain.comm.select import open_world
+from hpctrain.comm.select import YIELD_VARIABLE, open_world, yield_while_idle
 from hpctrain.errors import LaunchError, UsageError
-from hpctrain.launch import identify
+from hpctrain.launch import RankIdentity, identify
 
 counts_lists = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 
@@ -83,7 +83,31 @@ def test_what_the_user_told_horovod_stays() -> None:
     apply_settings(environ)
     assert environ["HOROVOD_FUSION_THRESHOLD"] == "1024"
     assert environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"  # groups cannot be made without it
-    assert "HOROVOD_CYCLE_TIME" in environ
+
+
+@pytest.mark.parametrize(("variables", "can"), [
+    ({}, True), ({"HOROVOD_CYCLE_TIME": "1"}, False), ({"HOROVOD_FUSION_THRESHOLD": "4"}, True),
+])  # fmt: skip
+def test_horovod_with_what_hpctrain_sets_can_be_started_again(variables: dict[str, str], can: bool) -> None:
+    environ = dict(variables)
+    apply_settings(environ)
+    assert can_start_again(environ) is can
+
+
+@pytest.mark.parametrize(
+    ("host_size", "variables", "yields"),
+    [(2, {}, "1"), (2, {YIELD_VARIABLE: "0"}, "0"), (5, {}, None), (None, {}, "1")],
+)
+def test_open_mpi_yields_to_the_computation_where_each_rank_has_a_core(
+    host_size: int | None, variables: dict[str, str], yields: str | None
+) -> None:
+    identity = RankIdentity(
+        launcher="test", rank=0, num_ranks=8, local_rank=None, local_size=None, node_rank=None, node_name="a",
+        host_size=host_size,
+    )  # fmt: skip
+    environ = dict(variables)
+    yield_while_idle(environ, identity=identity, num_cores=4)
+    assert environ.get(YIELD_VARIABLE) == yields
 
 
 def position(rank: int, *, written: float = 100.0, **groups: GroupPosition) -> RankPosition:
