@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-
 _BLOCK_BYTES = 1 << 16
 
 
