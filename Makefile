@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test trials test-fast lint demo docs bench-reduction bench-data bench-checkpoint clean distclean
+.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs bench-reduction bench-data bench-checkpoint clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -43,6 +43,9 @@ trials: setup ## the long trials of checkpoints: crashes, every file operation, 
 
 test-fast: setup ## the tests that start no MPI ranks
 	$(BIN)python -m pytest tests/unit tests/contract -m "not launches"
+
+picture: setup ## docs/pictures/demo.svg, the picture in the README, from a run of its commands
+	$(BIN)python scripts/picture.py docs/pictures/demo.svg
 
 docs: setup ## write docs/recipe.md from the code
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md

@@ -8,18 +8,24 @@ which ask for an axis by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.errors import TopologyError
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Placement of the ranks. `ranks_by_node[k]` holds the world ranks on node k, ascending."""
+    """Placement of the ranks. `ranks_by_node[k]` holds the world ranks on node k, ascending.
+
+    node_of_rank, local_rank_of_rank: the same by rank, shape (num_ranks,): to look a rank up costs the same for any
+    number of ranks.
+    """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
     emulated: bool = False  # nodes made up by --ranks-per-node on one machine
+    node_of_rank: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    local_rank_of_rank: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for node in self.ranks_by_node for rank in node)
@@ -27,6 +33,12 @@ class Topology:
             raise TopologyError(f"ranks on the nodes are {ranks}, not 0 to {len(ranks) - 1} each once")
         if len(self.node_names) != len(self.ranks_by_node):
             raise TopologyError(f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes")
+        nodes, local_ranks = [0] * len(ranks), [0] * len(ranks)
+        for node, on_node in enumerate(self.ranks_by_node):
+            for local_rank, rank in enumerate(on_node):
+                nodes[rank], local_ranks[rank] = node, local_rank
+        object.__setattr__(self, "node_of_rank", tuple(nodes))
+        object.__setattr__(self, "local_rank_of_rank", tuple(local_ranks))
 
     @classmethod
     def from_node_names(cls, names_by_rank: Sequence[str], *, emulated: bool = False) -> Topology:
@@ -38,22 +50,24 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        return sum(len(node) for node in self.ranks_by_node)
+        return len(self.node_of_rank)
 
     @property
     def num_nodes(self) -> int:
         return len(self.ranks_by_node)
 
     def node_of(self, rank: int) -> int:
-        """Index of the node that `rank` is on."""
-        for index, ranks in enumerate(self.ranks_by_node):
-            if rank in ranks:
-                return index
-        raise TopologyError(f"rank {rank} is not one of the {self.num_ranks} ranks of this run")
+        """Index of the node that `rank` is on. Raises TopologyError for what is no rank of this run."""
+        return self.node_of_rank[self._checked(rank)]
 
     def local_rank_of(self, rank: int) -> int:
-        """Place of `rank` among the ranks of its node."""
-        return self.ranks_by_node[self.node_of(rank)].index(rank)
+        """Place of `rank` among the ranks of its node. Raises TopologyError for what is no rank of this run."""
+        return self.local_rank_of_rank[self._checked(rank)]
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise TopologyError(f"rank {rank} is not one of the {self.num_ranks} ranks of this run")
+        return rank
 
     def local_groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups of the `local` axis: the ranks of each node."""
@@ -108,7 +122,7 @@ class Mesh:
 
     def axis(self, name: str) -> Axis | None:
         """The axis `node` or `local`; None when this rank is in no group of it (unequal ranks per node)."""
-        for group in self.topology.groups(name):
-            if self.rank in group:
-                return Axis(name, group, group.index(self.rank))
-        return None
+        groups = self.topology.groups(name)
+        node, local_rank = self.topology.node_of(self.rank), self.topology.local_rank_of(self.rank)
+        group, index = (node, local_rank) if name == "local" else (local_rank, node)
+        return Axis(name, groups[group], index) if group < len(groups) else None

@@ -1,13 +1,15 @@
-"""Writes docs/pictures/demo.svg: a terminal picture of commands that are run now, with their real output.
+"""`make picture`: writes docs/pictures/demo.svg, a terminal picture of commands that are run now, with their output.
 
     python scripts/picture.py docs/pictures/demo.svg
 
-The commands run in a temporary folder. Nothing is edited but the paths of this checkout, which are shown
-relative to it.
+The commands run in a temporary folder, on this checkout. Nothing is edited but the paths of the checkout and of the
+Python environment, which are shown as `.` and `.venv`. The text is in the file twice: drawn, in lines of WIDTH
+characters, and as it was printed, in <desc>. tests/ranks/test_picture.py compares it with what the code prints now.
 """
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -15,9 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
+
+from hpctrain.version import __version__
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WIDTH = 112
@@ -26,8 +31,11 @@ COMMANDS = (
     "hpctrain launch -n 4 --ranks-per-node 2 -- hpctrain train examples/digits.toml",
     "hpctrain checkpoint list runs/digits/checkpoints",
 )
+# Not what a user set for this shell, nor what the launcher of these tests did.
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HPCTRAIN_", "OMP_")
 # Rich's own template loads a font from the network; a picture in a README may not, and needs none.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<desc>{{transcript}}</desc>
 <style>
 .{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: {char_height}px;
 line-height: {line_height}px; }}
@@ -49,33 +57,54 @@ line-height: {line_height}px; }}
 
 def run(command: str, *, directory: Path) -> str:
     """stdout and stderr of `command` as a terminal would show them. Raises CalledProcessError if it fails."""
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    executables = Path(sys.executable).parent
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    environ["PATH"] = f"{executables}{os.pathsep}{os.environ['PATH']}"
+    environ["PYTHONPATH"] = str(REPOSITORY)
     done = subprocess.run(
         command.split(), cwd=directory, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, check=True, timeout=600,
     )  # fmt: skip
-    return done.stdout.replace(f"{REPOSITORY}{os.sep}", "").rstrip()
+    text = done.stdout.replace(f"{executables}{os.sep}", f".venv{os.sep}bin{os.sep}")
+    return text.replace(f"{REPOSITORY}{os.sep}", "").rstrip()
 
 
-def draw(commands: tuple[str, ...], *, directory: Path) -> str:
-    """The SVG text."""
+def outputs(commands: tuple[str, ...] = COMMANDS) -> list[str]:
+    """What each command prints, one after the other in a new folder. Raises CalledProcessError if one fails."""
+    with tempfile.TemporaryDirectory(prefix="hpctrain-picture-") as name:
+        (Path(name) / "examples").symlink_to(REPOSITORY / "examples")
+        return [run(command, directory=Path(name)) for command in commands]
+
+
+def draw(printed: list[str], *, title: str) -> str:
+    """The SVG text of COMMANDS and what each has printed."""
+    transcript = []
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
-        for command in commands:
+        for command, text in zip(COMMANDS, printed, strict=True):
             console.print(Text(f"$ {command}", style="bold"))
-            console.print(Text(run(command, directory=directory)))
-        return console.export_svg(title="hpctrain", theme=MONOKAI, code_format=SVG, unique_id="demo")
+            console.print(Text(text))
+            transcript += [f"$ {command}", text]
+        svg = console.export_svg(title=title, theme=MONOKAI, code_format=SVG, unique_id="demo")
+    # Trailing blanks of the lines are drawn as text of their own: they only make the file larger.
+    svg = re.sub(r"<text [^>]*>(&#160;|\s)*</text>", "", svg)
+    svg = "\n".join(line for line in svg.splitlines() if line.strip()) + "\n"
+    return svg.replace("{transcript}", html.escape("\n".join(transcript), quote=False))
+
+
+def machine() -> str:
+    """What the commands ran on, in words: the picture's title."""
+    mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    cores = len(os.sched_getaffinity(0))
+    release = mpirun.splitlines()[0].removeprefix("mpirun ").replace("(", "").replace(")", "")
+    return f"hpctrain {__version__}, {release}, torch {torch.__version__}, {cores} cores"
 
 
 def main() -> None:
     target = Path(sys.argv[1])
-    with tempfile.TemporaryDirectory(prefix="hpctrain-picture-") as name:
-        (Path(name) / "examples").symlink_to(REPOSITORY / "examples")
-        svg = draw(COMMANDS, directory=Path(name))
-    # Trailing blanks of the lines are drawn as text of their own: they only make the file larger.
-    svg = re.sub(r"<text [^>]*>(&#160;|\s)*</text>", "", svg)
+    svg = draw(outputs(), title=machine())
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(line for line in svg.splitlines() if line.strip()) + "\n", encoding="utf-8")
+    target.write_text(svg, encoding="utf-8")
     print(f"{target}: {target.stat().st_size:,} bytes")
 
 

@@ -122,7 +122,7 @@ class FileWork:
         entries = [data.partition(b"\n") for data in told]
         parts = []
         for number in range(1, files.count):
-            about = json.loads(entries[files.leader_of(number)][0])
+            about = json.loads(entries[files.leaders[number]][0])
             parts.append(
                 StoredPart(
                     name=part_name(number), num_bytes=about["bytes"], structure_hash=about["structure"]

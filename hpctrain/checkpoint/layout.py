@@ -203,7 +203,7 @@ def _lay_out(
 ) -> Layout:  # fmt: skip
     """Collective."""
     file = plan.files.of_rank[comm.rank]
-    leads = plan.files.leader_of(file) == comm.rank
+    leads = plan.files.leaders[file] == comm.rank
 
     def lead() -> tuple[Skeleton | None, TensorsText | None]:
         text = tensors_text(plan) if comm.rank == 0 else None
@@ -217,7 +217,7 @@ def _lay_out(
     skeleton, text = agreed(comm, lead, os_error=CheckpointError)
     told = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
     by_file = [
-        iter(np.frombuffer(told[plan.files.leader_of(number)], dtype=np.int64).tolist())
+        iter(np.frombuffer(told[plan.files.leaders[number]], dtype=np.int64).tolist())
         for number in range(plan.files.count)
     ]
     offsets = [[next(by_file[piece.file]) for piece in tensor.pieces] for tensor in plan.tensors]

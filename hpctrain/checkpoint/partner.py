@@ -39,7 +39,9 @@ from hpctrain.comm.reach import host_addresses
 from hpctrain.errors import CheckpointError, HpctrainError
 
 _CHUNK_BYTES = 1 << 20
-_MAX_CONNECTIONS = 8  # one is used; the rest is room for strangers, who are shown the door after seconds
+_MAX_UNPROVEN = (
+    8  # connections at once that have not proved themselves yet; the oldest gives way to a new one
+)
 _DIGEST_BYTES = 16
 _KEPT_FREE_BYTES = 64 << 20
 _LAST_WORD_S = 5.0
@@ -100,7 +102,9 @@ class PartnerServer:
     """Takes files from the leader of another node, in threads of its own, until `close`.
 
     address: for the others. token: shared by the run's leaders, secret. timeout_s: how long a connection may
-    be silent. Memory: one piece of 1 MiB a connection. Raises CheckpointError when it cannot listen.
+    be silent. A connection that does not prove itself is closed after HANDSHAKE_WITHIN_S at most, and sooner when
+    eight newer ones wait: strangers cannot keep the partner out. Memory: one piece of 1 MiB for each that has proved
+    itself. Raises CheckpointError when it cannot listen.
     """
 
     def __init__(
@@ -112,6 +116,9 @@ class PartnerServer:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._unproven: dict[
+            socket.socket, None
+        ] = {}  # those of them that may be strangers, the oldest first
         self._closed = False
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -151,12 +158,16 @@ class PartnerServer:
                 time.sleep(0.1)  # out of file descriptors, most likely: it may pass
                 continue
             with self._lock:
-                welcome = not self._closed and len(self._connections) < _MAX_CONNECTIONS
-                if welcome:
-                    self._connections.add(connection)
-            if not welcome:
-                close(connection)
-                continue
+                if self._closed:
+                    close(connection)
+                    return
+                if len(self._unproven) >= _MAX_UNPROVEN:
+                    # The partner proves itself in milliseconds: it is not among the oldest.
+                    oldest = next(iter(self._unproven))
+                    del self._unproven[oldest]
+                    close(oldest)
+                self._connections.add(connection)
+                self._unproven[connection] = None
             threading.Thread(
                 target=self._attend, args=(connection,), name="hpctrain-partner-copy", daemon=True
             ).start()
@@ -165,6 +176,8 @@ class PartnerServer:
         """One connection, to its end. What goes wrong is told to the other side, which has a user to tell."""
         try:
             accept(connection, node=self._node, token=self._token, timeout_s=self._timeout_s)
+            with self._lock:
+                self._unproven.pop(connection, None)
             try:
                 self._take(connection)
             except (OSError, HpctrainError) as error:
@@ -177,6 +190,7 @@ class PartnerServer:
             close(connection)
             with self._lock:
                 self._connections.discard(connection)
+                self._unproven.pop(connection, None)
 
     def _take(self, connection: socket.socket) -> None:
         request = receive_message(connection)

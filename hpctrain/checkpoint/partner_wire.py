@@ -32,6 +32,7 @@ _PROOF_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 64 << 10
 _BETWEEN_TRIES_S = 0.25
+HANDSHAKE_WITHIN_S = 10.0
 
 
 class PartnerError(CheckpointError):
@@ -87,13 +88,14 @@ def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s
 def _connect_to(
     address: str, partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float
 ) -> socket.socket:
+    deadline = time.monotonic() + within_s
     connection = socket.create_connection((address, partner.port), timeout=within_s)
     try:
-        connection.settimeout(within_s)  # a stranger at this address may accept and then say nothing
-        theirs = receive_exactly(connection, _NUMBER_BYTES)
+        # A stranger at this address may accept and then say nothing, or a byte now and then.
+        theirs = _receive_by(deadline, connection, _NUMBER_BYTES)
         ours = secrets.token_bytes(_NUMBER_BYTES)
         connection.sendall(ours + _proof(token, b"client", partner.node, theirs, ours))
-        proof = receive_exactly(connection, _PROOF_BYTES)
+        proof = _receive_by(deadline, connection, _PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(token, b"server", partner.node, theirs, ours)):
             raise PartnerError("something else than this run's partner answers there")
         connection.settimeout(timeout_s)
@@ -104,12 +106,15 @@ def _connect_to(
 
 
 def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
-    """The server's side of `connect`. Raises PartnerError, OSError."""
-    connection.settimeout(min(timeout_s, 10.0))
+    """The server's side of `connect`. Takes at most `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the other side
+    sends; afterwards every wait on the connection ends after timeout_s. Raises PartnerError, OSError."""
+    within_s = min(timeout_s, HANDSHAKE_WITHIN_S)
+    deadline = time.monotonic() + within_s
+    connection.settimeout(within_s)
     ours = secrets.token_bytes(_NUMBER_BYTES)
     connection.sendall(ours)
-    theirs = receive_exactly(connection, _NUMBER_BYTES)
-    proof = receive_exactly(connection, _PROOF_BYTES)
+    theirs = _receive_by(deadline, connection, _NUMBER_BYTES)
+    proof = _receive_by(deadline, connection, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(token, b"client", node, ours, theirs)):
         raise PartnerError("a stranger knocked: the proof does not fit")
     connection.sendall(_proof(token, b"server", node, ours, theirs))
@@ -146,6 +151,22 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view.nbytes:
+        view = view[receive_some(connection, view) :]
+    return bytes(data)
+
+
+def _receive_by(deadline: float, connection: socket.socket, num_bytes: int) -> bytes:
+    """As `receive_exactly`, but all of it by `deadline` of the monotonic clock, else TimeoutError.
+
+    A timeout of the socket alone begins anew with every byte.
+    """
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view.nbytes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
         view = view[receive_some(connection, view) :]
     return bytes(data)
 

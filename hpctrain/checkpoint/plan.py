@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpctrain.checkpoint.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
 from hpctrain.checkpoint.dtypes import dtype_named
@@ -77,17 +77,23 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """of_rank: the file that each rank writes to, numbered from 0."""
+    """of_rank: the file that each rank writes to, numbered from 0 without a gap.
+
+    leaders: the rank that makes each file, the lowest one that writes to it, shape (count,).
+    """
 
     of_rank: tuple[int, ...]
+    leaders: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        lowest: dict[int, int] = {}
+        for rank, file in enumerate(self.of_rank):
+            lowest.setdefault(file, rank)
+        object.__setattr__(self, "leaders", tuple(lowest[file] for file in range(len(lowest))))
 
     @property
     def count(self) -> int:
-        return max(self.of_rank) + 1
-
-    def leader_of(self, file: int) -> int:
-        """The rank that makes the file: the lowest one that writes to it."""
-        return self.of_rank.index(file)
+        return len(self.leaders)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,12 +90,11 @@ class TwoTier:
         """
         begin_s = time.perf_counter()
         options = options or SaveOptions()
-        topology = tiers.topology
         local = replace(
             options,
             keep=None,  # pruned by what is held, see `LocalStore.prune`
             files="node",
-            node_of_rank=tuple(topology.node_of(rank) for rank in range(topology.num_ranks)),
+            node_of_rank=tiers.topology.node_of_rank,
             local=True,
         )
         agreed(comm, lambda: check_options(local, step=step, num_ranks=comm.num_ranks))

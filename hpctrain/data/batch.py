@@ -83,7 +83,19 @@ class Batch:
         real = max(0, min(span.stop, self.num_samples) - span.start)
         return replace(self, fields=fields, num_samples=real, num_padded=span.num_samples - real)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
-        """The batch on `device`; copies from pinned memory overlap with computation there."""
+    def to(
+        self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = True
+    ) -> Batch:
+        """The batch on `device`; copies from pinned memory overlap with computation there.
+
+        dtype: of all floating-point fields on `device`, as the model needs it; None: as they are. Integer and bool
+        fields keep theirs.
+        """
         fields = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.fields.items()}
+        if dtype is not None:
+            # After the copy: a copy that converts does so on the CPU, in memory that is not pinned.
+            fields = {
+                name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in fields.items()
+            }
         return replace(self, fields=fields)

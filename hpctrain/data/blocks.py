@@ -18,6 +18,7 @@ from hpctrain.data.chunk_cache import ChunkCache
 from hpctrain.data.chunk_sources import StoredChunks
 from hpctrain.data.chunked import ChunkedField
 from hpctrain.data.field_reader import FieldName, Request
+from hpctrain.data.hdf5_read import MissingFilter
 from hpctrain.data.manifest import Manifest, ShardEntry
 from hpctrain.data.open_file import OpenFile
 from hpctrain.data.shard_check import check_shard
@@ -167,9 +168,16 @@ class BlockFile:
         )
 
     def fault_of(self, block: Block) -> str | None:
-        """What is wrong with a block, in words; None: it is as the manifest says. Reads it from the file."""
+        """What is wrong with a block, in words; None: it is as the manifest says. Reads it from the file.
+
+        Raises MissingFilter, which says nothing about the block.
+        """
         try:
             data = self._read(block)
+        except MissingFilter as error:
+            raise MissingFilter(
+                f"field {block.field!r} of shard {self.path} cannot be read: {error}"
+            ) from error
         except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
             return f"cannot be read: {error.__cause__ or error}"
         if len(data) < block.stop - block.start:

@@ -12,8 +12,10 @@ from hpctrain.data.batch import Batch
 T = TypeVar("T")
 
 
-def batches_on(device: torch.device | str, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches on `device`, in order.
+def batches_on(
+    device: torch.device | str, batches: Iterable[Batch], *, dtype: torch.dtype | None = None
+) -> Iterator[Batch]:
+    """The batches on `device`, in order. dtype: of their floating-point fields, see `Batch.to`.
 
     On a CUDA device the copy of batch k + 1 is under way, on a stream of its own, while the caller works on
     batch k: one batch more is in the device's memory. The copies overlap with computation if the batches are
@@ -23,13 +25,13 @@ def batches_on(device: torch.device | str, batches: Iterable[Batch]) -> Iterator
     """
     device = torch.device(device)
     if device.type != "cuda":
-        return (batch.to(device) for batch in batches)
+        return (batch.to(device, dtype=dtype) for batch in batches)
     copying = torch.cuda.Stream(device)
 
     def begin(batch: Batch) -> Batch:
         # Pinned memory goes back to torch's pool only when the copies out of it have ended: nothing to hold.
         with torch.cuda.stream(copying):
-            return batch.to(device, non_blocking=True)
+            return batch.to(device, dtype=dtype, non_blocking=True)
 
     def finish(batch: Batch) -> None:
         computing = torch.cuda.current_stream(device)

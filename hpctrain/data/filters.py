@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,9 @@ from hpctrain.data.hdf5 import Filter
 from hpctrain.errors import DataError
 
 DEFLATE, SHUFFLE, FLETCHER32, BLOSC, ZSTD = 1, 2, 3, 32001, 32015
+# https://github.com/Blosc/hdf5-blosc: the last of seven parameters, a number of blosc.h
+_BLOSC_CODEC_VALUE = 6
+_BLOSC_CODECS = ("blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd")
 _FLETCHER_BYTES = 4
 _FLETCHER_WORDS = 1 << 16
 # (_FLETCHER_WORDS,): how often each word of a stretch counts in the second sum
@@ -30,27 +32,20 @@ def can_undo(filters: Sequence[Filter]) -> bool:
     for each in filters:
         if each.code in (BLOSC, ZSTD):
             try:
-                import numcodecs  # noqa: F401
+                from numcodecs import blosc
             except ImportError:
+                return False
+            if each.code == BLOSC and _blosc_codec(each.values) not in blosc.list_compressors():
                 return False
         elif each.code not in (DEFLATE, SHUFFLE, FLETCHER32):
             return False
     return True
 
 
-def require_plugins(filters: Sequence[Filter]) -> None:
-    """Have HDF5 know the filters, those of hdf5plugin too. Raises DataError naming one that it does not know."""
-    import h5py
-
-    for each in filters:
-        if not h5py.h5z.filter_avail(each.code):
-            with suppress(ImportError):
-                import hdf5plugin  # noqa: F401  # registers its filters
-        if not h5py.h5z.filter_avail(each.code):
-            raise DataError(
-                f"it is compressed with HDF5 filter {each.code}, which is not installed here: "
-                "pip install hpctrain[formats]"
-            )
+def _blosc_codec(values: Sequence[int]) -> str:
+    """Name of the compressor inside Blosc, from the parameters of its filter; numcodecs has no snappy, for one."""
+    number = values[_BLOSC_CODEC_VALUE] if len(values) > _BLOSC_CODEC_VALUE else 0
+    return _BLOSC_CODECS[number] if number < len(_BLOSC_CODECS) else ""
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -> Bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.hdf5_read import read_elements
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -125,15 +126,16 @@ class RowReader:
         return dataset
 
     def rows(self, name: str, *, start: int, stop: int, member: str | None = None) -> NDArray[Any]:
-        """Rows start, ..., stop - 1 of dataset `name`, or of a member of its compound. Raises OSError."""
-        dataset = self._dataset(name)
-        array: NDArray[Any] = (dataset if member is None else dataset.fields(member))[start:stop]
+        """Rows start, ..., stop - 1 of dataset `name`, or of a member of its compound.
+
+        Raises MissingFilter, OSError.
+        """
+        array: NDArray[Any] = read_elements(self._dataset(name), slice(start, stop), member=member)
         return array
 
     def whole(self, name: str, *, member: str | None = None) -> NDArray[Any]:
-        """All of dataset `name`, as it may also be a scalar. Raises OSError."""
-        dataset = self._dataset(name)
-        return np.asarray((dataset if member is None else dataset.fields(member))[()])
+        """All of dataset `name`, as it may also be a scalar. Raises MissingFilter, OSError."""
+        return np.asarray(read_elements(self._dataset(name), member=member))
 
     def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
         """Where the chunk whose first element is `first` is stored; None if it never was: it is all fill.

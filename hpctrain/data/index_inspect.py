@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hpctrain.data.class_names import class_texts
+from hpctrain.data.hdf5_read import MissingFilter, read_elements
 from hpctrain.data.index_links import matches, resolve
 from hpctrain.data.index_request import FieldRequest
 from hpctrain.data.manifest import DTYPES
@@ -98,6 +99,8 @@ def open_to_index(path: str) -> Iterator[h5py.File]:
             yield file
     except FileNotFoundError:
         raise DataError(f"{path} is missing: there is no such file") from None
+    except MissingFilter as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         text = str(error)
         if "lock file" in text or "already open" in text or "SWMR" in text or "consistency" in text:
@@ -229,12 +232,11 @@ def _check_number(dtype: np.dtype[Any], where: str) -> None:
 
 def _blocks(dataset: h5py.Dataset, member: str | None, *, rows: int) -> Iterator[Any]:
     """All elements of a dataset in blocks of rows."""
-    source = dataset if member is None else dataset.fields(member)
     if not dataset.shape:
-        yield np.asarray(source[()])
+        yield np.asarray(read_elements(dataset, member=member))
         return
     for start in range(0, dataset.shape[0], rows):
-        yield source[start : start + rows]
+        yield read_elements(dataset, slice(start, start + rows), member=member)
 
 
 def read_blocks(dataset: h5py.Dataset, member: str | None, *, row_bytes: int) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.data.hdf5_read import read_elements
 from hpctrain.data.index_fields import Place
 from hpctrain.data.index_inspect import open_to_index
 from hpctrain.data.index_links import resolve
@@ -95,7 +96,7 @@ def _documents(path: str, name: str, *, num_tokens: int) -> NDArray[np.int64]:
         shape, dtype = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
         if shape is None or len(shape) != 1 or dtype is None or dtype.kind not in "iu":
             raise DataError(f"{name} of {path} is no list of integers, at which documents begin")
-        starts: NDArray[np.int64] = dataset[()].astype(np.int64)
+        starts: NDArray[np.int64] = read_elements(dataset).astype(np.int64)
     if len(starts) and (np.any(np.diff(starts) < 0) or starts[0] < 0 or starts[-1] > num_tokens):
         raise DataError(
             f"{name} of {path} is no list of places where documents begin: they ascend, from 0 to {num_tokens}"

@@ -180,7 +180,7 @@ class Locality:
 def measure(batches: Iterable[NDArray[np.int64]], *, blocks: NodeBlocks) -> Locality:
     """Locality of global batches whose samples stand in the order of the ranks, as `NodeOrder` gives them."""
     topology = blocks.topology
-    node_of_rank = np.array([topology.node_of(rank) for rank in range(topology.num_ranks)], dtype=np.int64)
+    node_of_rank = np.array(topology.node_of_rank, dtype=np.int64)
     home, total = 0, 0
     readers: set[tuple[int, int]] = set()
     for samples in batches:

@@ -164,10 +164,6 @@ class OpenShard:
                 self._reader, file=self._file, mapped=self._map, dataset=stored.dataset, layout=layout
             )
         else:
-            try:
-                filters.require_plugins(layout.filters)
-            except DataError as error:
-                raise field.error(range(self._entry.samples), error) from None
             source = self._blocks(name)
         return ChunkedField(source, cache=self._cache, shard=self._index, name=field)
 

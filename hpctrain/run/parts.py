@@ -165,7 +165,6 @@ def retention(section: CheckpointSection) -> Retention:
 
 def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy:
     section = recipe.checkpoint
-    node_of_rank = [topology.node_of(rank) for rank in range(topology.num_ranks)]
     return CheckpointPolicy(
         directory=checkpoint_directory(recipe),
         every_steps=section.every_steps,
@@ -179,7 +178,7 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
             # MPI-IO keeps to no limit.
             engine="direct" if section.limit_mb_per_s is not None else section.engine,
             files=section.files,
-            node_of_rank=node_of_rank,
+            node_of_rank=topology.node_of_rank,
             limit_mb_per_s=section.limit_mb_per_s,
             page_cache=section.page_cache,
             recycle=section.recycle,

@@ -32,7 +32,9 @@ class RunSection(Section):
         "NCCL. `horovod`: its all-reduce for the algorithms flat and hierarchical-flat and NCCL's, MPI for the rest.",
     )
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
-        "fp32", description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: autocast around forward."
+        "fp32",
+        description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: a float32 model, autocast around forward. "
+        "Floating-point fields of a batch are handed to the task in the model's dtype.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",

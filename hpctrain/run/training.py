@@ -29,7 +29,7 @@ from hpctrain.run.parts import (
     reduction_plan,
     total_steps,
 )
-from hpctrain.run.precision import loss_scale_for
+from hpctrain.run.precision import MODEL_DTYPE, loss_scale_for
 from hpctrain.run.recipe import Recipe
 from hpctrain.run.recipe_file import to_toml
 from hpctrain.run.record import environment_record, working_commit
@@ -181,6 +181,7 @@ def carry_out(
             settings=settings,
             comm=session.world,
             device=session.device,
+            dtype=MODEL_DTYPE[recipe.run.precision],
             autocast=parts.autocast,
             identity=identity,
             resumed=resumed,

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+_BLOCK_BYTES = 1 << 16
+
 
 def _plain(value: Any) -> Any:
     """Standard JSON has no NaN or infinity: they are written as the strings "nan", "inf" and "-inf"."""
@@ -51,13 +53,27 @@ class RecordWriter:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A killed rank may have left half a line: appended to, it would spoil the next one."""
-    if not path.exists() or path.stat().st_size == 0:
+    """A killed rank may have left half a line: appended to, it would spoil the next one.
+
+    Reads back from the end as far as the last whole line, which is one block however long the file is.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
         return
-    with path.open("r+b") as file:
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+    try:
+        num_bytes = whole_bytes = os.fstat(descriptor).st_size
+        while whole_bytes:
+            start = max(0, whole_bytes - _BLOCK_BYTES)
+            newline = os.pread(descriptor, whole_bytes - start, start).rfind(b"\n")
+            if newline >= 0:
+                whole_bytes = start + newline + 1
+                break
+            whole_bytes = start
+        if whole_bytes < num_bytes:
+            os.ftruncate(descriptor, whole_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

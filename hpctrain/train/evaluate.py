@@ -22,11 +22,13 @@ def evaluate(
     *,
     comm: Collective,
     device: torch.device,
+    dtype: torch.dtype | None = None,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     max_samples: int | None = None,
 ) -> dict[str, float]:
     """Means of `task.metrics` over every sample of `loader` once. Collective.
 
+    dtype: of the floating-point fields that the task is handed; None: as they are stored.
     max_samples: only the first batches that have so many together; the same on every rank.
     Damaged samples that the loader leaves out are left out of the means.
     Sums are added in rank order in float64: the same number on every rank.
@@ -41,7 +43,7 @@ def evaluate(
         for batch in batches if loader.checker is None else agreed_batches(batches, comm=comm):
             if batch.num_samples > 0:
                 with autocast():
-                    found = task.metrics(model, batch.real().to(device).fields)
+                    found = task.metrics(model, batch.real().to(device, dtype=dtype).fields)
                 for name, mean in found.items():
                     sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
                 num_samples += batch.num_samples

@@ -47,6 +47,7 @@ class Training:
         settings: LoopSettings,
         comm: Collective,
         device: torch.device,
+        dtype: torch.dtype,
         autocast: Callable[[], AbstractContextManager[object]],
         identity: Mapping[str, Any],
         resumed: Resumed,
@@ -65,6 +66,7 @@ class Training:
         self._settings = settings
         self._comm = comm
         self._device = device
+        self._dtype = dtype  # of the model: floating-point fields are handed to the task in it
         self._autocast = autocast
         self._identity = identity
         self._records = records
@@ -212,7 +214,7 @@ class Training:
         parts = [p for p in batch.split(self._settings.micro_batches) if p.num_samples > 0 or together]
         for number, part in enumerate(parts, start=1):
             with self._autocast():
-                loss = self._loss_of(part.to(self._device))
+                loss = self._loss_of(part.to(self._device, dtype=self._dtype))
             self._state.updater.backward(loss, weight=part.weight, last=number == len(parts))
             if part.num_samples > 0:  # the mean over no samples is NaN
                 losses.append(loss.detach().double() * part.weight)
@@ -264,7 +266,7 @@ class Training:
             return
         self._align_buffers()
         quality = evaluate(
-            self._task, self._state.model, self._held_out, comm=self._comm, device=self._device,
+            self._task, self._state.model, self._held_out, comm=self._comm, device=self._device, dtype=self._dtype,
             autocast=self._autocast, max_samples=self._settings.evaluation_samples,
         )  # fmt: skip
         step = self._position.step

@@ -21,7 +21,8 @@ class Task(Protocol):
     """A model and what it is good for. Its methods do not communicate and know nothing of ranks.
 
     `fields` maps the dataset's field names to tensors of shape (num_samples, *sample shape), on the run's
-    device, in the stored dtype; num_samples is this rank's share and at least 1.
+    device; num_samples is this rank's share and at least 1. Floating-point fields come in the model's dtype
+    (`run.precision`), integer and bool fields in the stored one.
     """
 
     def build_model(self) -> torch.nn.Module:

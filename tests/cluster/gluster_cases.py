@@ -69,7 +69,7 @@ def saves(signals: str, distributed: str, dispersed: str) -> None:
     """
     with start(backend="mpi", timeout_s=60) as session:
         world = session.world
-        nodes = [session.topology.node_of(rank) for rank in range(world.num_ranks)]
+        nodes = session.topology.node_of_rank
         found: dict[str, list[Any]] = {}
 
         def attempt(volume: Path, form: str, step: int) -> list[Any]:

@@ -62,6 +62,27 @@ def test_a_recipe_names_a_task_of_the_users_own(tmp_path: Path) -> None:
     assert summary["ranks"] == 2
 
 
+def test_a_task_that_converts_no_field_trains_in_float64_alike_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    python(str(EXAMPLES / "own_task" / "make_data.py"), "data/spirals", where=tmp_path)
+    found = []
+    for num_ranks in (1, 2):
+        options = [
+            "run.precision=fp64",
+            "run.epochs=3",
+            f"run.directory=runs/{num_ranks}",
+            "reduction.wire=fp32",
+        ]
+        train = ["train", str(EXAMPLES / "own_task" / "recipe.toml")]
+        for option in options:
+            train += ["--set", option]
+        argv = [HPCTRAIN, "launch", "-n", str(num_ranks), "--", "hpctrain", *train]
+        run_command(None, argv, cwd=tmp_path, expect=0)
+        found.append(json.loads((tmp_path / "runs" / str(num_ranks) / "summary.json").read_text()))
+    assert [summary["ranks"] for summary in found] == [1, 2]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-10)
+    assert found[1]["quality"] == found[0]["quality"]
+
+
 def test_the_users_own_loop_goes_on_to_the_bit(tmp_path: Path) -> None:
     run_command(None, [HPCTRAIN, "data", "pack", "digits", "data/digits"], cwd=tmp_path, expect=0)
     script = str(EXAMPLES / "own_loop_resume.py")

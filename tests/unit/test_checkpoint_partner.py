@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +106,92 @@ def test_who_does_not_know_the_token_or_is_somebody_else_stores_nothing(tmp_path
         greet(partner, token=TOKEN)  # and strangers do not keep others out
     assert held_under(store.base) == []
     assert list(store.partner.iterdir()) == []
+
+
+class Dripping:
+    """Sends a byte at a time, slower than a handshake and faster than a silence would be noticed, to the end.
+
+    again: connects anew, each time that it is sent away.
+    """
+
+    def __init__(self, port: int, *, every_s: float, again: bool = False) -> None:
+        self.held_s = list[float]()
+        self._connect = lambda: socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._every_s, self._again = every_s, again
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._drip)
+        self._thread.start()
+
+    def _drip(self) -> None:
+        while not self._leave.is_set():
+            begin_s = time.monotonic()
+            with suppress(OSError), self._connect() as connection:
+                while not self._leave.wait(self._every_s):
+                    connection.sendall(b"x")
+            self.held_s.append(time.monotonic() - begin_s)
+            if not self._again:
+                return
+
+    def __enter__(self) -> Dripping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave.set()
+        self._thread.join()
+
+
+def test_strangers_that_drip_are_sent_away_in_time_and_the_partner_comes_in_meanwhile(
+    tmp_path: Path, source: Path
+) -> None:
+    store = store_of(tmp_path)
+    # 48 bytes at this pace take 24 s, with no silence as long as the timeout.
+    with serving(store, timeout_s=1) as partner, ExitStack() as stack:
+        strangers = [stack.enter_context(Dripping(partner.port, every_s=0.5)) for _ in range(8)]
+        time.sleep(0.2)  # all are in, and fill the room that there is for connections without proof
+        begin_s = time.monotonic()
+        send_file(source, offer=offer_of(source), partner=partner, token=TOKEN)
+        assert time.monotonic() - begin_s < 5
+        assert [held.offer for held in held_under(store.base)] == [offer_of(source)]
+        deadline = time.monotonic() + 10
+        while not all(stranger.held_s for stranger in strangers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # The timeout of 1 s, and two drips until a stranger notices; with room for a busy machine.
+        assert max(stranger.held_s[0] for stranger in strangers) < 5
+
+
+def test_strangers_that_come_back_at_once_do_not_keep_the_partner_out(tmp_path: Path, source: Path) -> None:
+    store = store_of(tmp_path)
+    with serving(store, timeout_s=5) as partner, ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(Dripping(partner.port, every_s=0.1, again=True))
+        for step in range(5):
+            greet(partner, token=TOKEN, within_s=10)
+            send_file(source, offer=offer_of(source, step=step), partner=partner, token=TOKEN)
+    assert [held.offer.step for held in held_under(store.base)] == [4]
+
+
+def test_a_partner_that_drips_is_given_up_when_the_time_for_connecting_is_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        leave = threading.Event()
+
+        def answer() -> None:
+            with suppress(OSError):
+                while not leave.is_set():
+                    connection, _ = stranger.accept()
+                    with suppress(OSError), connection:
+                        while not leave.wait(0.2):
+                            connection.sendall(b"x")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        partner = PartnerAddress(node="right", addresses=("127.0.0.1",), port=stranger.getsockname()[1])
+        begin_s = time.monotonic()
+        with pytest.raises(PartnerError, match="node right cannot be reached"):
+            connect(partner, token=TOKEN, timeout_s=5, within_s=1)
+        assert time.monotonic() - begin_s < 4  # the 48 bytes of a handshake take 9.6 s at this pace
+        leave.set()
+        stranger.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_a_stranger_that_accepts_gets_no_file(tmp_path: Path, source: Path) -> None:

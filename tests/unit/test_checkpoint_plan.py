@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint.boxes import Box, runs_of
-from hpctrain.checkpoint.plan import CUT_BYTES, EXTENT_BYTES, WritePlan, explain_difference, make_plan
+from hpctrain.checkpoint.plan import CUT_BYTES, EXTENT_BYTES, Files, WritePlan, explain_difference, make_plan
 from hpctrain.checkpoint.state import Header
 from hpctrain.errors import CheckpointError
 
@@ -147,3 +147,9 @@ def test_differences_between_ranks_are_named() -> None:
     )
     assert "'a': replicated float32 [2] on rank 0, 1, replicated float64 [5] on rank 2" in text
     assert "'b': replicated float32 [3] on rank 0, 2, missing on rank 1" in text
+
+
+def test_each_file_is_made_by_the_lowest_rank_that_writes_to_it() -> None:
+    files = Files(of_rank=(0, 1, 0, 2, 1))
+    assert files.count == 3
+    assert files.leaders == (0, 1, 3)

@@ -73,7 +73,7 @@ def test_no_assignment_with_the_same_shares_has_more_samples_at_home(
     places = found.assign(batch)
     assert sorted(places) == list(range(len(batch)))
     node_at = np.repeat(
-        [nodes.node_of(rank) for rank in range(nodes.num_ranks)],
+        nodes.node_of_rank,
         [
             rank_share(0, len(batch), rank=r, num_ranks=nodes.num_ranks).num_samples
             for r in range(nodes.num_ranks)

@@ -76,3 +76,39 @@ def test_what_is_no_topology_is_refused() -> None:
 def test_a_topology_is_told_in_words(names: list[str], text: str) -> None:
     assert Topology.from_node_names(names).describe() == text
     assert Topology.from_node_names(names, emulated=True).describe() == f"{text} (emulated)"
+
+
+class CountedRank(int):
+    """A rank that counts how often any of its kind is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedRank.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_looking_a_rank_up_costs_the_same_for_ten_thousand_ranks() -> None:
+    num_nodes, ranks_per_node = 1250, 8
+    ranks = [CountedRank(rank) for rank in range(num_nodes * ranks_per_node)]
+    topology = Topology(
+        tuple(tuple(ranks[node::num_nodes]) for node in range(num_nodes)),
+        tuple(map(str, range(num_nodes))),
+    )
+    CountedRank.compared = 0
+    nodes = [topology.node_of(rank) for rank in ranks]
+    local_ranks = [topology.local_rank_of(rank) for rank in ranks]
+    axes = [Mesh(topology, ranks[-1]).axis(name) for name in ("node", "local")]
+    assert CountedRank.compared == 0
+    assert nodes == list(topology.node_of_rank) == [rank % num_nodes for rank in range(len(ranks))]
+    assert local_ranks == [rank // num_nodes for rank in range(len(ranks))]
+    assert [(axis.size, axis.index) for axis in axes if axis] == [(num_nodes, num_nodes - 1), (8, 7)]
+
+
+def test_ranks_that_are_none_of_the_run_are_refused() -> None:
+    topology = Topology.from_node_names(["a", "b"])
+    for rank in (-1, 2):
+        with pytest.raises(TopologyError, match=f"rank {rank} is not one of the 2 ranks"):
+            topology.local_rank_of(rank)

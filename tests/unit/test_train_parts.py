@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,46 @@ def test_records_after_a_torn_line_are_read_too(tmp_path: Path) -> None:
     writer.write({"step": 2})
     writer.close()
     assert [record["step"] for record in read_records(path)] == [1, 2]
+
+
+def bytes_read_by_this_process() -> int:
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"])
+
+
+def test_of_long_records_only_the_end_is_read_when_they_are_continued(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    line = b'{"step": 1, "pad": "' + b"x" * 1000 + b'"}\n'
+    whole = line * 40_000
+    path.write_bytes(whole + b'{"step": 2, "lo')
+    before = bytes_read_by_this_process()
+    tracemalloc.start()
+    try:
+        RecordWriter(path).close()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bytes_read_by_this_process() - before < 1 << 20
+    assert most < 1 << 20
+    assert path.stat().st_size == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"", b""),
+        (b'{"step": 1}\n', b'{"step": 1}\n'),
+        (b'{"step": 1}\n' + b"x" * 300_000, b'{"step": 1}\n'),  # longer than what is read at once
+        (b"x" * 300_000, b""),
+        (b"x" * 65_536 + b"\n" + b"y" * 65_536, b"x" * 65_536 + b"\n"),
+    ],
+    ids=["empty", "whole", "long", "no line", "at the border of blocks"],
+)
+def test_a_torn_line_of_any_length_is_dropped(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_bytes(before)
+    RecordWriter(path).close()
+    assert path.read_bytes() == after
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:

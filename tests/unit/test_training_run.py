@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +245,82 @@ def test_records_hold_what_the_docs_say_and_no_secrets(where: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+    [("fp32", torch.float32), ("fp64", torch.float64), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_precision_is_that_of_the_recipe(where: Path, precision: str, dtype: torch.dtype) -> None:
     task = Task()
     found = run(where, task, run={"precision": precision})
     assert task.precisions == {dtype}
     assert found["loss"] < 2.3
+
+
+class Regression(Task):
+    """Converts nothing: images float32 in the dataset, targets float16, labels int64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[tuple[torch.dtype, ...]] = set()
+        self.model: torch.nn.Module = torch.nn.Identity()
+
+    def build_model(self) -> torch.nn.Module:
+        self.model = super().build_model()
+        for parameter in self.model.parameters():  # ranks that are threads share one random generator
+            torch.nn.init.constant_(parameter, 0.01)
+        return self.model
+
+    def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.dtypes.add(tuple(fields[name].dtype for name in ("image", "target", "label")))
+        return functional.mse_loss(model(fields["image"])[:, 0], fields["target"])
+
+    def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {"loss": float(self.loss(model, fields).detach())}
+
+
+def half_precision_targets(where: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """A dataset in where/data of images, targets and labels; images and targets as they are stored."""
+    images, labels = load_digits(return_X_y=True)
+    image, target = (images[:SAMPLES] / 17).astype(np.float32), (labels[:SAMPLES] / 7).astype(np.float16)
+    shutil.rmtree(where / "data", ignore_errors=True)
+    pack_arrays(
+        where / "data", {"image": image, "target": target, "label": labels[:SAMPLES].astype(np.int64)}
+    )
+    return torch.from_numpy(image), torch.from_numpy(target)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_task_that_converts_nothing_trains_in_float64_as_torch_alone_does(
+    where: Path, num_ranks: int
+) -> None:
+    image, target = half_precision_targets(where)
+    sections = {
+        "run": {"precision": "fp64"}, "optimizer": {"name": "sgd", "lr": 0.1, "schedule": "constant"},
+        "data": {"order": "sequential"},
+    }  # fmt: skip
+    tasks = [Regression() for _ in range(num_ranks)]
+    found = run_threads(num_ranks, lambda world: run(where, tasks[world.rank], world=world, **sections))
+
+    def loss_of(model: torch.nn.Module, samples: slice) -> torch.Tensor:
+        return functional.mse_loss(model(image[samples].double())[:, 0], target[samples].double())
+
+    alone = Regression().build_model().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(alone, slice(20 * (step % 5), 20 * (step % 5) + 20)).backward()
+        optimizer.step()
+    expected = float(loss_of(alone, slice(None)).detach())
+    for rank, task in enumerate(tasks):
+        assert task.dtypes == {(torch.float64, torch.float64, torch.int64)}
+        for mine, theirs in zip(task.model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-13, atol=1e-15)
+        assert found[rank]["quality"]["loss"] == pytest.approx(expected, rel=1e-13)
+
+
+def test_stored_floats_of_another_width_come_in_the_dtype_of_the_model(where: Path) -> None:
+    half_precision_targets(where)
+    task = Regression()
+    run(where, task)
+    assert task.dtypes == {(torch.float32, torch.float32, torch.int64)}
 
 
 def test_evaluation_on_a_part_is_of_the_same_samples_each_time(where: Path) -> None:

@@ -1,0 +1,76 @@
+"""Reads elements of an HDF5 dataset through h5py, with the filters that hdf5plugin has, and names one that is missing.
+
+Everything that HDF5 itself decodes is read here: a dataset that one command can read, all can.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpctrain.errors import DataError
+
+if TYPE_CHECKING:
+    import h5py
+
+# Below it are the library's own filters, https://github.com/HDFGroup/hdf5_plugins/blob/master/docs/RegisteredFilterPlugins.md
+_FIRST_REGISTERED = 256
+_NAME_LENGTH = 40
+
+
+class MissingFilter(DataError):
+    """HDF5 has no filter here to decode a dataset with. The dataset is not damaged."""
+
+
+class _Wanted(NamedTuple):
+    code: int
+    name: str
+
+
+def read_elements(dataset: h5py.Dataset, selection: Any = (), *, member: str | None = None) -> Any:
+    """`dataset[selection]`, or that of a member of its compound. The filters of hdf5plugin are loaded when needed.
+
+    Raises MissingFilter, which names the filter and what to install; OSError.
+    """
+    missing = _load_filters(dataset)
+    try:
+        return (dataset if member is None else dataset.fields(member))[selection]
+    except OSError as error:
+        # Only now: no chunk may have been stored with the filter.
+        if missing is None:
+            raise
+        raise MissingFilter(
+            f"{dataset.name} is compressed with HDF5 filter {missing.code}"
+            + (f" ({missing.name})" if missing.name else "")
+            + f", {_what_to_do(missing)}"
+        ) from error
+
+
+def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:
+    """Have HDF5 know the filters of a dataset. Returns the first one that it cannot be given."""
+    import h5py
+
+    plist = dataset.id.get_create_plist()
+    for number in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(number)
+        if not h5py.h5z.filter_avail(code):
+            with suppress(ImportError):
+                # Registers its filters, those that HDF5_PLUGIN_PATH has left out.
+                import hdf5plugin  # noqa: F401
+        if not h5py.h5z.filter_avail(code):
+            text = name.decode("ascii", "replace").split(";")[0]
+            return _Wanted(code, "".join(c for c in text if c.isprintable())[:_NAME_LENGTH])
+    return None
+
+
+def _what_to_do(missing: _Wanted) -> str:
+    if missing.code < _FIRST_REGISTERED:
+        return "which the HDF5 of this h5py was built without: write the file again with another filter (h5repack)"
+    try:
+        import hdf5plugin
+    except ImportError:
+        return "which is not installed here: pip install hpctrain[formats]"
+    return (
+        f"which hdf5plugin {hdf5plugin.version} does not have: install a newer hdf5plugin, let HDF5_PLUGIN_PATH "
+        "name the folder of this filter's plugin, or write the file again with another filter (h5repack)"
+    )
