@@ -134,8 +134,11 @@ class Turns:
         return max(2, round(self._cell.steps * self._scale.share / 20))
 
     def end(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._runs.pop(name).end()
+        runs = [self._runs.pop(name) for name in names]
+        for run in runs:
+            run.kill_ranks()  # all at once: a launcher takes a moment to end
+        for run in runs:
+            run.end()
 
     def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
         try:
