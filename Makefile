@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs bench-reduction bench-data bench-checkpoint clean distclean
+.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs check-gpu bench-reduction bench-data bench-checkpoint bench-step clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -58,6 +58,9 @@ bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; ei
 
 bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/checkpoint.md; eight minutes, alone on the machine
 	$(BIN)python -m benchmarks.checkpoint --output benchmarks/results/checkpoint.json
+
+bench-step: setup ## steps of the examples, the default against what can be named: docs/benchmarks/step.md; 35 minutes, alone on the machine
+	$(BIN)python -m benchmarks.step --output benchmarks/results/step.json
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay
 	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

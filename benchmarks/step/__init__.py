@@ -1,0 +1,1 @@
+"""Whole training steps of the recipes in `examples/`: the default against every backend and algorithm, and Horovod."""

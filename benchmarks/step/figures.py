@@ -1,0 +1,145 @@
+"""From measurements to records: which number is held against which bar. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from benchmarks.results_file import Record
+from benchmarks.step.measure import Found
+from benchmarks.step.variants import (
+    DEFAULT,
+    FLAT,
+    ONE_RANK,
+    ONE_THREAD,
+    PEER,
+    YIELDING_PEER,
+    Cell,
+    finalists,
+    named_pair,
+)
+
+Rounds = Sequence[dict[str, float]]  # of each round: samples/s by variant
+
+DEFAULT_BAR = 0.97
+HOROVOD_BAR = 0.95
+FLAT_BAR = 0.95
+SCALING_BAR = 1.7
+
+
+class NotMeasured(ValueError):
+    """A variant that a figure needs is missing."""
+
+
+def paired(rounds: Rounds, *, of: str, to: str) -> list[float]:
+    """Of each round that has both, how many times as fast `of` was as `to`. Raises NotMeasured where none has."""
+    ratios = [one[of] / one[to] for one in rounds if of in one and to in one]
+    if not ratios or len(ratios) < len(rounds):
+        missing = [name for name in (of, to) if any(name not in one for one in rounds)]
+        raise NotMeasured(f"no samples/s in every round of: {', '.join(missing) or of}")
+    return ratios
+
+
+def rates_of(rounds: Rounds) -> dict[str, list[float]]:
+    """Variant -> samples/s of each round in which it took part."""
+    names = dict.fromkeys(name for one in rounds for name in one)
+    return {name: [one[name] for one in rounds if name in one] for name in names}
+
+
+def best_of(rounds: Rounds, names: Sequence[str]) -> str:
+    """The one with the highest median. Raises NotMeasured where none has been measured."""
+    rates = {name: median(values) for name, values in rates_of(rounds).items() if name in names}
+    if not rates:
+        raise NotMeasured(f"no samples/s of any of: {', '.join(names)}")
+    return max(rates, key=lambda name: rates[name])
+
+
+def records_of(cell: Cell, found: Found) -> list[Record]:
+    """A cell's records at one rate of its links. One that cannot be made for want of a variant does not hold."""
+    stem = f"{cell.figure}.{found.rate}" if found.rate is not None else cell.figure
+    where = f"{cell.recipe}, {_ranks(cell)}" + (f", {found.rate}" if found.rate is not None else "")
+    made = [_default(cell, found, stem=stem, where=where)]
+    if cell.num_ranks > 1:
+        over_horovod, over_mpi = named_pair(cell)
+        made.append(
+            _ratio(found, f"{stem}.horovod", f"{where}: our sums, {over_horovod} / {over_mpi}", HOROVOD_BAR,
+                   of=over_horovod, to=[over_mpi])
+        )  # fmt: skip
+        made.append(
+            _ratio(found, f"{stem}.flat", f"{where}: {FLAT} / the better {PEER}", FLAT_BAR,
+                   of=FLAT, to=[PEER, YIELDING_PEER])
+        )  # fmt: skip
+    if cell.num_ranks == 2:
+        made.append(
+            _ratio(found, f"{stem}.scaling", f"{where}: the default / one rank with one thread", SCALING_BAR,
+                   of=DEFAULT, to=[ONE_THREAD])
+        )  # fmt: skip
+        made.append(
+            _ratio(found, f"{stem}.scaling.all-cores", f"{where}: the default / one rank with all cores", 1.0,
+                   of=DEFAULT, to=[ONE_RANK])
+        )  # fmt: skip
+    if found.failed:
+        made.append(_failures(f"{stem}.failed", f"{where}: variants that ended with an error", found.failed))
+    return made
+
+
+def failed_record(cell: Cell, error: str) -> Record:
+    """A cell of which nothing could be measured: what an earlier run found of it is not this commit's."""
+    return _failures(
+        f"{cell.figure}.failed", f"{cell.recipe}, {_ranks(cell)}: could not be measured", {"all": error}
+    )
+
+
+def _default(cell: Cell, found: Found, *, stem: str, where: str) -> Record:
+    """Against the better of the finalists, by the rounds, which did not choose them."""
+    named = finalists(cell, found.screening)
+    record = _ratio(found, f"{stem}.default", f"{where}: the default / the best that can be named", DEFAULT_BAR,
+                    of=DEFAULT, to=named)  # fmt: skip
+    samples = {
+        **record.samples,
+        "all samples/s": rates_of(found.rounds),
+        "screening samples/s": found.screening,
+        "finalists": named,
+        "ran": found.runs,
+        "started": found.started,
+        "variables": found.variables,
+    }
+    return replace(record, samples=samples)
+
+
+def _ratio(found: Found, name: str, what: str, bar: float, *, of: str, to: Sequence[str]) -> Record:
+    """of / the best of `to`: the median of the rounds' ratios, and between which values these were."""
+    unit = "samples/samples"
+    try:
+        other = best_of(found.rounds, to)
+        ratios = paired(found.rounds, of=of, to=other)
+    except NotMeasured as missing:
+        return Record(id=name, what=f"{what}: not measured: {missing}", value=0.0, bar=bar, sense="at least", unit=unit,
+                      samples={})  # fmt: skip
+    rates = rates_of(found.rounds)
+    shown = f"{median(rates[of]):,.0f} / {median(rates[other]):,.0f} ({other}); rounds {min(ratios):.3f} to "
+    shown += f"{max(ratios):.3f}"
+    samples: dict[str, Any] = {"ratios": ratios, of: rates[of], other: rates[other]}
+    return Record(id=name, what=f"{what}: {shown}", value=median(ratios), bar=bar, sense="at least", unit=unit,
+                  samples=samples)  # fmt: skip
+
+
+def _failures(name: str, what: str, failed: dict[str, str]) -> Record:
+    what = f"{what}: {', '.join(failed)}"
+    return Record(
+        id=name,
+        what=what,
+        value=float(len(failed)),
+        bar=0.0,
+        sense="at most",
+        unit="failures",
+        samples=failed,
+    )
+
+
+def _ranks(cell: Cell) -> str:
+    if cell.on_cluster:
+        return cell.name.rpartition("-")[2].replace("x", " x ") + " ranks"
+    return f"{cell.num_ranks} rank{'s' if cell.num_ranks > 1 else ''}"

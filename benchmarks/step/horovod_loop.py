@@ -1,0 +1,93 @@
+"""A plain Horovod script with a recipe's model, data and optimizer.
+
+`python -m benchmarks.step.horovod_loop RECIPE DIRECTORY`, under mpirun or srun.
+
+Its buckets are those of hpctrain (`groups`), and what it sends is 16-bit where the recipe says so. It writes the
+records of its steps as a run of hpctrain does, and trains until it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.data import Dataset, Loader
+from hpctrain.reduce.buckets import GradientSpec, plan_buckets, sum_dtype
+from hpctrain.run.optimizers import build_optimizer
+from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe_file import load_recipe
+from hpctrain.telemetry import RecordWriter, StepClock
+from hpctrain.train import import_task
+
+
+def bucket_bytes(recipe: Recipe) -> int:
+    return int((recipe.reduction.bucket_mb or 4) * 1e6)
+
+
+def parameter_groups(model: torch.nn.Module, recipe: Recipe) -> list[list[torch.nn.Parameter]]:
+    """The parameters whose gradients go together, bucket by bucket, in the order in which backward reaches them."""
+    parameters = list(model.parameters())
+    specs = [GradientSpec(numel=p.numel(), dtype=sum_dtype(p.dtype)) for p in parameters]
+    buckets = plan_buckets(specs, bucket_bytes=bucket_bytes(recipe))
+    return [[parameters[slot.parameter] for slot in bucket.slots] for bucket in buckets]
+
+
+def train(recipe: Recipe, directory: Path) -> None:
+    half = recipe.reduction.wire == "fp16"
+    # What is fused is what is sent: nothing that is larger than a bucket.
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = str(bucket_bytes(recipe) // (2 if half else 1))
+    import horovod.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(recipe.run.seed)
+    torch.use_deterministic_algorithms(recipe.run.deterministic, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    task = import_task(recipe.task.target, options=recipe.task.options, search=[Path.cwd()])
+    loader = Loader(
+        Dataset.open(Path(recipe.data.train)), global_batch=recipe.data.global_batch, rank=hvd.rank(),
+        num_ranks=hvd.size(), seed=recipe.run.seed,
+    )  # fmt: skip
+    model = task.build_model()
+    plain = build_optimizer(model, recipe.optimizer)
+    optimizer = hvd.DistributedOptimizer(
+        plain,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+        groups=parameter_groups(model, recipe),
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    (directory / "metrics").mkdir(parents=True, exist_ok=True)
+    records = RecordWriter(directory / "metrics" / f"rank-{hvd.rank():05}.jsonl")
+    clock, step = StepClock(), 0
+    for epoch in range(10**9):
+        with loader.epoch(epoch) as batches:
+            for batch in batches:
+                optimizer.zero_grad()
+                task.loss(model, batch.fields).backward()
+                _apply(optimizer, model, clip_norm=recipe.optimizer.clip_norm)
+                step += 1
+                records.write(
+                    {
+                        "kind": "step", "time": time.time(), "step": step, "samples": batch.num_samples,
+                        "seconds": clock.lap(),
+                    }
+                )  # fmt: skip
+
+
+def _apply(optimizer: Any, model: torch.nn.Module, *, clip_norm: float | None) -> None:
+    if clip_norm is None:
+        optimizer.step()
+        return
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    train(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]))

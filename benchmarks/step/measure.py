@@ -1,0 +1,230 @@
+"""One cell: all its variants once, then those that the figures need, round after round."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step.places import Place, user_environment
+from benchmarks.step.turns import Run, RunFailed
+from benchmarks.step.variants import Cell, Variant, candidates, companions, decided, default_of
+from tests.ranks_launcher import REPOSITORY
+
+Say = Callable[[str], None]
+
+PACKING = {
+    "digits": ["digits", "data/digits"],
+    "characters": ["python-source", "data/python-source", "--window", "128"],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is measured.
+
+    rounds: of the second part, at least 5 where a figure is to be trusted. share: of a cell's steps that a turn has.
+    screening_s, turn_s: a turn ends then, with fewer steps. start_s: until a run makes steps. stuck_s: a run that makes
+    no step for so long has failed. restart: on this machine all runs start anew after half of the rounds, since no two
+    starts of the same run are equally fast.
+    """
+
+    rounds: int = 6
+    share: float = 1.0
+    screening_share: float = 0.5
+    screening_s: float = 2.5
+    turn_s: float = 4.0
+    start_s: float = 90.0
+    stuck_s: float = 60.0
+    restart: bool = True
+
+
+FULL = Scale()
+QUICK = Scale(rounds=1, share=0.1, screening_share=0.1, start_s=200.0, restart=False)
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What was measured in a cell at one rate of its links.
+
+    screening: samples/s of each variant's one turn. rounds: of each round, samples/s by variant, in the order in which
+    they had their turns. Of each variant: failed, what happened to it; runs, the backend, algorithm and wire that it
+    recorded; started, the command line that started its ranks; variables, those of its record that shape a run.
+    """
+
+    rate: str | None
+    screening: dict[str, float] = field(default_factory=dict)
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    runs: dict[str, str] = field(default_factory=dict)
+    started: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+@contextmanager
+def working_directory() -> Iterator[Path]:
+    """Where a user would be: with `examples/` and `data/`, on a filesystem that all nodes see. Goes at the end."""
+    build = REPOSITORY / "build"
+    build.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=build, prefix="bench-step-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        (directory / "examples").symlink_to(REPOSITORY / "examples")
+        (directory / "runs").mkdir()
+        yield directory
+
+
+def pack(recipe: str, *, directory: Path) -> None:
+    """Make the recipe's data, as its first lines say."""
+    if not (directory / PACKING[recipe][1]).exists():
+        subprocess.run(
+            ["hpctrain", "data", "pack", *PACKING[recipe]], cwd=directory, env=user_environment(), check=True,
+            stdout=subprocess.DEVNULL, timeout=120,
+        )  # fmt: skip
+
+
+class Turns:
+    """The runs of a cell that are up. As a context manager it ends them all."""
+
+    def __init__(
+        self, cell: Cell, *, place: Place, directory: Path, scale: Scale, failed: dict[str, str]
+    ) -> None:
+        self.failed = failed
+        self._cell = cell
+        self._place = place
+        self._directory = directory
+        self._scale = scale
+        self._runs: dict[str, Run] = {}
+        self._number = 0
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end(list(self._runs))
+
+    @property
+    def up(self) -> dict[str, Run]:
+        return self._runs
+
+    def start(self, variant: Variant) -> None:
+        self._number += 1
+        run = Run(
+            variant, recipe=self._cell.recipe, place=self._place, directory=self._directory,
+            number=self._number, start_s=self._scale.start_s, turn_s=self._scale.stuck_s,
+        )  # fmt: skip
+        self._runs[variant.name] = run
+        self._guarded(variant.name, lambda: run.start(warmup_steps=self.settle))
+
+    def turn(self, name: str, *, share: float, at_most_s: float) -> float | None:
+        """samples/s of one turn; None where it failed."""
+        steps = max(2, round(self._cell.steps * share))
+        return self._guarded(
+            name, lambda: self._runs[name].turn(steps=steps, settle=self.settle, at_most_s=at_most_s)
+        )
+
+    @property
+    def settle(self) -> int:
+        """Steps after a start, or after a pause, that do not count."""
+        return max(2, round(self._cell.steps * self._scale.share / 20))
+
+    def end(self, names: Sequence[str]) -> None:
+        runs = [self._runs.pop(name) for name in names]
+        for run in runs:
+            run.kill_ranks()  # all at once: a launcher takes a moment to end
+        for run in runs:
+            run.end()
+
+    def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except RunFailed as error:
+            self.failed[name] = plain(str(error))
+            self.end([name])
+            return None
+
+
+def measure(
+    cell: Cell,
+    *,
+    place: Place,
+    directory: Path,
+    scale: Scale,
+    seed: int,
+    say: Say,
+    variants: Sequence[Variant] | None = None,
+) -> list[Found]:
+    """What was found at each rate of the cell. variants: instead of all of them."""
+    pack(cell.recipe, directory=directory)
+    order = random.Random(seed)
+    everyone = variants or [default_of(cell), *candidates(cell), *companions(cell)]
+    failed: dict[str, str] = {}
+    made = []
+    with Turns(cell, place=place, directory=directory, scale=scale, failed=failed) as turns:
+        for rate in cell.rates:
+            if rate is not None:
+                place.set_rate(rate)
+            found = Found(rate=rate, failed=failed)
+            made.append(found)
+            for variant in everyone:
+                if variant.calibrates and variant.name in turns.up:
+                    turns.end([variant.name])
+                if variant.name not in turns.up and variant.name not in failed:
+                    turns.start(variant)
+            for name, run in turns.up.items():
+                environment = run.environment()
+                found.runs[name] = _described(environment)
+                found.started[name] = plain(run.start_line())
+                found.variables[name] = _variables(environment)
+            say(f"{cell.name}{_at(rate)}: {len(turns.up)} variants are up")
+            for name in order.sample(list(turns.up), len(turns.up)):
+                rate_found = turns.turn(name, share=scale.screening_share, at_most_s=scale.screening_s)
+                if rate_found is not None:
+                    found.screening[name] = rate_found
+            names = decided(cell, found.screening)
+            say(f"{cell.name}{_at(rate)}: screened, {len(names)} go on to the rounds")
+            if rate == cell.rates[-1]:
+                turns.end([name for name in turns.up if name not in names])
+            for number in range(scale.rounds):
+                if scale.restart and not cell.on_cluster and number == scale.rounds // 2:
+                    turns.end(list(turns.up))
+                    for variant in everyone:
+                        if variant.name in names and variant.name not in failed:
+                            turns.start(variant)
+                names = [name for name in names if name in turns.up]
+                rates = {
+                    name: turns.turn(name, share=scale.share, at_most_s=scale.turn_s)
+                    for name in order.sample(names, len(names))
+                }
+                found.rounds.append({name: value for name, value in rates.items() if value is not None})
+            say(f"{cell.name}{_at(rate)}: {scale.rounds} rounds")
+    return made
+
+
+def _at(rate: str | None) -> str:
+    return f" at {rate}" if rate is not None else ""
+
+
+def _described(environment: dict[str, Any]) -> str:
+    """`horovod, flat, fp16` of a run's own record."""
+    return ", ".join(
+        str(environment[name]) for name in ("backend", "algorithm", "wire") if name in environment
+    )
+
+
+def _variables(environment: dict[str, Any]) -> dict[str, str]:
+    """Slurm's own left out: they only number the job."""
+    variables = environment.get("variables", {})
+    return {name: plain(value) for name, value in variables.items() if not name.startswith("SLURM_")}
+
+
+def plain(text: str) -> str:
+    """Without this machine's folders."""
+    for folder in (Path(sys.executable).parent, REPOSITORY):
+        text = text.replace(f"{folder}/", "")
+    return text

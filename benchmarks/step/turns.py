@@ -1,0 +1,215 @@
+"""Training runs that take turns: each is started once, as a user starts it, and is stopped between its turns.
+
+Starting up takes longer than a turn. So all runs of a cell are started one after another, and stopped by SIGSTOP when
+they have warmed up; a turn lets one of them continue (SIGCONT) for so many steps. A run that is stopped takes no time
+from the others: the threads of Horovod and the polling of Open MPI are stopped with their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step.places import Place, launch_words
+from benchmarks.step.variants import Variant
+
+POLL_S = 0.05
+END_S = 20.0
+LAST_LINES = 15
+
+
+class RunFailed(RuntimeError):
+    """A run ended, or came no further."""
+
+
+class StepRecords:
+    """The step records of one rank, read as they are written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.steps: dict[int, Mapping[str, Any]] = {}
+
+    def read(self) -> int:
+        """Read what is new; the newest step, 0 before the first."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return 0
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            record = json.loads(line)
+            if record["kind"] == "step":
+                self.steps[record["step"]] = record
+        return max(self.steps, default=0)
+
+
+def samples_per_s(ranks: Sequence[StepRecords], *, first: int, last: int) -> float:
+    """Of the steps `first` to `last`: samples of all ranks over the time of the rank that took longest."""
+    steps = range(first, last + 1)
+    samples = sum(rank.steps[step]["samples"] for rank in ranks for step in steps)
+    return samples / max(sum(rank.steps[step]["seconds"]["step"] for step in steps) for rank in ranks)
+
+
+class Run:
+    """One training run. start_s: how long it may take until the first steps; turn_s: how long a turn may."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        *,
+        recipe: str,
+        place: Place,
+        directory: Path,
+        number: int,
+        start_s: float,
+        turn_s: float,
+    ) -> None:
+        self.variant = variant
+        self._recipe = recipe
+        self._place = place
+        self._directory = directory
+        self._name = f"runs/run-{number:03}"  # also how its processes are found
+        self._log = directory / f"run-{number:03}.log"
+        self._start_s = start_s
+        self._turn_s = turn_s
+        metrics = directory / self._name / "metrics"
+        paths = [metrics / f"rank-{rank:05}.jsonl" for rank in range(variant.num_ranks)]
+        self._ranks = [StepRecords(path) for path in paths]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rank_pids: list[int] = []
+
+    @property
+    def command(self) -> list[str]:
+        """What each rank runs."""
+        recipe = f"examples/{self._recipe}.toml"
+        if self.variant.peer:
+            return [sys.executable, "-m", "benchmarks.step.horovod_loop", recipe, self._name]
+        length = "run.epochs=1000000" if self._recipe == "digits" else "run.steps=1000000"
+        overrides = [length, f"run.directory={self._name}", *self.variant.overrides]
+        words = [word for override in overrides for word in ("--set", override)]
+        return ["hpctrain", "train", recipe, *words]
+
+    def start(self, *, warmup_steps: int) -> None:
+        """Start the ranks, and stop them when they have made so many steps. Raises RunFailed."""
+        self._process = self._place.start(
+            self.variant, self.command, directory=self._directory, log=self._log
+        )
+        self._wait_for(warmup_steps, until_s=time.monotonic() + self._start_s)
+        self._rank_pids = self._processes(ranks_only=True)
+        self._signal(signal.SIGSTOP)
+
+    def turn(self, *, steps: int, settle: int, at_most_s: float) -> float:
+        """Let the ranks make `settle` steps, which do not count, and `steps`; samples/s. Raises RunFailed.
+
+        at_most_s: after that the turn ends with fewer steps, but not with none.
+        """
+        before = self._read()
+        first = before + settle + 1
+        self._signal(signal.SIGCONT)
+        try:
+            began_s = time.monotonic()
+            self._wait_for(first, until_s=began_s + self._turn_s)
+            self._wait_for(before + settle + steps, until_s=began_s + at_most_s, or_fail=False)
+        finally:
+            self._signal(signal.SIGSTOP)
+        last = min(self._read(), before + settle + steps)
+        return samples_per_s(self._ranks, first=first, last=last)
+
+    def environment(self) -> dict[str, Any]:
+        """What the run recorded of itself; {} of a peer."""
+        path = self._directory / self._name / "environment.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def start_line(self) -> str:
+        """How the ranks were started: what `hpctrain launch` says that it ran, or the user's own mpirun."""
+        if self.variant.by_mpirun:
+            set_by_user = [f"{name}={value}" for name, value in self.variant.environment]
+            return " ".join([*set_by_user, *launch_words(self.variant, self.command)])
+        lines = [line for line in self._lines() if line.startswith("hpctrain launch: ")]
+        return next((line for line in lines if self._name in line), "").removeprefix("hpctrain launch: ")
+
+    def end(self) -> None:
+        """End every process of the run."""
+        if self._process is None:
+            return
+        self.kill_ranks()
+        for end in (lambda: None, self._process.terminate, self._process.kill):
+            end()
+            try:
+                self._process.wait(END_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        for pid in self._processes():  # a launcher that was killed
+            _kill(pid, signal.SIGKILL)
+        self._process = None
+
+    def kill_ranks(self) -> None:
+        for pid in self._processes(ranks_only=True):
+            _kill(pid, signal.SIGKILL)
+
+    def _wait_for(self, step: int, *, until_s: float, or_fail: bool = True) -> None:
+        assert self._process is not None
+        while self._read() < step:
+            if self._process.poll() is not None:
+                raise self._failure(f"ended with exit code {self._process.returncode}")
+            if time.monotonic() > until_s:
+                if not or_fail:
+                    return
+                raise self._failure(f"made {self._read()} steps, and step {step} did not come")
+            time.sleep(POLL_S)
+
+    def _read(self) -> int:
+        """The newest step that all ranks have recorded."""
+        return min(rank.read() for rank in self._ranks)
+
+    def _failure(self, what: str) -> RunFailed:
+        tail = "\n".join(self._lines()[-LAST_LINES:])
+        return RunFailed(f"{self.variant.name} {what}. Its last lines:\n{tail}")
+
+    def _lines(self) -> list[str]:
+        return self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._rank_pids:
+            _kill(pid, number)
+
+    def _processes(self, *, ranks_only: bool = False) -> list[int]:
+        """Processes whose command line names this run's directory: the launcher's own, and the ranks."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if not any(word.removeprefix("run.directory=") == self._name for word in words):
+                    continue
+                if Path(os.readlink(entry / "cwd")) != self._directory:
+                    continue  # of another measurement
+                names = {item.partition(b"=")[0] for item in (entry / "environ").read_bytes().split(b"\0")}
+            except OSError:
+                continue  # it ended meanwhile
+            if not ranks_only or _RANK_VARIABLES & names:
+                found.append(int(entry.name))
+        return found
+
+
+# Set for each rank by mpirun, and by srun with PMIx; not for the launcher itself.
+_RANK_VARIABLES = {b"OMPI_COMM_WORLD_RANK", b"PMIX_RANK"}
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
