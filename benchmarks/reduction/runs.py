@@ -43,7 +43,7 @@ class Scale:
     bytes_numel: int = 25_000_000
     times_numel: int = 4_194_304  # 16 MiB
     time_rounds: int = 9
-    step_rounds: int = 11  # of each start
+    step_rounds: int = 10  # of each start
     steps_per_block: int = 10
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
@@ -51,7 +51,7 @@ class Scale:
     sweep_rounds: int = 101
     # It may choose a wire as well, never lossier than 16 bits; it is held against both.
     auto: Choice = ("auto", "auto")
-    budget_s: float = 18.0
+    budget_s: float = 15.0
     timeout_s: float = 900.0
 
 
