@@ -47,7 +47,7 @@ test-fast: setup ## the tests that start no MPI ranks
 docs: setup ## write docs/recipe.md from the code
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md
 
-bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; 22 minutes, alone on the machine
+bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; 24 minutes, alone on the machine
 	$(BIN)python -m benchmarks.reduction --output benchmarks/results/reduction.json
 
 bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; eight minutes, alone on the machine

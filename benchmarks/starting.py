@@ -83,7 +83,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 class Start:
     """How the ranks of a measurement were started, in words that name no folder of this machine.
 
-    command: what a user types. launched: the line that `hpctrain launch` made of it. notes: what else it said.
+    command: what a user types, with the variables that the benchmark set. launched: the line that `hpctrain launch`
+    made of it. notes: what else it said.
     ranks: as the ranks found themselves, see `this_rank`; those that are alike together, `ranks` are their numbers.
     """
 
@@ -97,15 +98,24 @@ class Start:
 
 
 def start_of(
-    argv: Sequence[str], ended: Ended, *, ranks: Sequence[Mapping[str, Any]], directory: Path
+    argv: Sequence[str],
+    ended: Ended,
+    *,
+    variables: Mapping[str, str],
+    ranks: Sequence[Mapping[str, Any]],
+    directory: Path,
 ) -> Start:
-    """The record of a launch that has ended. directory: of the measurement, called DIRECTORY in the record."""
+    """The record of a launch that has ended.
+
+    variables: that the benchmark set for it. directory: of the measurement, called DIRECTORY in the record.
+    """
     said = [
         line.removeprefix(_SAID_BY_LAUNCH) for line in ended.stderr.splitlines() if _SAID_BY_LAUNCH in line
     ]
     launched = next((line for line in said if "benchmarks." in line), "")
+    set_before = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return Start(
-        command=without_places(shlex.join(argv), directory=directory),
+        command=without_places(" ".join([*set_before, shlex.join(argv)]), directory=directory),
         launched=without_places(launched, directory=directory),
         notes=[line for line in said if line != launched],
         ranks=_alike(ranks),

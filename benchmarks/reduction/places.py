@@ -55,15 +55,15 @@ class OneNode:
     ) -> Any:
         """variables: of this launch, in addition."""
         # Only Gloo reads this one; without it Gloo takes the address of the host's name.
-        environ = {**user_environment(), "GLOO_SOCKET_IFNAME": "lo", **self._variables, **(variables or {})}
+        mine = {"GLOO_SOCKET_IFNAME": "lo", **self._variables, **(variables or {})}
         with tempfile.TemporaryDirectory() as name:
             argv = [*LAUNCH, "-n", str(self._num_ranks), "--"]
             argv += _command(case, settings, Path(name), timeout_s=timeout_s)
             try:
-                done = run_to_end(argv, environ=environ, timeout_s=timeout_s)
+                done = run_to_end(argv, environ={**user_environment(), **mine}, timeout_s=timeout_s)
             except subprocess.TimeoutExpired:
                 raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from None
-            value, start = _result(argv, done, directory=Path(name))
+            value, start = _result(argv, done, variables=mine, directory=Path(name))
             self.starts.append(start)
             return value
 
@@ -83,7 +83,15 @@ class OnCluster:
         self._variables = dict(variables or {})
         self.starts: list[Start] = []
 
-    def run(self, case: str, settings: Mapping[str, Any], *, timeout_s: float) -> Any:
+    def run(
+        self,
+        case: str,
+        settings: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> Any:
+        """variables: of this launch, in addition."""
         num_nodes = self.cluster.plan.num_nodes
         with tempfile.TemporaryDirectory(dir=self.cluster.plan.directory) as name:
             argv = ["salloc", f"--nodes={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *LAUNCH]
@@ -96,24 +104,23 @@ class OnCluster:
             ]
             argv += _command(case, settings, Path(name), timeout_s=timeout_s)
             at_head = self.cluster.argv(argv, cwd=REPOSITORY)
+            mine = {"GLOO_SOCKET_IFNAME": "eth0", **self._variables, **(variables or {})}
             try:
-                done = run_to_end(at_head, environ=self._environment(), timeout_s=timeout_s)
+                done = run_to_end(at_head, environ={**self._environment(), **mine}, timeout_s=timeout_s)
             except subprocess.TimeoutExpired:
                 self.cluster.run(["scancel", "--me", "--signal=KILL"], timeout_s=30)
                 raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from None
-            value, start = _result(argv, done, directory=Path(name))
+            value, start = _result(argv, done, variables=mine, directory=Path(name))
             self.starts.append(start)
             return value
 
     def _environment(self) -> dict[str, str]:
-        """A user's on the head: this cluster's Slurm, this Python, each place's own /tmp, Gloo on the shaped link."""
+        """A user's on the head: this cluster's Slurm, this Python, each place's own /tmp."""
         own_tmp = ("TMPDIR", "TEMP", "TMP")
         return {
             **{name: value for name, value in user_environment().items() if name not in own_tmp},
             "SLURM_CONF": str(self.cluster.plan.slurm_conf_path),
             "PATH": f"{Path(sys.executable).parent}:{search_path()}",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            **self._variables,
         }
 
 
@@ -124,10 +131,13 @@ def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout
     return [*module, case, str(path), str(directory / "result.json")]
 
 
-def _result(argv: Sequence[str], done: Ended, *, directory: Path) -> tuple[Any, Start]:
+def _result(
+    argv: Sequence[str], done: Ended, *, variables: Mapping[str, str], directory: Path
+) -> tuple[Any, Start]:
     path = directory / "result.json"
     if done.returncode != 0 or not path.exists():
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
         raise RanksFailed(f"exit code {done.returncode}: {without_places(tail, directory=directory)}")
     result = json.loads(path.read_text())
-    return result["value"], start_of(argv, done, ranks=result["ranks"], directory=directory)
+    start = start_of(argv, done, variables=variables, ranks=result["ranks"], directory=directory)
+    return result["value"], start

@@ -28,7 +28,7 @@ Settings = dict[str, Any]
 
 
 def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """Ours, the peers and the plain stream on one number of elements: figure 2."""
+    """Ours, the peers and the plain stream on one number of elements: figure 2. `families`: those to time."""
     start_gloo(ranks.comm)
     families = [
         our_family(session, choices=settings["choices"]),
@@ -38,6 +38,7 @@ def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any
     ]
     if ranks.firsts:
         families.append(_stream(session, ranks, num_bytes=settings["stream_bytes"]))
+    families = [family for family in families if family.name in settings["families"]]
     found = measure(
         ranks, families, numel=settings["numel"], num_rounds=settings["num_rounds"], seed=settings["seed"]
     )

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.reduction.bounds import bytes_out_of_a_node
 from benchmarks.reduction.figures import PEERS
 from benchmarks.reduction.places import OnCluster, OneNode
-from benchmarks.reduction.runs import STEP_METHODS
+from benchmarks.reduction.runs import FAMILIES, STEP_METHODS
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.launches
@@ -20,7 +20,7 @@ MOST = 1.25
 def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> None:
     settings = {
         "numel": NUMEL, "choices": [("hierarchical", "fp16"), ("hierarchical", "int8")],
-        "stream_bytes": 24_000, "num_rounds": 1, "seed": 1,
+        "stream_bytes": 24_000, "num_rounds": 1, "seed": 1, "families": FAMILIES,
     }  # fmt: skip
     place = OnCluster(cluster)
     found = place.run("buffers", settings, timeout_s=120)

@@ -28,7 +28,7 @@ def test_all_sides_get_what_hpctrain_launch_gives_and_nothing_else() -> None:
     (start,) = place.starts
     assert start.launched == without_places(plan.shell_line(), directory=Path("/nowhere"))
     assert start.command == without_places(
-        f"hpctrain launch -n 2 -- {' '.join(command)}", directory=Path("/nowhere")
+        f"GLOO_SOCKET_IFNAME=lo hpctrain launch -n 2 -- {' '.join(command)}", directory=Path("/nowhere")
     )
     (ranks,) = start.ranks  # the two are alike
     assert ranks["ranks"] == [0, 1]

@@ -98,6 +98,26 @@ def test_times_are_held_against_the_best_peer_of_each_kind() -> None:
     assert all(record.holds for record in made.values())
 
 
+def test_a_peer_with_open_mpis_ring_counts_where_it_is_the_best() -> None:
+    found = {
+        **PEERS,
+        "ours/16": {"seconds": [0.5]},
+        "ours/8": {"seconds": [0.3]},
+        "ours/16, ring": {"seconds": [0.1]},  # no peer
+        "horovod-fp32, ring": {"seconds": [1.2]},
+        "horovod-fp16, ring": {"seconds": [0.55]},
+        "stream": {"seconds": [0.5]},
+    }
+    made = time_records(
+        found, rate="200mbit", ours_16="ours/16", ours_8="ours/8", bound_bytes=1.0, stream_bytes=1, full=True
+    )
+    values = {record.id.removeprefix("reduction.2.200mbit."): record.value for record in made}
+    assert values["best-16-bit-peer"] == pytest.approx(550 / 500)
+    assert values["8-bit"] == pytest.approx(550 / 300)
+    assert values["horovod-fp32"] == pytest.approx(1800 / 500)  # as it comes
+    assert values["horovod-fp32.ring"] == pytest.approx(1200 / 500)
+
+
 def test_exposed_communication_is_taken_step_by_step_from_the_one_beside_it() -> None:
     slow = 1.0  # in one of two rounds, and for one pair of a round
     without = [[0.1, 0.1, 0.1 + slow], [0.1 + slow] * 3]
@@ -327,9 +347,11 @@ def test_the_record_of_a_start_names_no_folder_of_the_machine(tmp_path: Path) ->
     facts = {"cores": [0], "threads": 1, "variables": {}, "preload": []}
     start = start_of(
         argv, Ended(returncode=0, stdout="", stderr=said), ranks=[facts, facts, {**facts, "cores": [1]}],
-        directory=tmp_path,
+        variables={"B": "2"}, directory=tmp_path,
     )  # fmt: skip
-    assert start.command == "hpctrain launch -n 2 -- python -m benchmarks.reduction.ranks DIRECTORY/a.json"
+    assert (
+        start.command == "B=2 hpctrain launch -n 2 -- python -m benchmarks.reduction.ranks DIRECTORY/a.json"
+    )
     assert (
         start.launched == "env A=1 /usr/bin/mpirun -n 2 python -m benchmarks.reduction.ranks DIRECTORY/a.json"
     )
