@@ -50,7 +50,7 @@ picture: setup ## docs/pictures/demo.svg, the picture in the README, from a run 
 docs: setup ## write docs/recipe.md from the code
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md
 
-bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; alone on the machine
+bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; 24 minutes, alone on the machine
 	$(BIN)python -m benchmarks.reduction --output benchmarks/results/reduction.json
 
 bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; eight minutes, alone on the machine

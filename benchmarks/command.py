@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import results_file
-from benchmarks.results_file import Record
-from tests.ranks_launcher import REPOSITORY
+from benchmarks.results_file import Run
+from benchmarks.starting import REPOSITORY
 
 Refresh = Callable[[Path, Mapping[str, Any]], None]
 
@@ -48,24 +48,28 @@ def saying(console: Console) -> Callable[[str], None]:
 
 def finish(
     console: Console,
-    made: Sequence[Record],
+    run: Run,
     *,
     benchmark: str,
+    about: dict[str, Any],
     output: Path | None,
-    versions: Mapping[str, str] = {},
     refresh: Refresh,
-) -> None:
-    """Show the records, and write them. refresh: of the page's tables, where the results are the repository's own."""
+) -> int:
+    """Show the records and write them; returns the exit code.
+
+    about: of the tree that was measured, see `results_file.about_this_run`. refresh: of the page's tables, where the
+    results are the repository's own.
+    """
     table = Table("id", "what", "value", "bar", "holds")
-    for record in made:
+    for record in run.records:
         holds = "yes" if record.holds else "[red]no[/red]"
         table.add_row(record.id, record.what, f"{record.value:.3g}", f"{record.sense} {record.bar:g}", holds)
     console.print(table)
-    if output is None:
-        return
-    content = results_file.write(
-        output, made, repository=REPOSITORY, benchmark=benchmark, versions=dict(versions)
-    )
-    console.print(f"written: {output}")
-    if output.resolve() == REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json":
-        refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
+    for figure, parts in run.failed.items():
+        console.print(f"{figure}: failed, and not measured: {', '.join(parts)}", markup=False)
+    if output is not None:
+        content = results_file.write(output, run, about=about)
+        console.print(f"written: {output}")
+        if output.resolve() == REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json":
+            refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
+    return 1 if run.failed else 0

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from string import ascii_lowercase
@@ -39,40 +39,73 @@ def figure_of(record_id: str) -> str:
     return ".".join(record_id.split(".")[:2]).rstrip(ascii_lowercase)
 
 
-def merged(
-    old: dict[str, Any] | None, new: Sequence[dict[str, Any]], *, about: dict[str, Any]
-) -> dict[str, Any]:
-    """The file after a run of some figures: other figures' records stay, marked with the commit they are of."""
-    figures = {figure_of(record["id"]) for record in new}
-    kept = []
-    for record in (old or {}).get("records", []):
-        if figure_of(record["id"]) not in figures:
-            commit = record.get("commit", (old or {})["commit"])
-            kept.append({**record, "commit": commit} if commit != about["commit"] else record)
-    records = sorted([*kept, *new], key=lambda record: figure_of(record["id"]))
-    return {**about, "records": records}
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run of a benchmark gave. Figures are named as by `figure_of`.
+
+    failed: figure -> what of it could not be measured. started: figure -> part of it -> how its ranks were started.
+    """
+
+    records: Sequence[Record] = ()
+    failed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    started: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def attempted(self) -> set[str]:
+        """Figures of which nothing older may stay."""
+        return {*(figure_of(record.id) for record in self.records), *self.failed}
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What the file says about the attempted figures besides their records."""
+        return {
+            name: {
+                **({"failed": list(self.failed[name])} if name in self.failed else {}),
+                **({"started": dict(self.started[name])} if name in self.started else {}),
+            }
+            for name in sorted(self.attempted)
+        }
 
 
-def write(
-    path: Path,
-    records: Sequence[Record],
-    *,
-    repository: Path,
-    benchmark: str,
-    versions: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Put the records into the file; what it holds afterwards.
+def merged(old: dict[str, Any] | None, run: Run, *, about: dict[str, Any]) -> dict[str, Any]:
+    """The file after a run of some figures.
 
-    benchmark: the folder of benchmarks/ that they come from: a commit is marked where that, or hpctrain,
-    differs from it. versions: of what was measured beside the usual.
+    Figures that the run did not attempt stay, marked with the commit they are of. Of the others nothing older stays,
+    also where they failed: `figures` says so.
+    """
+    before = old or {}
+
+    def of_its_commit(entry: dict[str, Any]) -> dict[str, Any]:
+        commit = entry.get("commit", before["commit"])
+        return {**entry, "commit": commit} if commit != about["commit"] else entry
+
+    records = [of_its_commit(r) for r in before.get("records", []) if figure_of(r["id"]) not in run.attempted]
+    records += [record.as_json() for record in run.records]
+    figures = {
+        name: of_its_commit(entry)
+        for name, entry in before.get("figures", {}).items()
+        if name not in run.attempted
+    }
+    figures |= run.figures()
+    return {
+        **about,
+        "figures": dict(sorted(figures.items())),
+        "records": sorted(records, key=lambda record: figure_of(record["id"])),
+    }
+
+
+def write(path: Path, run: Run, *, about: dict[str, Any]) -> dict[str, Any]:
+    """Put a run's figures into the file; returns what the file holds afterwards.
+
+    about: see `about_this_run`, called before the run: a commit made meanwhile is not what was measured.
     """
     old = json.loads(path.read_text()) if path.exists() else None
-    about = about_this_run(repository, benchmark=benchmark)
-    about["versions"] |= versions or {}
-    content = merged(old, [record.as_json() for record in records], about=about)
+    content = merged(old, run, about=about)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_compact(content))
-    return content
+    written: dict[str, Any] = json.loads(
+        path.read_text()
+    )  # rounded, as who makes the page from the file finds it
+    return written
 
 
 def _compact(content: dict[str, Any]) -> str:
@@ -96,14 +129,18 @@ def _rounded(value: Any) -> Any:
 
 
 def about_this_run(repository: Path, *, benchmark: str) -> dict[str, Any]:
-    """Machine, versions, commit."""
+    """Machine, versions, commit.
+
+    The commit is marked where hpctrain, the benchmark or what all benchmarks share differs from it; `benchmark` is the
+    folder's name in benchmarks/.
+    """
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    paths = ("hpctrain", f"benchmarks/{benchmark}")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", *paths)
+    paths = ("hpctrain", f"benchmarks/{benchmark}", ":(glob)benchmarks/*.py")
+    changed = git("status", "--porcelain", "--", *paths)
     return {
         "machine": {
             "processor": _processor(),

@@ -9,18 +9,62 @@ from typing import Any
 
 from benchmarks.results_file import figure_of
 
+NOT_MEASURED = "Not measured."
+_MARKED = re.compile(r"(<!-- begin (?P<name>\S+) -->\n).*?(<!-- end (?P=name) -->)", re.S)
+
 
 def refresh(page: Path, content: Mapping[str, Any], *, more: Mapping[str, str] | None = None) -> None:
-    """Write every figure's table, what the numbers are of, and `more` (name -> lines) into the page."""
-    text = page.read_text()
+    """Write every figure's table, what the numbers are of, how ranks were started and `more` (name -> lines) into the
+    page. A place for which the results have nothing says that: no table of an earlier run stays."""
     records: Sequence[Mapping[str, Any]] = content["records"]
+    figures: Mapping[str, Mapping[str, Any]] = content.get("figures", {})
     tables = {"about": about(content), **(more or {})}
     for figure in sorted({figure_of(record["id"]) for record in records}):
         tables[figure] = table([record for record in records if figure_of(record["id"]) == figure])
-    for name, lines in tables.items():
-        marked = re.compile(rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)", re.S)
-        text = marked.sub(lambda found, lines=lines: f"{found[1]}{lines}\n{found[2]}", text)  # type: ignore[misc]
+    for figure, entry in figures.items():
+        if "failed" in entry:
+            failed = f"Failed, so not measured: {', '.join(entry['failed'])}."
+            tables[figure] = f"{tables[figure]}\n\n{failed}" if figure in tables else failed
+        if "started" in entry:
+            tables[f"started.{figure}"] = started(entry["started"])
+    text = _MARKED.sub(
+        lambda found: f"{found[1]}{tables.get(found['name'], NOT_MEASURED)}\n{found[3]}", page.read_text()
+    )
     page.write_text(text)
+
+
+def started(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """How the ranks of a figure's parts were started: `Start.as_json` of each launch of each part."""
+    titles: dict[str, list[str]] = {}
+    for title, starts in parts.items():
+        for start in starts:
+            titles.setdefault(_start(start), []).append(title)
+    return "\n".join(f"- {'; '.join(dict.fromkeys(names))}: {text}" for text, names in titles.items())
+
+
+def _start(start: Mapping[str, Any]) -> str:
+    ranks = "; ".join(map(_group, start["ranks"]))
+    return f"`{start['command']}`, which ran `{start['launched']}`. As the ranks found themselves: {ranks}."
+
+
+def _group(ranks: Mapping[str, Any]) -> str:
+    """Ranks that are alike."""
+    facts = [
+        _numbers("core", ranks["cores"]),
+        f"{ranks['threads']} thread{'s' if ranks['threads'] != 1 else ''} each",
+        f"preloaded: {', '.join(ranks['preload']) or 'nothing'}",
+        *(f"`{name}={value}`" for name, value in ranks["variables"].items()),
+    ]
+    return f"{_numbers('rank', ranks['ranks'])}: {', '.join(facts)}"
+
+
+def _numbers(what: str, numbers: Sequence[int]) -> str:
+    """`cores 0 to 3`; numbers with gaps one by one."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]}"
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{what}s {numbers[0]} to {numbers[-1]}"
+    return f"{what}s {', '.join(map(str, numbers))}"
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:

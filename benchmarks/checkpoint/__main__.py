@@ -14,8 +14,8 @@ from types import FrameType
 from benchmarks.checkpoint import page, runs
 from benchmarks.checkpoint.launch import RanksFailed
 from benchmarks.command import finish, open_console, parser_of, saying
-from benchmarks.results_file import Record
-from tests.ranks_launcher import REPOSITORY
+from benchmarks.results_file import Record, Run, about_this_run
+from benchmarks.starting import REPOSITORY
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -24,8 +24,10 @@ def main(words: Sequence[str] | None = None) -> int:
     say = saying(console)
     figures = [int(number) for number in arguments.only.split(",")]
     scale = runs.QUICK if arguments.quick else runs.FULL
+    about = about_this_run(REPOSITORY, benchmark="checkpoint")
+    about["versions"] |= {name: version(name) for name in ("safetensors", "h5py")}
     made: list[Record] = []
-    failed = False
+    failed: dict[str, list[str]] = {}
     arguments.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-checkpoint-") as name:
         scratch = Path(name)
@@ -40,16 +42,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 made += parts[number]()
             except RanksFailed as error:
                 say(f"figure {number} failed: {error}")
-                failed = True
-    finish(
-        console,
-        made,
-        benchmark="checkpoint",
-        output=arguments.output,
-        versions={name: version(name) for name in ("safetensors", "h5py")},
-        refresh=page.refresh,
+                failed[f"checkpoint.{number}"] = ["the whole figure"]
+    run = Run(records=made, failed=failed)
+    return finish(
+        console, run, benchmark="checkpoint", about=about, output=arguments.output, refresh=page.refresh
     )
-    return 1 if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,9 +11,9 @@ from pathlib import Path
 
 from benchmarks.command import finish, open_console, parser_of, saying
 from benchmarks.data import page, runs
-from benchmarks.data.child import REPOSITORY, ReaderFailed
+from benchmarks.data.child import REPOSITORY
 from benchmarks.data.peers_environment import peers_python
-from benchmarks.results_file import Record
+from benchmarks.results_file import Record, Run, about_this_run
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,9 +22,9 @@ def main(words: Sequence[str] | None = None) -> int:
     say = saying(console)
     figures = [int(number) for number in arguments.only.split(",")]
     scale = runs.QUICK if arguments.quick else runs.FULL
-    versions: dict[str, str] = {}
+    about = about_this_run(REPOSITORY, benchmark="data")
     made: list[Record] = []
-    failed = False
+    failed: dict[str, list[str]] = {}
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.scratch, prefix="bench-data-") as name:
         scratch = Path(name)
@@ -32,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
             python = peers_python(arguments.peers)
             say("the peers' environment is there")
             found, of = runs.speeds(scratch, scale, python, say)
-            versions.update(of)
+            about["versions"] |= of
             return found
 
         parts: dict[int, Callable[[], list[Record]]] = {
@@ -43,11 +44,11 @@ def main(words: Sequence[str] | None = None) -> int:
         for number in figures:
             try:
                 made += parts[number]()
-            except (ReaderFailed, RuntimeError) as error:
+            except (RuntimeError, subprocess.SubprocessError) as error:
                 say(f"figure {number} failed: {error}")
-                failed = True
-    finish(console, made, benchmark="data", output=arguments.output, versions=versions, refresh=page.refresh)
-    return 1 if failed else 0
+                failed[f"data.{number}"] = ["the whole figure"]
+    run = Run(records=made, failed=failed)
+    return finish(console, run, benchmark="data", about=about, output=arguments.output, refresh=page.refresh)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Where the ranks run: on this machine as one node, or on the cluster of namespaces."""
+"""Where the ranks run: on this machine as one node, or on the cluster of namespaces. `hpctrain launch` starts both."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.starting import (
+    LAUNCH,
+    REPOSITORY,
+    Ended,
+    Start,
+    run_to_end,
+    start_of,
+    user_environment,
+    without_places,
+)
 from tests.cluster import Cluster
-from tests.ranks_launcher import REPOSITORY, CommandResult, start_command
+from tests.cluster.requirements import search_path
 
 
 class RanksFailed(RuntimeError):
@@ -19,48 +29,99 @@ class RanksFailed(RuntimeError):
 
 
 class Place(Protocol):
-    """Somewhere to run ranks."""
+    """Somewhere to run ranks. starts: how that was done, of each launch so far."""
+
+    starts: list[Start]
 
     def run(self, case: str, settings: Mapping[str, Any], *, timeout_s: float) -> Any:
         """What rank 0's case returned. RanksFailed, with the ranks' last lines, when they end otherwise."""
 
 
 class OneNode:
-    """Two ranks of this machine, started by mpirun."""
+    """Ranks of this machine. variables: of every launch, for all ranks and so for every method."""
 
-    def __init__(self, *, num_ranks: int = 2) -> None:
+    def __init__(self, *, num_ranks: int = 2, variables: Mapping[str, str] | None = None) -> None:
         self._num_ranks = num_ranks
+        self._variables = dict(variables or {})
+        self.starts: list[Start] = []
 
-    def run(self, case: str, settings: Mapping[str, Any], *, timeout_s: float) -> Any:
+    def run(
+        self,
+        case: str,
+        settings: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> Any:
+        """variables: of this launch, in addition."""
+        # Only Gloo reads this one; without it Gloo takes the address of the host's name.
+        mine = {"GLOO_SOCKET_IFNAME": "lo", **self._variables, **(variables or {})}
         with tempfile.TemporaryDirectory() as name:
-            command = _command(case, settings, Path(name), timeout_s=timeout_s)
-            with start_command(self._num_ranks, command, env={"GLOO_SOCKET_IFNAME": "lo"}) as launched:
-                try:
-                    done = launched.wait(timeout_s=timeout_s)
-                except AssertionError as error:  # with the last lines, among them each rank's stacks
-                    raise RanksFailed(str(error)) from None
-            return _result(done, Path(name))
+            argv = [*LAUNCH, "-n", str(self._num_ranks), "--"]
+            argv += _command(case, settings, Path(name), timeout_s=timeout_s)
+            try:
+                done = run_to_end(argv, environ={**user_environment(), **mine}, timeout_s=timeout_s)
+            except subprocess.TimeoutExpired:
+                raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from None
+            value, start = _result(argv, done, variables=mine, directory=Path(name))
+            self.starts.append(start)
+            return value
 
 
 class OnCluster:
-    """Ranks of a cluster, started by srun: `ranks_per_node` on each node."""
+    """Ranks of a cluster: `ranks_per_node` on each node, in a job that has one core of each node.
 
-    def __init__(self, cluster: Cluster, *, ranks_per_node: int = 2) -> None:
+    The nodes share the cores of this machine, so a rank has no core of its own: with one core a node
+    `hpctrain launch` sees that, and starts the ranks with what it has for such a case.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, ranks_per_node: int = 2, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.cluster = cluster
         self._ranks_per_node = ranks_per_node
+        self._variables = dict(variables or {})
+        self.starts: list[Start] = []
 
-    def run(self, case: str, settings: Mapping[str, Any], *, timeout_s: float) -> Any:
+    def run(
+        self,
+        case: str,
+        settings: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        variables: Mapping[str, str] | None = None,
+    ) -> Any:
+        """variables: of this launch, in addition."""
+        num_nodes = self.cluster.plan.num_nodes
         with tempfile.TemporaryDirectory(dir=self.cluster.plan.directory) as name:
-            srun = ["srun", f"--nodes={self.cluster.plan.num_nodes}"]
-            srun += [f"--ntasks-per-node={self._ranks_per_node}", "--kill-on-bad-exit"]
-            command = _command(case, settings, Path(name), timeout_s=timeout_s)
+            argv = ["salloc", f"--nodes={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *LAUNCH]
+            argv += [
+                "-n",
+                str(self._ranks_per_node * num_nodes),
+                "--ranks-per-node",
+                str(self._ranks_per_node),
+                "--",
+            ]
+            argv += _command(case, settings, Path(name), timeout_s=timeout_s)
+            at_head = self.cluster.argv(argv, cwd=REPOSITORY)
+            mine = {"GLOO_SOCKET_IFNAME": "eth0", **self._variables, **(variables or {})}
             try:
-                done = self.cluster.run(
-                    [*srun, *command], timeout_s=timeout_s, cwd=REPOSITORY, env={"GLOO_SOCKET_IFNAME": "eth0"}
-                )
-            except subprocess.TimeoutExpired as error:
-                raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from error
-            return _result(done, Path(name))
+                done = run_to_end(at_head, environ={**self._environment(), **mine}, timeout_s=timeout_s)
+            except subprocess.TimeoutExpired:
+                self.cluster.run(["scancel", "--me", "--signal=KILL"], timeout_s=30)
+                raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from None
+            value, start = _result(argv, done, variables=mine, directory=Path(name))
+            self.starts.append(start)
+            return value
+
+    def _environment(self) -> dict[str, str]:
+        """A user's on the head: this cluster's Slurm, this Python, each place's own /tmp."""
+        own_tmp = ("TMPDIR", "TEMP", "TMP")
+        return {
+            **{name: value for name, value in user_environment().items() if name not in own_tmp},
+            "SLURM_CONF": str(self.cluster.plan.slurm_conf_path),
+            "PATH": f"{Path(sys.executable).parent}:{search_path()}",
+        }
 
 
 def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout_s: float) -> list[str]:
@@ -70,9 +131,13 @@ def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout
     return [*module, case, str(path), str(directory / "result.json")]
 
 
-def _result(done: subprocess.CompletedProcess[str] | CommandResult, directory: Path) -> Any:
+def _result(
+    argv: Sequence[str], done: Ended, *, variables: Mapping[str, str], directory: Path
+) -> tuple[Any, Start]:
     path = directory / "result.json"
     if done.returncode != 0 or not path.exists():
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
-        raise RanksFailed(f"exit code {done.returncode}: {tail}")
-    return json.loads(path.read_text())
+        raise RanksFailed(f"exit code {done.returncode}: {without_places(tail, directory=directory)}")
+    result = json.loads(path.read_text())
+    start = start_of(argv, done, variables=variables, ranks=result["ranks"], directory=directory)
+    return result["value"], start

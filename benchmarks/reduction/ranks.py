@@ -21,13 +21,14 @@ from benchmarks.reduction.peers import Family, Method, gloo_family, horovod_fami
 from benchmarks.reduction.stream import ring_shift
 from benchmarks.reduction.sweep import Sweep, run_sweep
 from benchmarks.reduction.timing import Ranks, measure
+from benchmarks.starting import this_rank
 from hpctrain.run import Session, start
 
 Settings = dict[str, Any]
 
 
 def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """Ours, the peers and the plain stream on one number of elements: figure 2."""
+    """Ours, the peers and the plain stream on one number of elements: figure 2. `families`: those to time."""
     start_gloo(ranks.comm)
     families = [
         our_family(session, choices=settings["choices"]),
@@ -37,6 +38,7 @@ def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any
     ]
     if ranks.firsts:
         families.append(_stream(session, ranks, num_bytes=settings["stream_bytes"]))
+    families = [family for family in families if family.name in settings["families"]]
     found = measure(
         ranks, families, numel=settings["numel"], num_rounds=settings["num_rounds"], seed=settings["seed"]
     )
@@ -78,7 +80,9 @@ def training_steps(session: Session, ranks: Ranks, settings: Settings) -> dict[s
     for name in settings["workloads"]:
         workload = WORKLOADS[name]
         batches = workload.batches(torch.Generator().manual_seed(settings["seed"] + session.rank))
-        pairs = steps.make_pairs(ranks.comm, session, workload=workload, seed=settings["seed"])
+        pairs = steps.make_pairs(
+            ranks.comm, session, workload=workload, seed=settings["seed"], methods=settings["methods"]
+        )
         steppers = [pair.stepper for pair in pairs]
         before = steps.flat(steppers[0].model)
         found[name] = steps.time_steps(
@@ -105,7 +109,12 @@ def sweep(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
     return run_sweep(ranks, session, asked)
 
 
+def nothing(session: Session, ranks: Ranks, settings: Settings) -> None:
+    """For a test of how ranks are started."""
+
+
 CASES: dict[str, Callable[[Session, Ranks, Settings], Any]] = {
+    "nothing": nothing,
     "buffers": buffers,
     "counted_bytes": counted_bytes,
     "training_steps": training_steps,
@@ -122,6 +131,7 @@ def main(case: str, settings_path: str, result_path: str) -> None:
 
     try:
         several = session.topology.num_nodes > 1
+        started = MPI.COMM_WORLD.gather(this_rank(), root=0)
         firsts = [node[0] for node in session.topology.groups("local")] if several else []
         result = CASES[case](session, Ranks(comm=MPI.COMM_WORLD, firsts=firsts), settings)
     except BaseException:
@@ -129,7 +139,7 @@ def main(case: str, settings_path: str, result_path: str) -> None:
         sys.stderr.flush()
         session.world.abort(1)
     if session.rank == 0:
-        Path(result_path).write_text(json.dumps(result))
+        Path(result_path).write_text(json.dumps({"value": result, "ranks": started}))
     session.world.barrier()
     session.close()
 

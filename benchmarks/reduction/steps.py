@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -107,13 +108,18 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def make_pairs(comm: Any, session: Session, *, workload: Workload, seed: int) -> list[Pair]:
-    """Every method, each with models of its own that start from the same parameters. Collective."""
-    made = [_mpi(comm, workload, seed=seed)]
-    made += [_ours(session, workload, seed=seed, wire=wire) for wire in ("fp32", "fp16")]
-    made += [_ddp(workload, seed=seed, bits=bits) for bits in (32, 16)]
-    made += [_horovod(comm, workload, seed=seed, bits=bits) for bits in (32, 16)]
-    return [Pair(stepper=stepper, without=_plain(workload, seed=seed)) for stepper in made]
+def make_pairs(
+    comm: Any, session: Session, *, workload: Workload, seed: int, methods: Sequence[str]
+) -> list[Pair]:
+    """The methods, by name, each with models of its own that start from the same parameters. Collective."""
+    makers: dict[str, Callable[[], Stepper]] = {"mpi-fp32": lambda: mpi_stepper(comm, workload, seed=seed)}
+    for bits in (32, 16):
+        makers |= {
+            f"ours-fp{bits}": functools.partial(our_stepper, session, workload, seed=seed, wire=f"fp{bits}"),
+            f"ddp-fp{bits}": functools.partial(_ddp, workload, seed=seed, bits=bits),
+            f"horovod-fp{bits}": functools.partial(_horovod, comm, workload, seed=seed, bits=bits),
+        }
+    return [Pair(stepper=makers[name](), without=_plain(workload, seed=seed)) for name in methods]
 
 
 def _fresh(workload: Workload, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -134,8 +140,11 @@ def _plain(workload: Workload, *, seed: int) -> Stepper:
     return Stepper(name="none", model=model, step=step)
 
 
-def _mpi(comm: Any, workload: Workload, *, seed: int) -> Stepper:
-    """One MPI_Allreduce behind backward; the gradients are views of its buffer, so nothing is copied."""
+def mpi_stepper(comm: Any, workload: Workload, *, seed: int) -> Stepper:
+    """One MPI_Allreduce behind backward; the gradients are views of its buffer, so nothing is copied.
+
+    The mean is taken in the loss, as ours takes it: one number instead of every gradient.
+    """
     from mpi4py import MPI
 
     model, optimizer = _fresh(workload, seed)
@@ -147,15 +156,15 @@ def _mpi(comm: Any, workload: Workload, *, seed: int) -> Stepper:
 
     def step(batch: Batch) -> None:
         buffer.zero_()
-        workload.loss(model(batch[0]), batch[1]).backward()
+        loss = workload.loss(model(batch[0]), batch[1])
+        loss.backward(torch.full_like(loss, 1 / num_ranks))
         comm.Allreduce(MPI.IN_PLACE, buffer.numpy(), op=MPI.SUM)
-        buffer.div_(num_ranks)
         optimizer.step()
 
     return Stepper(name="mpi-fp32", model=model, step=step)
 
 
-def _ours(session: Session, workload: Workload, *, seed: int, wire: str) -> Stepper:
+def our_stepper(session: Session, workload: Workload, *, seed: int, wire: str) -> Stepper:
     model, optimizer = _fresh(workload, seed)
     updater = session.updater(model, optimizer, wire=wire)
 

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.reduction.bounds import bytes_out_of_a_node
 from benchmarks.reduction.figures import PEERS
 from benchmarks.reduction.places import OnCluster, OneNode
+from benchmarks.reduction.runs import FAMILIES, STEP_METHODS
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.launches
@@ -19,12 +20,22 @@ MOST = 1.25
 def test_every_peer_and_ours_sum_on_the_cluster_in_one_run(cluster: Cluster) -> None:
     settings = {
         "numel": NUMEL, "choices": [("hierarchical", "fp16"), ("hierarchical", "int8")],
-        "stream_bytes": 24_000, "num_rounds": 1, "seed": 1,
+        "stream_bytes": 24_000, "num_rounds": 1, "seed": 1, "families": FAMILIES,
     }  # fmt: skip
-    found = OnCluster(cluster).run("buffers", settings, timeout_s=120)
+    place = OnCluster(cluster)
+    found = place.run("buffers", settings, timeout_s=120)
     assert set(found) == {"hierarchical/fp16", "hierarchical/int8", "stream", *PEERS}
     assert {len(of["seconds"]) for name, of in found.items() if name != "stream"} == {1}
     assert len(found["stream"]["seconds"]) == 2  # twice a round: all is held against it
+    (start,) = place.starts
+    assert start.command.startswith(
+        "salloc --nodes=4 --ntasks-per-node=1 --cpus-per-task=1 hpctrain launch -n 8 "
+    )
+    assert " --ntasks-per-node=2 " in start.launched
+    assert " --overcommit " in start.launched  # launch has seen that they outnumber the cores
+    (ranks,) = start.ranks
+    assert ranks["ranks"] == list(range(8))
+    assert ranks["variables"]["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
 def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
@@ -45,18 +56,9 @@ def test_bytes_are_counted_on_every_nodes_interface(cluster: Cluster) -> None:
 
 
 def test_steps_of_every_method_end_in_the_same_parameters() -> None:
-    settings = {"workloads": ["mlp"], "num_rounds": 1, "block": 2, "seed": 1}
+    settings = {"workloads": ["mlp"], "num_rounds": 1, "block": 2, "seed": 1, "methods": STEP_METHODS}
     found = OneNode().run("training_steps", settings, timeout_s=120)["mlp"]
-    methods = {
-        "mpi-fp32",
-        "ours-fp32",
-        "ours-fp16",
-        "ddp-fp32",
-        "ddp-fp16",
-        "horovod-fp32",
-        "horovod-fp16",
-    }
-    assert set(found) == methods
+    assert set(found) == set(STEP_METHODS)
     assert all(set(blocks) == {"steps", "without"} for blocks in found.values())
     counts = {tuple(map(len, rounds)) for blocks in found.values() for rounds in blocks.values()}
     assert counts == {(2,)}

@@ -89,10 +89,9 @@ def test_a_peer_is_never_the_raw_way_nor_one_of_ours() -> None:
 
 def test_the_file_and_the_page_have_a_place_for_every_record(tmp_path: Path) -> None:
     path, page_path = tmp_path / "checkpoint.json", tmp_path / "page.md"
-    content = results_file.write(
-        path, all_records(), repository=REPOSITORY, benchmark="checkpoint", versions={"safetensors": "1"}
-    )
-    assert json.loads(path.read_text())["versions"]["safetensors"] == "1"
+    about = results_file.about_this_run(REPOSITORY, benchmark="checkpoint")
+    content = results_file.write(path, results_file.Run(records=all_records()), about=about)
+    assert len(json.loads(path.read_text())["records"]) == len(all_records())
     original = (REPOSITORY / "docs" / "benchmarks" / "checkpoint.md").read_text()
     page_path.write_text(original)
     names: dict[str, Any] = page.tables(content["records"])

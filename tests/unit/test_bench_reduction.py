@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
+import shlex
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks import results_file as records
+from benchmarks.command import finish
 from benchmarks.reduction import page
+from benchmarks.reduction.__main__ import measure
 from benchmarks.reduction.bounds import bytes_out_of_a_node
 from benchmarks.reduction.figures import bytes_records, step_records, sweep_records, time_records
-from benchmarks.results_file import Record
+from benchmarks.reduction.places import RanksFailed
+from benchmarks.reduction.runs import QUICK
+from benchmarks.results_file import Record, Run
+from benchmarks.starting import LAUNCH, REPOSITORY, Ended, Start, start_of
 
 ABOUT = {"machine": {}, "versions": {}}
 
@@ -87,6 +98,26 @@ def test_times_are_held_against_the_best_peer_of_each_kind() -> None:
     assert all(record.holds for record in made.values())
 
 
+def test_a_peer_with_open_mpis_ring_counts_where_it_is_the_best() -> None:
+    found = {
+        **PEERS,
+        "ours/16": {"seconds": [0.5]},
+        "ours/8": {"seconds": [0.3]},
+        "ours/16, ring": {"seconds": [0.1]},  # no peer
+        "horovod-fp32, ring": {"seconds": [1.2]},
+        "horovod-fp16, ring": {"seconds": [0.55]},
+        "stream": {"seconds": [0.5]},
+    }
+    made = time_records(
+        found, rate="200mbit", ours_16="ours/16", ours_8="ours/8", bound_bytes=1.0, stream_bytes=1, full=True
+    )
+    values = {record.id.removeprefix("reduction.2.200mbit."): record.value for record in made}
+    assert values["best-16-bit-peer"] == pytest.approx(550 / 500)
+    assert values["8-bit"] == pytest.approx(550 / 300)
+    assert values["horovod-fp32"] == pytest.approx(1800 / 500)  # as it comes
+    assert values["horovod-fp32.ring"] == pytest.approx(1200 / 500)
+
+
 def test_exposed_communication_is_taken_step_by_step_from_the_one_beside_it() -> None:
     slow = 1.0  # in one of two rounds, and for one pair of a round
     without = [[0.1, 0.1, 0.1 + slow], [0.1 + slow] * 3]
@@ -121,6 +152,28 @@ def test_a_method_that_was_timed_while_the_machine_was_slow_is_not_called_slow()
     values = {record.id.removeprefix("reduction.3.transformer."): record.value for record in made}
     assert values["throughput"] == pytest.approx(1.10 / 1.05)
     assert values["throughput.medians"] == pytest.approx(1.10 / 2.10)
+
+
+def test_a_peer_counts_as_it_was_started_best_and_ours_as_launch_starts_it() -> None:
+    more = {
+        "mpi-fp32": 0.10, "ddp-fp32": 0.1, "ddp-fp16": 0.1, "horovod-fp32": 0.4, "horovod-fp16": 0.4,
+        "ours-fp32": 0.03, "ours-fp16": 0.03,
+        "mpi-fp32, yielding": 0.1, "horovod-fp32, yielding": 0.06, "horovod-fp16, yielding": 0.09,
+        "ours-fp32, yielding": 0.01, "ours-fp16, yielding": 0.01,
+    }  # fmt: skip
+    slower = 1.0  # that launch was timed while the machine was slow
+    of = {}
+    for name, by in more.items():
+        alone = 1.0 + slower * name.endswith("yielding")
+        of[name] = {"steps": [[[alone + by, alone + by]]], "without": [[[alone, alone]]]}
+    of["horovod-fp32, yielding"]["without"] = [[[2.05, 2.05]]]  # its thread slows these: the others' count
+    made = {r.id: r for r in step_records({"transformer": of}, samples_per_step={"transformer": 12})}
+    exposed = made["reduction.3.transformer.exposed"]
+    assert exposed.value == pytest.approx(0.03 / 0.06)
+    assert "ours-fp32 / horovod-fp32, yielding (30.0 / 60.0 ms)" in exposed.what
+    assert made["reduction.3.transformer.exposed.fp16"].value == pytest.approx(0.03 / 0.09)
+    assert made["reduction.3.transformer.throughput"].value == pytest.approx(1.03 / 1.03)
+    assert made["reduction.3.transformer.throughput.medians"].value == pytest.approx(1.10 / 1.03)
 
 
 def test_what_horovods_thread_takes_from_the_steps_beside_it_counts_against_it() -> None:
@@ -163,26 +216,155 @@ def test_a_run_of_some_figures_keeps_the_others_with_their_commit() -> None:
         "commit": "a",
         "records": [record("reduction.1.x").as_json(), record("reduction.2.y").as_json()],
     }
-    new = records.merged(old, [record("reduction.2.z").as_json()], about={**ABOUT, "commit": "b"})
+    again_2 = Run(records=[record("reduction.2.z")])
+    new = records.merged(old, again_2, about={**ABOUT, "commit": "b"})
     assert [(r["id"], r.get("commit")) for r in new["records"]] == [
         ("reduction.1.x", "a"),
         ("reduction.2.z", None),
     ]
-    again = records.merged(new, [record("reduction.2.z").as_json()], about={**ABOUT, "commit": "c"})
+    again = records.merged(new, again_2, about={**ABOUT, "commit": "c"})
     assert [r.get("commit") for r in again["records"]] == ["a", None]
+
+
+class Nowhere:
+    """A place where no ranks can be started."""
+
+    def __init__(self) -> None:
+        self.starts: list[Start] = []
+
+    def run(self, case: str, settings: Any, *, timeout_s: float, variables: Any = None) -> Any:
+        raise RanksFailed("exit code 1")
+
+
+@pytest.mark.parametrize("benchmark", ["reduction", "data", "checkpoint"])
+def test_a_figure_that_fails_leaves_no_older_one_in_the_results_and_on_the_page(
+    tmp_path: Path, benchmark: str
+) -> None:
+    path, page_path = tmp_path / "results.json", tmp_path / "page.md"
+    path.write_text((REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json").read_text())
+    page_path.write_text((REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md").read_text())
+    about = records.about_this_run(REPOSITORY, benchmark=benchmark)
+    failed = f"{benchmark}.2"
+    content = records.write(path, Run(failed={failed: ["16 MB"]}), about=about)
+    importlib.import_module(f"benchmarks.{benchmark}.page").refresh(page_path, content)
+    kept = {records.figure_of(r["id"]) for r in json.loads(path.read_text())["records"]}
+    assert kept == {f"{benchmark}.1", f"{benchmark}.3"} | (
+        {"reduction.4"} if benchmark == "reduction" else set()
+    )
+    assert json.loads(path.read_text())["figures"][failed] == {"failed": ["16 MB"]}
+    text = page_path.read_text()
+    assert f"| `{failed}" not in text
+    assert f"<!-- begin {failed} -->\nFailed, so not measured: 16 MB.\n<!-- end {failed} -->" in text
+    if benchmark == "reduction":  # its table of all methods too
+        assert "<!-- begin times.200mbit -->\nNot measured.\n" in text
+    # Measured again, nothing is left of the failure.
+    again = Run(records=[record(f"{failed}.x")])
+    content = records.write(path, again, about={**about, "commit": "later"})
+    assert failed not in {name for name, entry in content["figures"].items() if "failed" in entry}
+    assert [r["id"] for r in content["records"] if records.figure_of(r["id"]) == failed] == [f"{failed}.x"]
+
+
+def test_the_command_drops_what_it_could_not_measure_again(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    place = Nowhere()
+    run = measure(console, [3, 4], one_node=place, cluster=None, scale=QUICK)  # type: ignore[arg-type]
+    assert run.records == []
+    assert run.failed == {"reduction.3": ["training steps on one node"], "reduction.4": ["auto on one node"]}
+    old = {**ABOUT, "commit": "a", "records": [record(f"reduction.{n}.x").as_json() for n in (1, 3, 4)]}
+    new = records.merged(old, run, about={**ABOUT, "commit": "b"})
+    assert [(r["id"], r["commit"]) for r in new["records"]] == [("reduction.1.x", "a")]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(old))
+    about = {**ABOUT, "commit": "b"}
+    assert finish(console, run, benchmark="reduction", about=about, output=path, refresh=page.refresh) == 1
+    assert [r["id"] for r in json.loads(path.read_text())["records"]] == ["reduction.1.x"]
+
+
+def test_a_part_that_fails_is_named_with_the_parts_that_did_not(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("<!-- begin reduction.2 -->\n<!-- end reduction.2 -->\n")
+    run = Run(records=[record("reduction.2.1gbit.x")], failed={"reduction.2": ["at 200 Mbit/s"]})
+    machine = {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}
+    about = {"machine": machine, "versions": {}, "commit": "b"}
+    old = {**about, "commit": "a", "records": [record("reduction.2.200mbit.x").as_json()]}
+    page.refresh(path, records.merged(old, run, about=about))
+    text = path.read_text()
+    assert "| `reduction.2.1gbit.x` |" in text
+    assert "\n\nFailed, so not measured: at 200 Mbit/s.\n<!-- end" in text
+    assert "200mbit" not in text
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    """Of each benchmark; so that no table on a page can be of another run than the file."""
+    for benchmark in ("reduction", "data", "checkpoint"):
+        path = REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md"
+        before = path.read_text()
+        content = json.loads((REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json").read_text())
+        with tempfile.TemporaryDirectory() as name:
+            copy = Path(name) / "page.md"
+            copy.write_text(before)
+            importlib.import_module(f"benchmarks.{benchmark}.page").refresh(copy, content)
+            assert copy.read_text() == before
+
+
+START = {
+    "command": "hpctrain launch -n 2 -- python x", "launched": "mpirun -n 2 python x", "notes": [],
+    "ranks": [
+        {"ranks": [0, 1], "cores": [0, 1], "threads": 1, "variables": {"OMP_NUM_THREADS": "1"}, "preload": []},
+        {"ranks": [3], "cores": [0, 2], "threads": 2, "variables": {}, "preload": ["a.so"]},
+    ],
+}  # fmt: skip
+
+
+def test_the_page_says_how_the_ranks_of_each_figure_were_started(tmp_path: Path) -> None:
+    run = Run(
+        records=[record("reduction.4.x")], started={"reduction.4": {"one": [START], "two": [START, START]}}
+    )
+    machine = {"processor": "p", "cores": 2, "memory_gb": 4, "kernel": "6"}
+    content = records.merged(None, run, about={"machine": machine, "versions": {}, "commit": "b"})
+    path = tmp_path / "page.md"
+    path.write_text("<!-- begin started.reduction.4 -->\n<!-- end started.reduction.4 -->\n")
+    page.refresh(path, content)
+    assert path.read_text().splitlines()[1:-1] == [
+        "- one; two: `hpctrain launch -n 2 -- python x`, which ran `mpirun -n 2 python x`. As the ranks found "
+        "themselves: ranks 0 to 1: cores 0 to 1, 1 thread each, preloaded: nothing, `OMP_NUM_THREADS=1`; rank 3: "
+        "cores 0, 2, 2 threads each, preloaded: a.so."
+    ]
+
+
+def test_the_record_of_a_start_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    argv = [
+        *LAUNCH,
+        "-n",
+        "2",
+        "--",
+        sys.executable,
+        "-m",
+        "benchmarks.reduction.ranks",
+        str(tmp_path / "a.json"),
+    ]
+    said = f"hpctrain launch: a note\nhpctrain launch: env A=1 /usr/bin/mpirun -n 2 {shlex.join(argv[-4:])}\n"
+    facts = {"cores": [0], "threads": 1, "variables": {}, "preload": []}
+    start = start_of(
+        argv, Ended(returncode=0, stdout="", stderr=said), ranks=[facts, facts, {**facts, "cores": [1]}],
+        variables={"B": "2"}, directory=tmp_path,
+    )  # fmt: skip
+    assert (
+        start.command == "B=2 hpctrain launch -n 2 -- python -m benchmarks.reduction.ranks DIRECTORY/a.json"
+    )
+    assert (
+        start.launched == "env A=1 /usr/bin/mpirun -n 2 python -m benchmarks.reduction.ranks DIRECTORY/a.json"
+    )
+    assert list(start.notes) == ["a note"]
+    assert [group["ranks"] for group in start.ranks] == [[0, 1], [2]]
 
 
 def test_the_file_is_json_with_what_the_issue_asks_for(tmp_path: Path) -> None:
     path = tmp_path / "results" / "reduction.json"
-    repository = Path(__file__).resolve().parents[2]
-    records.write(
-        path,
-        [record("reduction.1.x"), record("reduction.2.y", 1.5)],
-        repository=repository,
-        benchmark="reduction",
-    )
+    about = records.about_this_run(REPOSITORY, benchmark="reduction")
+    records.write(path, Run(records=[record("reduction.1.x"), record("reduction.2.y", 1.5)]), about=about)
     content = json.loads(path.read_text())
-    assert {"machine", "versions", "commit", "records"} == set(content)
+    assert {"machine", "versions", "commit", "figures", "records"} == set(content)
     assert [r["holds"] for r in content["records"]] == [True, False]
     assert {"id", "value", "bar", "unit", "holds", "samples"} <= set(content["records"][0])
 
@@ -219,7 +401,7 @@ def test_the_page_says_of_which_commit_a_figure_is_that_was_kept(tmp_path: Path)
 
 def test_the_page_has_a_place_for_every_table() -> None:
     text = page_text()
-    names = ["about", *(f"reduction.{number}" for number in range(1, 5))]
+    names = ["about", *(f"{kind}reduction.{number}" for number in range(1, 5) for kind in ("", "started."))]
     names += ["times.200mbit", "times.1gbit", "steps.transformer", "steps.mlp"]
     for name in names:
         assert f"<!-- begin {name} -->" in text
@@ -227,4 +409,4 @@ def test_the_page_has_a_place_for_every_table() -> None:
 
 
 def page_text() -> str:
-    return (Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "reduction.md").read_text()
+    return (REPOSITORY / "docs" / "benchmarks" / "reduction.md").read_text()

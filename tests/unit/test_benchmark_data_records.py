@@ -78,23 +78,23 @@ def test_the_raw_way_that_is_faster_is_the_bar_of_volumes() -> None:
 
 def test_the_file_has_what_was_measured_and_of_what(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
-    results_file.write(
-        path, all_records(), repository=REPOSITORY, benchmark="data", versions={"webdataset": "1.0"}
-    )
+    about = results_file.about_this_run(REPOSITORY, benchmark="data")
+    about["versions"] |= {"webdataset": "1.0"}
+    results_file.write(path, results_file.Run(records=all_records()), about=about)
     content = json.loads(path.read_text())
     assert content["versions"]["webdataset"] == "1.0"
     assert {"numpy", "torch"} <= set(content["versions"])
-    assert {"machine", "commit", "records", "versions"} == set(content)
+    assert {"machine", "commit", "figures", "records", "versions"} == set(content)
     for record in content["records"]:
         assert {"id", "value", "bar", "unit", "holds", "samples"} <= set(record)
 
 
 def test_a_run_of_one_figure_replaces_all_of_its_records_and_keeps_the_others() -> None:
     about = {"machine": {}, "versions": {}}
-    records = [record.as_json() for record in all_records()]
-    old = results_file.merged(None, records, about={**about, "commit": "a"})
-    again = [record for record in records if record["id"] in ("data.3a", "data.3c")]
-    new = results_file.merged(old, again, about={**about, "commit": "b"})
+    records = all_records()
+    old = results_file.merged(None, results_file.Run(records=records), about={**about, "commit": "a"})
+    again = [record for record in records if record.id in ("data.3a", "data.3c")]
+    new = results_file.merged(old, results_file.Run(records=again), about={**about, "commit": "b"})
     found = {record["id"]: record.get("commit") for record in new["records"]}
     assert found["data.1a"] == found["data.2b"] == "a"
     assert found["data.3a"] is None
