@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test trials test-fast lint demo docs bench-reduction bench-data bench-checkpoint clean distclean
+.PHONY: help setup plan cluster-setup test trials test-fast lint demo docs bench-reduction bench-data bench-checkpoint check-gpu pack-gpu-check clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -55,6 +55,12 @@ bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; ei
 
 bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/checkpoint.md; eight minutes, alone on the machine
 	$(BIN)python -m benchmarks.checkpoint --output benchmarks/results/checkpoint.json
+
+check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
+	$(BIN)python -m benchmarks.gpu
+
+pack-gpu-check: setup ## an archive of check-gpu for a machine with a GPU and no network; PYTHON_VERSION=3.12 for its Python
+	$(BIN)python scripts/pack_gpu_check.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay
 	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
