@@ -61,6 +61,11 @@ bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/chec
 
 bench-step: setup ## steps of the examples, the default against what can be named: docs/benchmarks/step.md; 35 minutes, alone on the machine
 	$(BIN)python -m benchmarks.step --output benchmarks/results/step.json
+check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
+	$(BIN)python -m benchmarks.gpu
+
+pack-gpu-check: setup ## an archive of check-gpu for a machine with a GPU and no network; PYTHON_VERSION=3.12 for its Python
+	$(BIN)python scripts/pack_gpu_check.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay
 	rm -rf build dist *.egg-info demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

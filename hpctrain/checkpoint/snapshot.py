@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -20,6 +22,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._unpin: weakref.finalize[..., torch.Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -30,22 +34,43 @@ class HostBuffers:
         """`num_bytes` bytes, shape (num_bytes,), from a block's border on, their content not set. What was taken before
         is used again.
 
-        pinned: for copies from a CUDA device, which are faster into pinned memory and do not wait for each other.
+        pinned: for copies from a CUDA device, which are faster into pinned memory and do not wait for each other. Where
+        the system pins no more memory they are made all the same, more slowly.
         """
-        if num_bytes + BLOCK_BYTES > self._memory.numel() or (pinned and not self._memory.is_pinned()):
+        if num_bytes + BLOCK_BYTES > self._memory.numel() or (pinned and not self._pinned):
             self.release()  # before more is asked for
-            shape = (num_bytes + BLOCK_BYTES,)
-            if pinned:
-                self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            else:
-                self._memory = fresh_tensor(shape, dtype="uint8")
+            self._memory = fresh_tensor((num_bytes + BLOCK_BYTES,), dtype="uint8")
             self._memory.zero_()  # page faults now, not in the first copy of every page
+            if pinned:
+                self._pinned = True  # or tried: not again with every save
+                self._unpin = _pin(self._memory)
         begin = -self._memory.data_ptr() % BLOCK_BYTES
         return self._memory[begin : begin + num_bytes]
 
     def release(self) -> None:
         """Give the memory back."""
+        if self._unpin is not None:
+            self._unpin()
+        self._unpin, self._pinned = None, False
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
+    """Pin CUDA's way, until what is returned is called or `memory` goes. None where the system refuses.
+
+    Not torch's pinned memory: that is rounded up to a power of two, so 33 GiB take 64, and what is freed stays with
+    torch for other pinned tensors instead of going back to the system.
+    """
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) != 0:
+        with suppress(RuntimeError):
+            torch.zeros(
+                1, device="cuda"
+            )  # takes the error, which would else come with the next kernel, whoever's it is
+        return None
+    unpin = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    unpin.atexit = False  # type: ignore[misc]  # CUDA may be gone by then; typeshed takes it for a slot
+    return unpin
 
 
 def content_copied(sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers) -> Content:

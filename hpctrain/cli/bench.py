@@ -46,7 +46,7 @@ def allreduce_command(
     algorithms: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
     wires: Annotated[str, typer.Option(help="Wire formats with commas between; all: fp32 and fp16.")] = "all",
     backend: Annotated[str, typer.Option(help="auto, horovod, mpi or serial.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the gradients are: auto, cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where the gradients are: auto, cpu, cuda or cuda:0.")] = "cpu",
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds over all cells.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Rounds before that do not count.")] = 2,
     in_flight: Annotated[

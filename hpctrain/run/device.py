@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -10,6 +11,8 @@ import torch
 
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.errors import LaunchError
+
+DEVICE_NAMES = r"auto|cpu|cuda(:[0-9]+)?"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,38 +25,70 @@ class Proposal:
     reason: str = ""
 
 
-def propose(*, host: str, host_rank: int) -> Proposal:
-    """This rank's CUDA device: the one of its number on this machine, or the only one that it may see."""
+def propose(*, host: str, host_rank: int, number: int | None = None) -> Proposal:
+    """Returns this rank's CUDA device: the one of its number on this machine, or the only one that it may see.
+
+    number: the device that the recipe names, in place of the rank's own.
+    """
     if not torch.cuda.is_available():
         return Proposal(host=host, index=None, reason="torch finds no CUDA device")
     count = torch.cuda.device_count()
+    if number is not None:
+        if number >= count:
+            reason = f"it sees {count} CUDA device(s), none has the number {number}"
+            return Proposal(host=host, index=None, reason=reason)
+        return Proposal(host=host, index=number, uuid=_identity_of(number))
     # One visible device: with --gpus-per-task each rank sees just its own, as number 0.
     index = 0 if count == 1 else host_rank
     if index >= count:
         reason = f"{count} CUDA devices for at least {host_rank + 1} ranks"
         return Proposal(host=host, index=None, reason=reason)
-    return Proposal(host=host, index=index, uuid=str(torch.cuda.get_device_properties(index).uuid))
+    return Proposal(host=host, index=index, uuid=_identity_of(index))
+
+
+def _identity_of(index: int) -> str:
+    """Returns what tells a device from the others of its machine, also where two processes number them differently."""
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    if uuid is not None:
+        return str(uuid)
+    # torch before 2.5 does not give it. What the launcher made visible says it, unless each rank sees its own device as
+    # number 0; then the ranks seem to share one, and run.device = "cuda:0" is the way out.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible[index].strip() if index < len(visible) and visible[index].strip() else str(index)
+
+
+def numbered(asked: str) -> int | None:
+    """Returns the N of `cuda:N`; None for the other names."""
+    name, _, number = asked.partition(":")
+    return int(number) if name == "cuda" and number else None
 
 
 def decide(proposals: Sequence[Proposal], *, asked: str) -> str | None:
-    """None: every rank has a device of its own. Else the reason why all ranks use the CPU. Pure.
+    """None: every rank has a device of its own, or the one that was named. Else the reason why all ranks use the CPU.
+    Pure.
 
-    Raises LaunchError, agreed since all ranks decide on the same proposals, where `cuda` was asked for.
+    Raises LaunchError, agreed since all ranks decide on the same proposals, where `cuda` or `cuda:N` was asked for.
     """
+    number = numbered(asked)
     reason = None
     owners: dict[tuple[str, str | None], int] = {}
     for rank, proposal in enumerate(proposals):
         first = owners.setdefault((proposal.host, proposal.uuid), rank)
         if proposal.index is None:
             reason = f"rank {rank} on {proposal.host}: {proposal.reason}"
-        elif first != rank:
+        elif first != rank and number is None:
             reason = f"ranks {first} and {rank} on {proposal.host} have the same GPU"
         if reason is not None:
             break
+    if reason is not None and number is not None:
+        raise LaunchError(
+            f"run.device = {asked!r}, but {reason}: name a device that every rank sees, or set run.device = 'auto'",
+            agreed=True,
+        )
     if reason is not None and asked == "cuda":
         raise LaunchError(
             f"run.device = 'cuda', but {reason}: start one rank per GPU (--ranks-per-node, --gpus-per-task), or set "
-            "run.device = 'auto'",
+            "run.device = 'auto'; run.device = 'cuda:0' lets the ranks of a machine share its first GPU",
             agreed=True,
         )
     return reason
@@ -64,11 +99,15 @@ def choose_device(
 ) -> tuple[torch.device, str | None]:
     """The device of this rank, and why it is not a GPU though there are some. Collective.
 
-    asked: `cpu`, `cuda`, or `auto`, which is CUDA where every rank has a device of its own.
+    asked: `cpu`, `cuda`, `cuda:N` (device N on each machine, which its ranks share), or `auto`, which is CUDA where
+    every rank has a device of its own. NCCL does not work between ranks that share one; MPI does.
+    Raises LaunchError on every rank where a device was asked for that one of them does not have.
     """
+    if re.fullmatch(DEVICE_NAMES, asked) is None:
+        raise LaunchError(f"device {asked!r}: give auto, cpu, cuda, or a numbered one such as cuda:0")
     if asked == "cpu":
         return torch.device("cpu"), None
-    mine = propose(host=host, host_rank=host_rank)
+    mine = propose(host=host, host_rank=host_rank, number=numbered(asked))
     proposals = [Proposal(**fields) for fields in all_gather_json(comm, asdict(mine))]
     reason = decide(proposals, asked=asked)
     if reason is not None or mine.index is None:

@@ -19,9 +19,18 @@ def autocast_for(precision: str, *, device: torch.device) -> Callable[[], Abstra
     dtype = AUTOCAST_DTYPE.get(precision)
     if dtype is None:
         return nullcontext
-    if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    if device.type == "cuda" and dtype is torch.bfloat16 and not _has_bf16(device):
         raise RecipeError("run.precision = 'bf16': this GPU has no bfloat16 arithmetic; use 'fp16'")
     return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Returns whether the GPU itself computes in bfloat16.
+
+    `torch.cuda.is_bf16_supported` is also true (from torch 2.4 on) where bfloat16 is emulated, which is slower than
+    float32, and it looks at the current device only.
+    """
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def loss_scale_for(precision: str, *, wire: str, max_skipped_in_row: int) -> LossScale:

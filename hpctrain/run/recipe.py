@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from hpctrain.run.device import DEVICE_NAMES
 from hpctrain.run.recipe_checkpoint import CheckpointSection
 from hpctrain.run.recipe_section import Section
 
@@ -36,9 +37,12 @@ class RunSection(Section):
         description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: a float32 model, autocast around forward. "
         "Floating-point fields of a batch are handed to the task in the model's dtype.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
+    device: str = Field(
         "auto",
-        description="`auto`: CUDA where every rank has a device of its own, else the CPU on all ranks.",
+        pattern=rf"^({DEVICE_NAMES})$",
+        description="`auto`: CUDA where every rank has a device of its own, else the CPU on all ranks. `cuda`: "
+        "a device of its own, or an error. `cuda:0`: the first one of each machine, which its ranks share; not over "
+        "NCCL.",
     )
     threads_per_rank: int | None = Field(
         None,

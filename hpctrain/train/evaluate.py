@@ -34,7 +34,7 @@ def evaluate(
     Sums are added in rank order in float64: the same number on every rank.
     """
     # Metrics may draw random numbers; training must go on as if nobody had looked.
-    generators = capture_generators()
+    generators = capture_generators(device)
     sums: dict[str, float] = {}
     num_samples = 0
     was_training = model.training
@@ -50,7 +50,7 @@ def evaluate(
             if max_samples is not None and batch.stop >= max_samples:
                 break
     model.train(was_training)
-    restore_generators(generators, otherwise=0)
+    restore_generators(generators, device=device, otherwise=0)
     totals: dict[str, float] = {}
     seen = 0
     for theirs in all_gather_json(comm, {"sums": sums, "num_samples": num_samples}):

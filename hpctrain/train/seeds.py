@@ -25,8 +25,12 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture_generators() -> dict[str, torch.Tensor]:
-    """State of this rank's generators as one-dimensional integer tensors, of the same shapes on every rank."""
+def capture_generators(device: torch.device) -> dict[str, torch.Tensor]:
+    """State of this rank's generators as one-dimensional integer tensors, of the same shapes on every rank.
+
+    device: what the run computes on. Only its CUDA generator is captured, not one that CUDA happens to have on this
+    rank: where all ranks use the CPU because one machine has no GPU, the ranks would save different sets of tensors.
+    """
     twister: dict[str, Any] = np.random.get_state(legacy=False)
     numpy_state = np.concatenate([
         twister["state"]["key"].astype(np.int64), [twister["state"]["pos"], twister["has_gauss"]],
@@ -39,15 +43,16 @@ def capture_generators() -> dict[str, torch.Tensor]:
         "numpy": torch.from_numpy(numpy_state),
         "python": torch.tensor([*python_state, _bits(gauss or 0.0)], dtype=torch.int64),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def restore_generators(states: dict[str, torch.Tensor], *, otherwise: int) -> None:
+def restore_generators(states: dict[str, torch.Tensor], *, device: torch.device, otherwise: int) -> None:
     """Put this rank's generators back to a captured state.
 
-    otherwise: seed for a CUDA generator whose state was not captured, because that run had no CUDA.
+    device: what this run computes on. otherwise: seed for its CUDA generator where none was captured, because that run
+    used the CPU.
     """
     try:
         torch.set_rng_state(states["torch"])
@@ -58,9 +63,9 @@ def restore_generators(states: dict[str, torch.Tensor], *, otherwise: int) -> No
         ))  # fmt: skip
         version, *words, has_gauss, gauss = states["python"].tolist()
         random.setstate((version, tuple(words), _float(gauss) if has_gauss else None))
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-        elif torch.cuda.is_available():
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+        elif device.type == "cuda":
             torch.cuda.manual_seed(otherwise)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
         raise CheckpointError(

@@ -65,7 +65,7 @@ class TrainingState:
                 items.append(Replicated(name=f"optimizer/{path}", tensor=value.detach()))
             else:
                 scalars[path] = value
-        for name, row in capture_generators().items():
+        for name, row in capture_generators(self._device()).items():
             shape = (comm.num_ranks, row.numel())
             items.append(
                 Shard(name=f"generators/{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0))
@@ -120,12 +120,17 @@ class TrainingState:
         if saved_ranks == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, which a row of a larger tensor is not aligned for.
             rows = {name: t[comm.rank].clone() for name, t in _under("generators/", tensors).items()}
-            restore_generators(rows, otherwise=derive_seed(self.seed, "resume", position.step, comm.rank))
+            otherwise = derive_seed(self.seed, "resume", position.step, comm.rank)
+            restore_generators(rows, device=self._device(), otherwise=otherwise)
         else:
             seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
         return position
 
     # ------------------------------------------------------------------ details
+
+    def _device(self) -> torch.device:
+        """Where the model computes."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self.model.named_parameters()}

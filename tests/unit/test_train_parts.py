@@ -72,11 +72,20 @@ def test_generators_continue_to_the_bit_after_a_round_trip() -> None:
     seed_generators(3)
     random.gauss(0, 1)  # leaves a second value waiting, which is part of the state
     np.random.randn()
-    state = {name: tensor.clone() for name, tensor in capture_generators().items()}
+    state = {name: tensor.clone() for name, tensor in capture_generators(torch.device("cpu")).items()}
     expected = [draw() for _ in range(5)]
     seed_generators(99)
-    restore_generators(state, otherwise=1)
+    restore_generators(state, device=torch.device("cpu"), otherwise=1)
     assert [draw() for _ in range(5)] == expected
+
+
+def test_a_run_on_the_cpu_saves_no_generator_of_a_gpu_that_was_only_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a GPU on some machines only, all ranks use the CPU, and CUDA is initialised on some: all save the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert sorted(capture_generators(torch.device("cpu"))) == ["numpy", "python", "torch"]
 
 
 def test_seeds_differ_by_purpose_and_rank_and_fit_a_generator() -> None:

@@ -21,7 +21,7 @@ from hpctrain.errors import CheckpointError, DataError, DivergedError, LaunchErr
 from hpctrain.resilience import StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.data import open_same_dataset
-from hpctrain.run.device import Proposal, decide
+from hpctrain.run.device import Proposal, choose_device, decide, propose
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from tests.sessions import session_over
@@ -357,3 +357,39 @@ def test_otherwise_all_ranks_use_the_cpu_or_the_run_is_refused(proposals: list[P
     assert decide(proposals, asked="auto") == text
     with pytest.raises(LaunchError, match=text):
         decide(proposals, asked="cuda")
+
+
+def test_a_named_gpu_is_shared_by_the_ranks_of_a_machine_and_must_be_there_on_all() -> None:
+    shared = [gpu("a", 0, "u0"), gpu("a", 0, "u0")]
+    assert decide(shared, asked="cuda:0") is None
+    missing = [gpu("a", 1, "u1"), Proposal(host="b", index=None, reason="it sees 1 CUDA device(s)")]
+    with pytest.raises(LaunchError, match=r"run\.device = 'cuda:1', but rank 1 on b: it sees 1"):
+        decide(missing, asked="cuda:1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("asked", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there_is_refused(asked: str) -> None:
+    with pytest.raises(
+        LaunchError, match=rf"run\.device = '{asked}', but rank 0 on here: torch finds no CUDA device"
+    ):
+        choose_device(asked, comm=SerialWorld(), host="here", host_rank=0)
+    with pytest.raises(LaunchError, match="device 'gpu': give auto, cpu, cuda"):
+        choose_device("gpu", comm=SerialWorld(), host="here", host_rank=0)
+
+
+class _OldProperties:
+    """What torch before 2.5 says of a device: no uuid."""
+
+
+def test_a_gpu_is_told_apart_also_by_a_torch_that_gives_no_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: _OldProperties())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 7")
+    assert [propose(host="a", host_rank=rank).uuid for rank in (0, 1)] == ["3", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [propose(host="a", host_rank=rank).uuid for rank in (0, 1)] == ["0", "1"]
+    assert propose(host="a", host_rank=2).reason == "2 CUDA devices for at least 3 ranks"
+    assert propose(host="a", host_rank=1, number=0) == gpu("a", 0, "0")
+    assert propose(host="a", host_rank=0, number=2).index is None

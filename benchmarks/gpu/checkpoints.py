@@ -1,0 +1,116 @@
+"""Checkpoints of a device's tensors, at once and in the background."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+
+from benchmarks.gpu.compare import require, require_equal
+from benchmarks.gpu.outcome import Found, Setting
+from benchmarks.gpu.work import LongKernels
+from hpctrain.checkpoint import HostBuffers, Replicated, Saved, SaveMode, Saver, State, load, saving_into
+from hpctrain.comm.serial import SerialWorld
+
+SAVES = 3
+
+
+def checkpoints(setting: Setting) -> Found:
+    """What is saved is what was there when `save` was called: long kernels still make it then, and change it after."""
+    comm = SerialWorld()
+    work = LongKernels(setting)
+    originals = _state(setting)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in originals.values())
+    stalls: dict[str, list[float]] = {}
+    for mode in (SaveMode.SYNC, SaveMode.ASYNC):
+        saved: list[Saved] = []
+        begun = saving_into(setting.scratch / mode.value, comm=comm)
+        with Saver(begun, comm=comm, mode=mode, on_saved=saved.append) as saver:
+            for step in range(1, SAVES + 1):
+                tensors = {name: tensor.to(setting.device) for name, tensor in originals.items()}
+                made = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+                _wait(setting)
+                work.run()
+                for name, tensor in tensors.items():
+                    made[name].copy_(tensor)
+                items = [Replicated(name=name, tensor=tensor) for name, tensor in made.items()]
+                items.append(Replicated(name="on_host", tensor=torch.arange(7)))
+                saver.save(State(items=items, document={"step": step}), step=step)
+                for tensor in made.values():  # at once, as the next step's kernels do
+                    tensor.zero_()
+                saver.finish()
+                _, found = load(saved[-1].result.path, comm=comm)
+                for name, tensor in originals.items():
+                    require_equal(found[name], tensor, what=f"{name}, saved {mode.value}, save {step}")
+                require_equal(found["on_host"], torch.arange(7), what=f"on_host, saved {mode.value}")
+            held = saver.buffer_bytes
+        stalls[mode.value] = [one.stall_s for one in saved]
+    require(
+        num_bytes <= held <= num_bytes + (1 << 20) * len(originals),
+        f"the copy of {num_bytes} bytes holds {held}",
+    )
+    figures = {
+        "MB": num_bytes / 1e6,
+        "ms stall, at once": 1e3 * median(stalls["sync"][1:]),
+        "ms stall, in the background, first": 1e3 * stalls["async"][0],
+        "ms stall, in the background, later": 1e3 * median(stalls["async"][1:]),
+    }
+    needs: tuple[str, ...] = ("copies from a GPU into pinned memory",)
+    if setting.has_gpu:
+        figures["GB/s of a copy into pinned memory"] = _copy_rate(setting, num_bytes=num_bytes)
+        figures["copy's memory is pinned (1) or not (0)"] = _is_pinned()
+        needs = ()
+    text = (
+        f"{SAVES} saves of {len(originals)} tensors, at once and in the background, are the CPU's to the bit"
+    )
+    return Found(text=text, figures=figures, needs_gpu=needs)
+
+
+def _state(setting: Setting) -> dict[str, torch.Tensor]:
+    """Tensors of many kinds on the CPU: large and small, of every width, not contiguous, empty, of one number."""
+    generator = torch.Generator().manual_seed(3)
+    rows = setting.of(gpu=8192, cpu=64)
+    found = {
+        f"large/{number}": torch.randn(rows, 2048, generator=generator) for number in range(4)
+    }  # 64 MiB each on a GPU
+    found["transposed"] = torch.randn(64, rows, generator=generator).T
+    found["half"] = torch.randn(rows, 16, generator=generator).half()
+    found["bfloat16"] = torch.randn(1001, generator=generator).bfloat16()
+    found["double"] = torch.randn(1001, generator=generator).double()
+    found["steps"] = torch.tensor(5)
+    found["mask"] = torch.randn(777, generator=generator) > 0
+    found["empty"] = torch.empty(0, 4)
+    return found | {f"small/{number}": torch.randn(number + 1, generator=generator) for number in range(100)}
+
+
+def _is_pinned() -> float:
+    """Of the host's copy; taken, given back and taken again, as by two savers. Some systems pin nothing."""
+    buffers = HostBuffers()
+    found = []
+    for _ in range(2):
+        memory = buffers.take(33 << 20, pinned=True)
+        found.append(memory.is_pinned())
+        memory.copy_(torch.ones(memory.numel(), dtype=torch.uint8, device="cuda"), non_blocking=True)
+        torch.cuda.synchronize()
+        require(bool((memory == 1).all()), "a copy into the host's memory did not arrive")
+        del memory
+        buffers.release()
+    return float(all(found))
+
+
+def _copy_rate(setting: Setting, *, num_bytes: int) -> float:
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=setting.device)
+    target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    times = []
+    for _ in range(3):
+        _wait(setting)
+        begun_s = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - begun_s)
+    return num_bytes / min(times) / 1e9
+
+
+def _wait(setting: Setting) -> None:
+    if setting.has_gpu:
+        torch.cuda.synchronize(setting.device)

@@ -1,0 +1,81 @@
+"""Runs checks, one after the other: `python -m benchmarks.gpu.child DEVICE SCRATCH NAME ...`. One JSON line for each.
+
+In a process of its own: after an error of CUDA nothing more can be checked in the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.checks import CHECKS
+from benchmarks.gpu.outcome import CheckFailed, NotHere, Outcome, Setting
+
+
+def main(words: Sequence[str]) -> int:
+    name, scratch, *names = words
+    if name == "auto":
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    _say({"about": about(device)})
+    for name in names:
+        directory = Path(scratch) / name
+        directory.mkdir(parents=True, exist_ok=True)
+        outcome = carry_out(name, Setting(device=device, scratch=directory))
+        _say({"outcome": outcome.as_json()})
+        if outcome.status == "failed" and device.type == "cuda":
+            return 3  # what follows may fail by what is left of this
+    return 0
+
+
+def carry_out(name: str, setting: Setting) -> Outcome:
+    begun_s = time.perf_counter()
+    try:
+        found = CHECKS[name](setting)
+    except NotHere as error:
+        return Outcome(name=name, status="skipped", text=str(error), seconds=time.perf_counter() - begun_s)
+    except CheckFailed as error:
+        return Outcome(name=name, status="failed", text=str(error), seconds=time.perf_counter() - begun_s)
+    except Exception as error:  # a fault of hpctrain's, or of the machine's
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Outcome(name=name, status="failed", text=text, seconds=time.perf_counter() - begun_s)
+    return Outcome(
+        name=name, status="passed", text=found.text, figures=found.figures, needs_gpu=found.needs_gpu,
+        seconds=time.perf_counter() - begun_s,
+    )  # fmt: skip
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """The machine, as far as results depend on it."""
+    found: dict[str, Any] = {
+        "device": device.type,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gb": round(properties.total_memory / 1e9),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def _say(document: dict[str, Any]) -> None:
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""What was run on which GPU, for docs/gpu.md: `python -m benchmarks.gpu.page` writes it from gpu.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.launch import REPOSITORY
+
+MARKED = re.compile(r"(<!-- begin runs -->\n).*?(<!-- end runs -->)", re.DOTALL)
+NEVER = "**Nothing of hpctrain has been run on a GPU.** There are no figures."
+
+
+def refresh(page: Path, content: Mapping[str, Any] | None) -> None:
+    """Write what `content`, a gpu.json, says between the page's marks; None: nothing was run."""
+    lines = NEVER if content is None else runs(content)
+    page.write_text(MARKED.sub(lambda found: f"{found[1]}{lines}\n{found[2]}", page.read_text()))
+
+
+def runs(content: Mapping[str, Any]) -> str:
+    machine = content["machine"]
+    if machine["device"] != "cuda":
+        return NEVER
+    commit, _, changes = content["commit"].partition("+")
+    rows = [
+        f"Run on {content['when']} at commit `{commit[:12]}{changes and '+changes'}`: "
+        f"{machine['gpu']} ({machine['gpu_memory_gb']} GB, compute capability {machine['compute_capability']}), CUDA "
+        f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, Linux {machine['kernel']}.",
+        "",
+        "| check | result | what was compared, or why not | figures |",
+        "| --- | --- | --- | --- |",
+    ]
+    for check in content["checks"]:
+        figures = "; ".join(f"{name}: {value:,.4g}" for name, value in check["figures"].items())
+        result = check["status"] if check["status"] != "failed" else "**failed**"
+        rows.append(f"| `{check['name']}` | {result} | {check['text'].replace('|', '/')} | {figures} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    results = REPOSITORY / "benchmarks" / "results" / "gpu.json"
+    refresh(REPOSITORY / "docs" / "gpu.md", json.loads(results.read_text()) if results.exists() else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

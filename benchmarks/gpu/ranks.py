@@ -1,0 +1,196 @@
+"""What each of two ranks on one device does: `python -m benchmarks.gpu.ranks DEVICE OUTPUT` under `hpctrain launch`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import profiler
+from torch.nn import functional
+
+from benchmarks.gpu.compare import require, require_close, require_equal
+from benchmarks.gpu.outcome import CheckFailed, Setting
+from benchmarks.gpu.work import small_model
+from hpctrain.comm import all_gather_json
+from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.low_rank import LowRankReducer
+from hpctrain.reduce.patience import run_to_end
+from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.run import Session, start
+
+EXACT = (
+    ("flat", "fp32"), ("flat", "fp16"), ("ring", "fp32"), ("ring", "bf16"), ("direct", "fp32"), ("direct", "int8"),
+    ("hierarchical", "fp32"), ("hierarchical", "fp16"),
+)  # fmt: skip
+SHAPES = ((200, 130), (1000,), (64, 64), (70, 300), (3,))
+ROUNDS = 3
+STEPS = 8
+# Products are summed in another order on a GPU, and eight steps go on from the differences.
+UPDATER_WITHIN = 1e-4
+# Each rank's factors come from the device's own QR.
+LOW_RANK_WITHIN = 1e-3
+
+
+def main(words: Sequence[str]) -> None:
+    device, output = words[0], Path(words[1])
+    with start(backend="mpi", device=device, timeout_s=240) as session:
+        setting = Setting(device=session.device, scratch=output)
+        found = {
+            "reductions": _together(session, lambda: _reductions(session)),
+            "updater": _together(session, lambda: _updaters(session, setting)),
+            "profile": _together(session, lambda: _profile(session, setting)),
+        }
+        if session.rank == 0:
+            (output / "ranks.json").write_text(json.dumps(found))
+
+
+def _together(session: Session, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0's case found, or under `failed` what is wrong on any rank.
+
+    A case raises CheckFailed only after its last collective operation, or on all ranks together."""
+    found: dict[str, Any] = {}
+    fault = None
+    try:
+        found = case()
+    except CheckFailed as error:
+        fault = f"rank {session.rank}: {error}"
+    faults = [each for each in all_gather_json(session.world, fault) if each]
+    return {"failed": "; ".join(faults)} if faults else found
+
+
+# ---------------------------------------------------------------------- reductions
+
+
+def _reductions(session: Session) -> dict[str, Any]:
+    """Every algorithm and wire sums buckets of the device as it sums the same ones of the CPU."""
+    buckets = plan_buckets([_spec(shape) for shape in SHAPES], bucket_bytes=100_000)
+    sums: list[tuple[str, list[torch.Tensor], list[torch.Tensor], float]] = []
+    for algorithm, wire in EXACT:
+        made = [session.bucket_reducer(algorithm=algorithm, wire=wire) for _ in range(2)]
+        require(made[0].algorithm == algorithm, f"{algorithm} was asked for, {made[0].algorithm} runs")
+        sums.append((f"{algorithm}, {wire}", *_both(made, buckets, session), 0.0))
+    top_k = [
+        TopKReducer(session.world.duplicate(), start_step=0, topology=session.topology) for _ in range(2)
+    ]
+    sums.append(("top-k", *_both(top_k, buckets, session), 0.0))
+    low_rank = [
+        LowRankReducer(session.world.duplicate(), start_step=0, topology=session.topology) for _ in range(2)
+    ]
+    sums.append(("low-rank", *_both(low_rank, buckets, session), LOW_RANK_WITHIN))
+    for name, on_device, on_cpu, within in sums:
+        for found, expected in zip(on_device, on_cpu, strict=True):
+            if within:
+                require_close(found, expected, within=within, what=name)
+            else:
+                require_equal(found, expected, what=name)
+    return {"ways": len(sums), "buckets": len(buckets)}
+
+
+def _spec(shape: tuple[int, ...]) -> GradientSpec:
+    return GradientSpec(torch.Size(shape).numel(), torch.float32, shape)
+
+
+def _both(
+    reducers: Sequence[BucketReducer], buckets: tuple[Bucket, ...], session: Session
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The sums after each round: on the device by the first reducer, on the CPU by the second."""
+    devices = (session.device, torch.device("cpu"))
+    on_device, on_cpu = (
+        list(_sums(reducer, buckets, session=session, device=device))
+        for reducer, device in zip(reducers, devices, strict=True)
+    )
+    return on_device, on_cpu
+
+
+def _sums(
+    reducer: BucketReducer, buckets: tuple[Bucket, ...], *, session: Session, device: torch.device
+) -> Iterator[torch.Tensor]:
+    memory = reducer.plan(buckets, device=device)
+    for number in range(ROUNDS):
+        generator = torch.Generator().manual_seed(100 * number + session.rank)
+        for bucket, buffer in zip(buckets, memory, strict=True):
+            host = torch.zeros(bucket.numel)
+            host[: bucket.num_gradients] = torch.randn(bucket.num_gradients, generator=generator)
+            host[bucket.first_flag :] = 1
+            buffer.copy_(host)
+        run_to_end([reducer.reduce(place) for place in range(len(buckets))])
+        reducer.settle(applied=True, rescale=1.0)
+        yield from [buffer.detach().cpu().clone() for buffer in memory]
+
+
+# ---------------------------------------------------------------------- whole steps
+
+
+def _updaters(session: Session, setting: Setting) -> dict[str, Any]:
+    """Steps whose reductions run beside backward end at the CPU's parameters, the same bits on both ranks."""
+    devices = (session.device, torch.device("cpu"))
+    trained = {
+        algorithm: [_train(session, device, algorithm) for device in devices]
+        for algorithm in ("flat", "hierarchical")
+    }
+    digest = [hashlib.sha256(mine.numpy().tobytes()).hexdigest() for mine, _ in trained.values()]
+    same = all(digest == theirs for theirs in all_gather_json(session.world, digest))
+    require(same, f"after {STEPS} steps the ranks' parameters differ")
+    shares = [
+        require_close(mine, wanted, within=UPDATER_WITHIN, what=f"{algorithm}, parameters")
+        for algorithm, (mine, wanted) in trained.items()
+    ]
+    return {"difference": max(shares)}
+
+
+def _train(session: Session, device: torch.device, algorithm: str) -> torch.Tensor:
+    model = small_model(width=256, depth=4).to(device)
+    updater = session.updater(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        algorithm=algorithm,
+        bucket_bytes=150_000,
+    )
+    for step in range(STEPS):
+        inputs, labels = _samples(session.rank + 2 * step, size=32, width=256, device=device)
+        updater.backward(functional.cross_entropy(model(inputs), labels), weight=0.5)
+        outcome = updater.step()
+        require(outcome.applied, f"{algorithm}: step {step} was skipped")
+    return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in model.parameters()])
+
+
+def _profile(session: Session, setting: Setting) -> dict[str, Any]:
+    """A trace of some steps for each rank; what is in it is looked at where the ranks were started."""
+    width = setting.of(gpu=2048, cpu=128)
+    model = small_model(width=width, depth=8).to(session.device)
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat")
+    inputs, labels = _samples(
+        session.rank, size=setting.of(gpu=8192, cpu=64), width=width, device=session.device
+    )
+
+    def step() -> float:
+        updater.backward(functional.cross_entropy(model(inputs), labels), weight=0.5)
+        return updater.step().exposed_sync_s
+
+    for _ in range(3):
+        step()
+    activities = [profiler.ProfilerActivity.CPU]
+    if setting.has_gpu:
+        activities.append(profiler.ProfilerActivity.CUDA)
+    with profiler.profile(activities=activities) as profile:
+        exposed_s = [step() for _ in range(3)]
+        if setting.has_gpu:
+            torch.cuda.synchronize()
+    trace = setting.scratch / f"trace-{session.rank}.json"
+    profile.export_chrome_trace(str(trace))
+    return {"trace": str(trace), "exposed_ms": 1e3 * min(exposed_s)}
+
+
+def _samples(seed: int, *, size: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(size, width, generator=torch.Generator().manual_seed(seed))
+    return inputs.to(device), inputs[:, :10].argmax(1).to(device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

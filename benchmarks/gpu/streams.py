@@ -1,0 +1,175 @@
+"""The order between streams: the reduction thread's, that of copies, and the one that computes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.gpu.compare import require, require_equal
+from benchmarks.gpu.outcome import Found, Setting
+from benchmarks.gpu.work import LongKernels, control_sees_a_race
+from hpctrain.comm.staging import on_host
+from hpctrain.data import Dataset, Loader, batches_on, pack_arrays
+from hpctrain.reduce.pipeline import ReductionPipeline
+
+NUM_BUCKETS = 4
+NUM_SAMPLES = 200
+GLOBAL_BATCH = 32
+
+
+def reduction_streams(setting: Setting) -> Found:
+    """Long kernels fill the buckets, and reductions take long.
+
+    One that began too early would see zeros, and a step that did not wait for it would see what was not reduced."""
+    work = LongKernels(setting)
+    if setting.has_gpu:
+        control_sees_a_race(setting, work)
+    num_elems = setting.of(gpu=1 << 20, cpu=1 << 10)
+    values = [torch.randn(num_elems, generator=torch.Generator().manual_seed(n)) for n in range(NUM_BUCKETS)]
+    for overlap in (True, False):
+        for own_stream in (False, True):
+            stream = torch.cuda.Stream(setting.device) if setting.has_gpu and own_stream else None
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                for where, reduce in (("through host memory", _through_host), ("on the device", _on_device)):
+                    what = f"{where}, {'thread' if overlap else 'no thread'}"
+                    _reduce_three_times(setting, work, values, reduce, overlap=overlap, what=what)
+    needs = () if setting.has_gpu else ("streams and events",)
+    return Found(
+        text=f"{8 * 3 * NUM_BUCKETS} buckets are the CPU's to the bit, with long kernels on both sides",
+        needs_gpu=needs,
+    )
+
+
+def _reduce_three_times(
+    setting: Setting,
+    work: LongKernels,
+    values: list[torch.Tensor],
+    reduce: Callable[[torch.Tensor, LongKernels], Iterator[bool]],
+    *,
+    overlap: bool,
+    what: str,
+) -> None:
+    buckets = [torch.zeros_like(value, device=setting.device) for value in values]
+    sources = [value.to(setting.device) for value in values]
+    pipeline = ReductionPipeline(
+        lambda number: reduce(buckets[number], work), device=setting.device, overlap=overlap
+    )
+    try:
+        for step in range(3):
+            for number, (bucket, source) in enumerate(zip(buckets, sources, strict=True)):
+                work.run()
+                bucket.copy_(source * (step + 1))
+                pipeline.submit(number)
+            pipeline.wait()
+            # Queued at once, as the optimizer's kernels are.
+            results = [bucket + 0 for bucket in buckets]
+            for result, value in zip(results, values, strict=True):
+                require_equal(result, (value * (step + 1)) * 3, what=f"a bucket reduced {what}, step {step}")
+    finally:
+        pipeline.close()
+
+
+def _through_host(bucket: torch.Tensor, work: LongKernels) -> Iterator[bool]:
+    with on_host(bucket) as host:
+        host.mul_(3)
+    yield True
+
+
+def _on_device(bucket: torch.Tensor, work: LongKernels) -> Iterator[bool]:
+    work.run()
+    yield True
+    bucket.mul_(3)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def pinned_copies(setting: Setting) -> Found:
+    """Host memory is used again while copies out of it are still queued behind long kernels."""
+    dataset = _dataset(setting.scratch)
+    expected = [dict(batch.fields) for batch in Loader(dataset, global_batch=GLOBAL_BATCH).epoch(0)]
+    work = LongKernels(setting)
+    moved: list[dict[str, torch.Tensor]] = []
+    # Little is prepared ahead, so that the memory of a batch that is gone is soon taken again.
+    loader = Loader(dataset, global_batch=GLOBAL_BATCH, pin_memory=setting.has_gpu, prefetch_bytes=1)
+    for batch in loader.epoch(0):
+        if setting.has_gpu:
+            unpinned = [name for name, tensor in batch.fields.items() if not tensor.is_pinned()]
+            require(not unpinned, f"fields {unpinned} of a batch are not in pinned memory")
+        work.run()
+        moved.append(batch.to(setting.device).fields)
+    _require_batches(moved, expected, what="copied from the loader's memory")
+    if not setting.has_gpu:
+        return Found(
+            text=f"{len(moved)} batches are the CPU's to the bit",
+            needs_gpu=("pinned memory", "its bandwidth"),
+        )
+    figures = {
+        "GB/s pinned": _copy_rate(setting, pinned=True),
+        "GB/s pageable": _copy_rate(setting, pinned=False),
+    }
+    return Found(text=f"{len(moved)} batches are the CPU's to the bit", figures=figures)
+
+
+def batches_ahead(setting: Setting) -> Found:
+    """The batch ahead is copied while the one before is computed with, and overwritten there."""
+    dataset = _dataset(setting.scratch)
+    expected = [dict(batch.fields) for batch in Loader(dataset, global_batch=GLOBAL_BATCH).epoch(0)]
+    work = LongKernels(setting)
+    taken: list[dict[str, torch.Tensor]] = []
+    loader = Loader(dataset, global_batch=GLOBAL_BATCH, pin_memory=setting.has_gpu)
+    begun_s = time.perf_counter()
+    for batch in batches_on(setting.device, loader.epoch(0)):
+        work.run()
+        taken.append({name: tensor + 0 for name, tensor in batch.fields.items()})
+        if setting.has_gpu:
+            for tensor in batch.fields.values():
+                tensor.zero_()  # by the time its memory goes to a batch ahead, this must be over
+    if setting.has_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun_s
+    _require_batches(taken, expected, what="one ahead")
+    text = f"{len(taken)} batches are the CPU's to the bit"
+    if not setting.has_gpu:
+        return Found(text=text, needs_gpu=("the copying stream",))
+    return Found(text=text, figures={"ms a batch with 30 ms of kernels": 1e3 * seconds / len(taken)})
+
+
+def _dataset(scratch: Path) -> Dataset:
+    rng = np.random.default_rng(5)
+    fields: dict[str, NDArray[Any]] = {
+        "image": rng.integers(0, 255, (NUM_SAMPLES, 64, 64), dtype=np.uint8),
+        "weight": rng.standard_normal((NUM_SAMPLES, 33)).astype(np.float32),
+        "label": rng.integers(0, 1000, NUM_SAMPLES).astype(np.uint16),  # widened on its way
+    }
+    pack_arrays(scratch / "data", fields)
+    return Dataset.open(scratch / "data")
+
+
+def _require_batches(
+    found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]], *, what: str
+) -> None:
+    require(len(found) == len(expected), f"{len(found)} batches instead of {len(expected)}")
+    for number, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
+        for name in wanted:
+            require_equal(mine[name], wanted[name], what=f"field {name} of batch {number}, {what}")
+
+
+def _copy_rate(setting: Setting, *, pinned: bool) -> float:
+    source = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=pinned).fill_(1)
+    target = torch.empty_like(source, device=setting.device)
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begun_s = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun_s)
+    return source.numel() / min(times) / 1e9
