@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs check-gpu bench-reduction bench-data bench-checkpoint bench-step clean distclean
+.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs check-gpu pack-gpu-check bench-reduction bench-data bench-checkpoint bench-step clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -61,6 +61,7 @@ bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/chec
 
 bench-step: setup ## steps of the examples, the default against what can be named: docs/benchmarks/step.md; 35 minutes, alone on the machine
 	$(BIN)python -m benchmarks.step --output benchmarks/results/step.json
+
 check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
 	$(BIN)python -m benchmarks.gpu
 

@@ -12,8 +12,7 @@ import hpctrain
 
 with hpctrain.start() as session:
     model = torch.nn.Linear(1000, 1000)
-    weights = [hpctrain.Replicated(name=name, tensor=tensor) for name, tensor in model.state_dict().items()]
-    state = hpctrain.State(items=weights, document={"epoch": 7})
+    state = hpctrain.State(items=hpctrain.model_items(model), document={"epoch": 7})
     saved = hpctrain.save(state, directory=Path(sys.argv[1]), step=100, comm=session.world)
 
     checkpoint = hpctrain.open_checkpoint(saved.path, comm=session.world)

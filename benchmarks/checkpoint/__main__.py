@@ -1,4 +1,4 @@
-"""`python -m benchmarks.checkpoint`: figures 1 to 3 of checkpoints, against peers and the disk, in one run."""
+"""`python -m benchmarks.checkpoint`: figures 1 to 4 of checkpoints, against peers and the disk, in one run."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
             1: lambda: runs.saves(scratch, scale, say),
             2: lambda: runs.loads(scratch, scale, say),
             3: lambda: runs.background(scratch, scale, say),
+            4: lambda: runs.replicas(scratch, scale, say),
         }
         for number in figures:
             try:
@@ -50,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("checkpoint", description=__doc__, figures="1,2,3")
+    parser = parser_of("checkpoint", description=__doc__, figures="1,2,3,4")
     parser.add_argument(
         "--directory", type=Path, default=REPOSITORY / "build", metavar="DIR",
         help="where is written, 4 GB at most, on the filesystem to be measured; all is removed at the end",

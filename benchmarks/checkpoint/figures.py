@@ -140,6 +140,15 @@ def steps_records(found: Mapping[str, Sequence[Mapping[str, Any]]], *, limit_mb_
     ]
 
 
+def replica_record(seconds: Seconds) -> Record:
+    """Figure 4. seconds: of saves by how the ranks' copies are compared."""
+    sampled, off = (f"{IN_RUN}, replicas {how}" for how in ("sampled", "off"))
+    return _ratio(
+        "checkpoint.4a", "512 MiB, 2 ranks, in a run: time of a save, replicas compared by samples / not compared",
+        seconds, (off, sampled), 1.03, sense="at most", unit="s/s",
+    )  # fmt: skip
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 

@@ -16,6 +16,7 @@ TABLES = {
     "checkpoint.1.1-rank": ("saves.1-rank", 512 << 20), "checkpoint.1.4-ranks": ("saves.4-ranks", 512 << 20),
     "checkpoint.1.2gib": ("saves.2gib", 2 << 30), "checkpoint.2a": ("loads.warm", 512 << 20),
     "checkpoint.2b": ("loads.cold", 512 << 20), "checkpoint.2c": ("loads.peers", 512 << 20),
+    "checkpoint.4a": ("saves.replicas", 512 << 20),
 }  # fmt: skip
 
 

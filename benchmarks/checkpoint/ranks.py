@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from hpctrain.bench.checkpoint import take_turns
 from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
 from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, RunSaving, SyncSaving, Way
 from hpctrain.checkpoint import load, save
+from hpctrain.checkpoint.replicas import ReplicaCheck
 from hpctrain.run import Session, start
 
 Settings = dict[str, Any]
@@ -45,6 +46,17 @@ def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
             PeerSaving(peer, state, comm=world, directory=directory)
             for peer in peers(world, names=settings["peers"])
         ),
+    ]
+    return _seconds(ways, settings)
+
+
+def replica_saves(session: Session, settings: Settings) -> dict[str, list[float]]:
+    """Seconds of each round: saves as in a run, by how the ranks' copies are compared. Figure 4."""
+    world, directory = session.world, Path(settings["directory"])
+    state = _state(settings)
+    ways = [
+        RunSaving(state.state, engine="auto", comm=world, directory=directory, replica_check=how)
+        for how in get_args(ReplicaCheck)
     ]
     return _seconds(ways, settings)
 
@@ -117,7 +129,7 @@ def _seconds(ways: Sequence[Way], settings: Settings) -> dict[str, list[float]]:
 
 
 CASES: dict[str, Callable[[Session, Settings], Any]] = {
-    "saves": saves, "small_saves": small_saves, "loads": loads, **background.CASES,
+    "saves": saves, "replica_saves": replica_saves, "small_saves": small_saves, "loads": loads, **background.CASES,
 }  # fmt: skip
 
 

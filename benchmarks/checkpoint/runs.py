@@ -11,6 +11,7 @@ from benchmarks.checkpoint.figures import (
     beside_records,
     load_records,
     memory_record,
+    replica_record,
     save_records,
     small_records,
     stall_record,
@@ -39,6 +40,7 @@ class Scale:
     cold_rounds: int = 21
     few_rounds: int = 3
     steps_rounds: int = 5
+    replica_rounds: int = 41  # of what differs by less than rounds do
     limit_mb_per_s: float = 50.0
 
 
@@ -53,6 +55,7 @@ QUICK = replace(
     cold_rounds=2,
     few_rounds=1,
     steps_rounds=1,
+    replica_rounds=2,
     limit_mb_per_s=20.0,
 )
 
@@ -136,3 +139,13 @@ def background(scratch: Path, scale: Scale, say: Say) -> list[Record]:
     return [
         stall_record(stall), memory_record(memory), *steps_records(steps, limit_mb_per_s=scale.limit_mb_per_s)
     ]  # fmt: skip
+
+
+def replicas(scratch: Path, scale: Scale, say: Say) -> list[Record]:
+    """Figure 4."""
+    asked = {"num_bytes": scale.num_bytes, "num_tensors": NUM_TENSORS, "warmup": 1, "seed": SEED}
+    found = measured(
+        "replica_saves", {**asked, "repeats": scale.replica_rounds}, num_ranks=2, scratch=scratch
+    )
+    say("comparing replicas")
+    return [replica_record(found)]

@@ -15,6 +15,7 @@ from hpctrain.bench.page_cache import evict
 from hpctrain.checkpoint import State, load, save
 from hpctrain.checkpoint.background_thread import BackgroundThread
 from hpctrain.checkpoint.file_bytes import sync_directory
+from hpctrain.checkpoint.replicas import ReplicaCheck
 from hpctrain.checkpoint.save_options import PageCache
 from hpctrain.checkpoint.saving import SaveOptions, Saving
 from hpctrain.checkpoint.snapshot import HostBuffers
@@ -105,12 +106,19 @@ class RunSaving:
     raw = RAW_WRITE
 
     def __init__(
-        self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto"
-    ) -> None:
-        self._state, self._asked, self._page_cache, self._comm = state, engine, page_cache, comm
-        self._directory = directory / f"run-{engine}"
-        self._step = 0
+        self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto",
+        replica_check: ReplicaCheck | None = None,
+    ) -> None:  # fmt: skip
+        """replica_check: None is the default's."""
+        self._state, self._comm = state, comm
+        self._options: dict[str, Any] = {"engine": engine, "page_cache": page_cache}
         self.name = f"save in a run, {engine}"
+        self._directory = directory / f"run-{engine}"
+        if replica_check is not None:
+            self._options["replica_check"] = replica_check
+            self.name = f"{self.name}, replicas {replica_check}"
+            self._directory = directory / f"run-{engine}-{replica_check}"
+        self._step = 0
         self.engine: str | None = None
 
     def turn(self) -> Turn:
@@ -123,8 +131,8 @@ class RunSaving:
     def _save(self) -> None:
         self._step += 1
         done = save(
-            self._state, directory=self._directory, step=self._step, comm=self._comm, keep=1, engine=self._asked,
-            page_cache=self._page_cache, recycle=True,
+            self._state, directory=self._directory, step=self._step, comm=self._comm, keep=1, recycle=True,
+            **self._options,
         )  # fmt: skip
         self.engine = done.engine.value
 

@@ -10,12 +10,13 @@ from hpctrain.checkpoint.retention import Best, Retention
 from hpctrain.checkpoint.saver import Saved, SaveMode, Saver, WhenBusy, saving_into
 from hpctrain.checkpoint.saving import SaveOptions, SaveResult, Saving, save
 from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.state import Replicated, Shard, State
+from hpctrain.checkpoint.state import FromRank0, Replicated, Shard, State, model_items
 
 __all__ = [
     "Best",
     "Checkpoint",
     "Engine",
+    "FromRank0",
     "HostBuffers",
     "Mismatch",
     "PartialLoad",
@@ -37,6 +38,7 @@ __all__ = [
     "load_newest_good",
     "load_partial",
     "load_weights",
+    "model_items",
     "open_checkpoint",
     "save",
     "saving_into",

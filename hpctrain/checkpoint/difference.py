@@ -145,7 +145,7 @@ def compare(
         for name, region in mine:
             place = {"offset": region.offset, "shape": region.shape}
             pair = opened[0].read(name, **place), opened[1].read(name, **place)
-            found[name] = found.get(name, Amount()) + _amount(*pair, tolerance=tolerance)
+            found[name] = found.get(name, Amount()) + amount_of(*pair, tolerance=tolerance)
             done += region.num_elems * one[name].elem_bytes
             progress(done, total)
         return {name: asdict(amount) for name, amount in found.items()}
@@ -231,7 +231,7 @@ def _tensor_difference(first: StoredTensor, second: StoredTensor, amount: Amount
     )
 
 
-def _amount(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
+def amount_of(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
     """Of two tensors of one shape."""
     one, two = first.reshape(-1), second.reshape(-1)
     total = Amount()

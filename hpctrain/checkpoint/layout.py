@@ -23,10 +23,11 @@ from hpctrain.checkpoint.metadata import Metadata, encode_header
 from hpctrain.checkpoint.metadata_text import TensorsText, room_for, tensors_text
 from hpctrain.checkpoint.own_bytes import Group, OwnBytes, own_bytes
 from hpctrain.checkpoint.plan import Files, WritePlan
+from hpctrain.checkpoint.replicas import Replicas
 from hpctrain.checkpoint.seal import empty_part_block
 from hpctrain.checkpoint.skeleton import Skeleton, SkeletonDataset, make_skeleton
 from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import Replicated, Shard, State
+from hpctrain.checkpoint.state import FromRank0, Item, Shard, State
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Collective
 from hpctrain.errors import CheckpointError
@@ -40,15 +41,17 @@ class NotAsPlannedError(CheckpointError):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """What is left of a plan. skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what
-    this rank writes. kinds: of the sources of each of its groups, and last of those that are in none."""
+    this rank writes. kinds: of the sources of each of its groups, and last of those that are in none. replicas: what
+    the ranks can compare."""
 
     files: Files
     skeleton: Skeleton | None
     text: TensorsText | None
     own: OwnBytes
     kinds: Sequence[_Kinds]
+    replicas: Replicas
 
-    def groups(self, sources: Sequence[Replicated | Shard], *, staging: Staging) -> Iterator[Group]:
+    def groups(self, sources: Sequence[Item], *, staging: Staging) -> Iterator[Group]:
         """The groups of `own`, each once its sources have been looked at; in the end, while the last of them is being
         written where a `staging` is made use of, the sources that are in none. Not collective. NotAsPlannedError."""
         *by_group, rest = self.kinds
@@ -70,21 +73,21 @@ class _Kinds:
     layouts: Sequence[torch.layout]
 
     @classmethod
-    def of(cls, sources: Sequence[Replicated | Shard], numbers: Sequence[int]) -> _Kinds:
+    def of(cls, sources: Sequence[Item], numbers: Sequence[int]) -> _Kinds:
         tensors = [sources[number].tensor for number in numbers]
         return cls(
             numbers=numbers, dtypes=[t.dtype for t in tensors], shapes=[t.shape for t in tensors],
             layouts=[t.layout for t in tensors],
         )  # fmt: skip
 
-    def fit(self, sources: Sequence[Replicated | Shard]) -> bool:
+    def fit(self, sources: Sequence[Item]) -> bool:
         """Whether the sources with the same numbers are so."""
         try:
             return _Kinds.of(sources, self.numbers) == self
         except RuntimeError:  # one without a shape, nested or lazy: planning tells
             return False
 
-    def check(self, sources: Sequence[Replicated | Shard]) -> None:
+    def check(self, sources: Sequence[Item]) -> None:
         if not self.fit(sources):
             raise NotAsPlannedError("a tensor has changed its dtype or shape")
 
@@ -98,7 +101,7 @@ class _Remembered:
     frame: list[Any]
     layout: Layout
 
-    def fits(self, sources: Sequence[Replicated | Shard], *, frame: list[Any], trusting: bool) -> bool:
+    def fits(self, sources: Sequence[Item], *, frame: list[Any], trusting: bool) -> bool:
         return self.frame == frame and (trusting or all(kinds.fit(sources) for kinds in self.layout.kinds))
 
 
@@ -118,7 +121,7 @@ _REMEMBERED = 2  # a run saves one kind of state, or all of it and its weights
 def layout_for(
     state: State,
     *,
-    sources: Sequence[Replicated | Shard],
+    sources: Sequence[Item],
     step: int,
     comm: Collective,
     file_of_rank: Sequence[int],
@@ -164,18 +167,17 @@ def distrust(comm: Collective) -> None:
     _MEMORY.setdefault(comm, _Memory()).trusted = False
 
 
-def _frame(
-    sources: Sequence[Replicated | Shard], *, file_of_rank: Sequence[int], alignment: int
-) -> list[Any]:
+def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: int) -> list[Any]:
     return [
         alignment,
         tuple(file_of_rank),
         [s.name for s in sources],
         [(s.offset, s.global_shape) for s in sources if isinstance(s, Shard)],
+        [number for number, s in enumerate(sources) if isinstance(s, FromRank0)],
     ]
 
 
-def _kinds(own: OwnBytes, *, sources: Sequence[Replicated | Shard]) -> list[_Kinds]:
+def _kinds(own: OwnBytes, *, sources: Sequence[Item]) -> list[_Kinds]:
     """See `Layout`."""
     numbers = [[segment.source for segment in group.segments] for group in own.groups]
     rest = sorted(set(range(len(sources))).difference(*numbers))
@@ -198,7 +200,7 @@ def _encoded(header: Metadata) -> dict[str, Any]:
 
 
 def _lay_out(
-    plan: WritePlan, *, sources: Sequence[Replicated | Shard], comm: Collective, alignment: int,
+    plan: WritePlan, *, sources: Sequence[Item], comm: Collective, alignment: int,
     header: Metadata,
 ) -> Layout:  # fmt: skip
     """Collective."""
@@ -224,7 +226,10 @@ def _lay_out(
     if text is not None:
         text = text.with_offsets([offset for places in offsets for offset in places])
     own = own_bytes(plan, rank=comm.rank, offsets=offsets)
-    return Layout(files=plan.files, skeleton=skeleton, text=text, own=own, kinds=_kinds(own, sources=sources))
+    return Layout(
+        files=plan.files, skeleton=skeleton, text=text, own=own, kinds=_kinds(own, sources=sources),
+        replicas=Replicas.of(sources, step=header.step),
+    )  # fmt: skip
 
 
 def _datasets(plan: WritePlan, *, file: int) -> list[SkeletonDataset]:

@@ -16,7 +16,7 @@ from hpctrain.checkpoint.boxes import Box, runs_of
 from hpctrain.checkpoint.dtypes import byte_view
 from hpctrain.checkpoint.plan import WritePlan
 from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import Replicated, Shard
+from hpctrain.checkpoint.state import Item
 from hpctrain.checkpoint.uncached import BLOCK_BYTES
 from hpctrain.errors import CheckpointError
 
@@ -130,6 +130,21 @@ def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -
     )
 
 
+def laid_end_to_end(segments: Sequence[Segment]) -> OwnBytes:
+    """The segments as if they were a file of their own, each an extent."""
+    runs: list[tuple[tuple[int, int], ...]] = []
+    position = 0
+    for segment in segments:
+        runs.append(((position, segment.num_bytes),))
+        position += segment.num_bytes
+    numbered = [(segment, range(number, number + 1)) for number, segment in enumerate(segments)]
+    return OwnBytes(
+        groups=tuple(_grouped(numbered, runs)),
+        extent_bytes=tuple(segment.num_bytes for segment in segments),
+        runs=tuple(runs),
+    )
+
+
 def _grouped(
     segments: Sequence[tuple[Segment, range]], runs: Sequence[tuple[tuple[int, int], ...]]
 ) -> Iterator[Group]:
@@ -155,7 +170,7 @@ def _grouped(
 
 
 def content_of(
-    sources: Sequence[Replicated | Shard], own: OwnBytes, *, groups: Iterable[Group], staging: Staging
+    sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[Group], staging: Staging
 ) -> Content:
     """The bytes of each of `groups`, which are those of `own`; small tensors are joined in memory of `staging`. Large
     ones are handed out as they lie in memory; one that is not contiguous is made so, one of a device is brought to the
@@ -166,7 +181,7 @@ def content_of(
             _copy_group(torch.from_numpy(joined), sources, group, wait=True)
             yield group, joined.data
             continue
-        view = _view(sources, group.segments[0])
+        view = view_of(sources, group.segments[0])
         if view.device.type == "cpu":
             yield group, view.numpy().data
             continue
@@ -178,7 +193,7 @@ def content_of(
             position += num_bytes
 
 
-def copy_to(buffer: torch.Tensor, sources: Sequence[Replicated | Shard], own: OwnBytes) -> None:
+def copy_to(buffer: torch.Tensor, sources: Sequence[Item], own: OwnBytes) -> None:
     """Copy all of this rank's bytes, group after group, into `buffer`, bytes on the host, `copy_bytes` of them.
     From a device the copies are queued on its present stream: wait for it before the buffer is read or a tensor is
     changed."""
@@ -212,17 +227,15 @@ def _places(own: OwnBytes) -> Iterator[int]:
         position += group.num_bytes
 
 
-def _copy_group(
-    target: torch.Tensor, sources: Sequence[Replicated | Shard], group: Group, *, wait: bool
-) -> None:
+def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: Group, *, wait: bool) -> None:
     """Into `target`, bytes on the host. What comes from a device comes at once where it can be, and is only queued if
     nobody waits."""
     if group.offset is None:
-        target.copy_(_view(sources, group.segments[0]), non_blocking=not wait)
+        target.copy_(view_of(sources, group.segments[0]), non_blocking=not wait)
         return
     if _copy_small(target.data_ptr(), sources, group.segments):
         return
-    views = [_view(sources, segment) for segment in group.segments]
+    views = [view_of(sources, segment) for segment in group.segments]
     if len({view.device for view in views}) == 1:
         target.copy_(torch.cat(views), non_blocking=not wait)
         return
@@ -232,28 +245,36 @@ def _copy_group(
         position += len(view)
 
 
-def _copy_small(address: int, sources: Sequence[Replicated | Shard], segments: Sequence[Segment]) -> bool:
+def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segment]) -> bool:
     """There may be thousands of them: a copy through torch takes several times as long. False, and some are not copied,
     where one is not on the host."""
     for segment in segments:
-        tensor = sources[segment.source].tensor
+        tensor, start = sources[segment.source].tensor, segment.start
         if not tensor.is_cpu:
             return False
         if not (tensor.is_contiguous() and type(tensor) in _PLAIN) or tensor.is_neg() or tensor.is_conj():
-            tensor = byte_view(tensor)
+            tensor, start = view_of(sources, segment), 0
         source = tensor.data_ptr()
         if not source:
             raise CheckpointError(
                 f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} has no memory of its own: it was freed, or "
                 "is a wrapper of others. Save what it stands for"
             )
-        _memmove(address, source + segment.start, segment.num_bytes)
+        _memmove(address, source + start, segment.num_bytes)
         address += segment.num_bytes
     return True
 
 
-def _view(sources: Sequence[Replicated | Shard], segment: Segment) -> torch.Tensor:
-    return byte_view(sources[segment.source].tensor)[segment.start : segment.start + segment.num_bytes]
+def view_of(sources: Sequence[Item], segment: Segment) -> torch.Tensor:
+    """The segment's bytes, shape (num_bytes,), on the tensor's device. Of a tensor that is not contiguous only the
+    rows that hold them are copied."""
+    tensor, begin, end = sources[segment.source].tensor, segment.start, segment.start + segment.num_bytes
+    if tensor.dim() and len(tensor) > 1 and not tensor.is_contiguous():
+        row_bytes = tensor.nbytes // len(tensor)
+        first = begin // row_bytes
+        tensor = tensor[first : -(-end // row_bytes)]
+        begin, end = begin - first * row_bytes, end - first * row_bytes
+    return byte_view(tensor)[begin:end]
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

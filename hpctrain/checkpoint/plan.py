@@ -1,7 +1,8 @@
 """Who writes which bytes: pure, and the same result on every rank.
 
 Replicated tensors are laid end to end in the order of their names, and this line is cut into as many equal
-parts as there are ranks. Shards are written by the rank that holds them. Each rank writes into one file; with
+parts as there are ranks. Of tensors that each rank has for itself rank 0 writes its own, and its part of the line is
+shorter by them. Shards are written by the rank that holds them. Each rank writes into one file; with
 several files, what the ranks of one file write of a tensor is a piece of it, a dataset of that file. Everything
 is then cut into extents of at most EXTENT_BYTES, the unit of hashing: whoever reads one byte of an extent
 verifies all of it.
@@ -115,7 +116,8 @@ def make_plan(
 ) -> WritePlan:
     """The plan for all ranks.
 
-    replicated: sorted by name, the same on every rank. shards_by_rank: each rank's shards in its own order.
+    replicated: what every rank lists, replicated or rank 0's; sorted by name, the same on every rank. shards_by_rank:
+    each rank's shards in its own order.
     file_of_rank: the file that each rank writes to, numbered from 0 without a gap; None: one file for all.
     Raises CheckpointError when a name is used twice, or when shards disagree or do not make up their tensor;
     as the input is the same on all ranks, all ranks raise.
@@ -137,12 +139,30 @@ def make_plan(
         key=lambda tensor: tensor.header.name,
     )  # fmt: skip
     index = {tensor.header.name: i for i, tensor in enumerate(tensors)}
-    flat = [tensors[index[header.name]] for header in replicated]
-    for piece in divide_evenly([(t.num_bytes, t.elem_bytes) for t in flat], num_ranks=num_ranks):
+    ahead_bytes = 0
+    line: list[int] = []  # sources
+    for source, header in enumerate(replicated):
+        tensor = tensors[index[header.name]]
+        if header.from_rank_0:
+            ahead_bytes += tensor.num_bytes
+            planning.add(
+                0,
+                tensor=tensor,
+                number=index[header.name],
+                box=whole(tensor.view),
+                source=source,
+                source_start=0,
+            )
+        else:
+            line.append(source)
+    flat = [tensors[index[replicated[source].name]] for source in line]
+    for piece in divide_evenly(
+        [(t.num_bytes, t.elem_bytes) for t in flat], num_ranks=num_ranks, ahead_bytes=ahead_bytes
+    ):
         box = Box(offset=(piece.start,), shape=(piece.stop - piece.start,))
         planning.add(
             order[piece.rank], tensor=flat[piece.tensor], number=index[flat[piece.tensor].header.name], box=box,
-            source=piece.tensor, source_start=piece.start,
+            source=line[piece.tensor], source_start=piece.start,
         )  # fmt: skip
     for rank, shards in enumerate(shards_by_rank):
         for place, header in enumerate(shards):
@@ -230,18 +250,23 @@ class Piece:
     stop: int
 
 
-def divide_evenly(sizes: Sequence[tuple[int, int]], *, num_ranks: int) -> Iterator[Piece]:
+def divide_evenly(
+    sizes: Sequence[tuple[int, int]], *, num_ranks: int, ahead_bytes: int = 0
+) -> Iterator[Piece]:
     """Lay tensors of `sizes` (bytes, bytes of an element) end to end and cut the line into equal parts.
 
-    Every rank's share differs from the even one by less than CUT_BYTES.
+    ahead_bytes: what the first rank writes besides; its part of the line is shorter by them, and may be empty.
+    Every rank's share differs from the even one by less than CUT_BYTES, where `ahead_bytes` are no more than that.
     """
     total_bytes = sum(num_bytes for num_bytes, _ in sizes)
+    first_bytes = max(0, (total_bytes + ahead_bytes) // num_ranks - ahead_bytes)
+    rest_bytes = total_bytes - first_bytes
     rank, begin = 0, 0  # `begin`: where the tensor begins on the line
     for tensor, (num_bytes, elem_bytes) in enumerate(sizes):
         start = 0
         while start < num_bytes:
             if rank + 1 < num_ranks:
-                cut = (rank + 1) * total_bytes // num_ranks - begin
+                cut = first_bytes + rank * rest_bytes // (num_ranks - 1) - begin
                 stop = num_bytes if cut >= num_bytes else max(start, cut - cut % CUT_BYTES)
             else:
                 cut, stop = num_bytes, num_bytes

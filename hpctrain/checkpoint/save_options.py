@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from hpctrain.checkpoint.engine import Engine, engine_named
 from hpctrain.checkpoint.filesystem import Filesystem
+from hpctrain.checkpoint.replicas import OnReplicaMismatch, ReplicaCheck
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.errors import UsageError
 
@@ -26,6 +27,10 @@ class SaveOptions:
     unless the files are `local`: those are read again at once.
     recycle: of the checkpoints that `keep` lets go of, one's room on disk is kept for the next save, where that is
     known to be faster (ext4): in a hidden file, which `recycling.remove_spares` gives back. Not of folders.
+    replica_check: whether the ranks' copies of what is `Replicated` are compared. "sampled": one part in 64 of each
+    tensor, 64 MiB in all at most, another part in each save; "full": every byte, which every rank hashes.
+    on_replica_mismatch: where copies differ, "error" on every rank, with nothing saved; "rank0": rank 0's copies of all
+    replicated tensors are saved, with a warning.
     """
 
     keep: Retention | int | None = 3
@@ -36,6 +41,8 @@ class SaveOptions:
     limit_mb_per_s: float | None = None
     page_cache: PageCache = "auto"
     recycle: bool = False
+    replica_check: ReplicaCheck = "sampled"
+    on_replica_mismatch: OnReplicaMismatch = "error"
 
     def recycles(self, filesystem: Filesystem) -> bool:
         """Whether a save takes the room of a checkpoint that was let go of, and keeps it for the next."""
@@ -64,10 +71,13 @@ def check_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
         )
     if options.local and options.files != "node":
         raise UsageError('a checkpoint on the nodes\' own storage is one file a node: files = "node"')
-    if options.page_cache not in get_args(PageCache):
-        raise UsageError(
-            f"page_cache = {options.page_cache!r}: choose one of {', '.join(get_args(PageCache))}"
-        )
+    for name, value, choices in (
+        ("page_cache", options.page_cache, get_args(PageCache)),
+        ("replica_check", options.replica_check, get_args(ReplicaCheck)),
+        ("on_replica_mismatch", options.on_replica_mismatch, get_args(OnReplicaMismatch)),
+    ):
+        if value not in choices:
+            raise UsageError(f"{name} = {value!r}: choose one of {', '.join(choices)}")
     if options.limit_mb_per_s is not None and not options.limit_mb_per_s > 0:
         raise UsageError(f"limit_mb_per_s = {options.limit_mb_per_s}: a rate above 0")
     engine = engine_named(options.engine)

@@ -4,7 +4,8 @@ It goes through phases. In each, every rank works on files alone, here or in a t
 ranks meet, tell each other how it went, and begin the next. So nothing communicates from a thread, and training
 can go on while files are written: the meetings are small and come at step boundaries.
 
-1. Begin: the ranks agree on the layout, the partial checkpoint is made, and the state is copied if asked.
+1. Begin: the ranks agree on the layout and compare replicated tensors, the partial checkpoint is made, and the state is
+   copied if asked.
 2. Content: every rank writes its bytes and flushes them to disk.
 3. Commit: rank 0 writes metadata and seal, flushes, reads back, renames, and deletes what is no longer kept.
 
@@ -15,6 +16,7 @@ files is in `file_work`.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -31,6 +33,7 @@ from hpctrain.checkpoint.layout import distrust, layout_for
 from hpctrain.checkpoint.listing import file_name, folder_name
 from hpctrain.checkpoint.metadata import Metadata
 from hpctrain.checkpoint.own_bytes import content_of
+from hpctrain.checkpoint.replicas import ON_MISMATCH, ReplicaMismatch, compare_replicas
 from hpctrain.checkpoint.retention import Retention
 from hpctrain.checkpoint.room import begin_partial
 from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank
@@ -95,6 +98,7 @@ class Saving:
         self._notes: Sequence[str] = ()
         # What it begins anew with, should the state be otherwise than in the save before.
         self._state: State | None = None
+        self._sample: int | None = None  # number of the sample of replicated tensors
 
     @classmethod
     def begin(
@@ -115,8 +119,8 @@ class Saving:
         and never communicates; without one it is done here and in `advance`. One save at a time may write to a
         directory.
         Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
-        state does not fit together or the directory cannot be written; UsageError for a bad argument. With neither
-        buffers nor executor a state that does not fit together may be told by `advance`.
+        state does not fit together, replicated tensors differ, or the directory cannot be written; UsageError for a bad
+        argument. With neither buffers nor executor a state that does not fit together may be told by `advance`.
         """
         with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
             saving = cls(
@@ -126,8 +130,8 @@ class Saving:
             saving._begin(state, trusting=buffers is None and executor is None)
             return saving
 
-    def _begin(self, state: State, *, trusting: bool) -> None:
-        """trusting: that dtypes and shapes are as in the save before. Collective."""
+    def _begin(self, state: State, *, trusting: bool, warning: str = "") -> None:
+        """trusting: that dtypes and shapes are as in the save before. warning: a note for the result. Collective."""
         comm, options, step, directory = self._comm, self._options, self.step, self._directory
         requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
         files = file_of_rank(options, num_ranks=comm.num_ranks)
@@ -147,6 +151,25 @@ class Saving:
             state, sources=sources, step=step, comm=comm, file_of_rank=files,
             alignment=alignment_of(choice.filesystem), header=header, trusting=trusting,
         )  # fmt: skip
+        if self._sample is None:  # where it begins anew it looks at the same
+            self._sample = next(layout.replicas.numbers)
+        try:
+            mismatch = compare_replicas(
+                layout.replicas, sources, number=self._sample, comm=comm, how=options.replica_check,
+                on_mismatch=options.on_replica_mismatch,
+            )  # fmt: skip
+        except CheckpointError:
+            if not trusting:
+                raise
+            distrust(comm)
+            self._begin(state, trusting=False)
+            return
+        if mismatch is not None:
+            if trusting:  # copies of other dtypes or shapes differ too: planning tells
+                self._begin(state, trusting=False)
+            else:
+                self._begin(state.from_rank_0(), trusting=False, warning=self._warn_or_raise(mismatch))
+            return
         partial, unique, note = begin_partial(
             directory, self.path.name, layout=layout, choice=choice, comm=comm, options=options
         )
@@ -158,7 +181,7 @@ class Saving:
             final=self.path, partial=partial, comm=comm, layout=layout, choice=choice, options=options,
             header=replace(header, id=unique),
         )  # fmt: skip
-        self._notes = [choice.note, "past the page cache" if work.bypasses_cache else "", note]
+        self._notes = [choice.note, "past the page cache" if work.bypasses_cache else "", note, warning]
         self._state = state if trusting else None
         staging = Staging()
         if self._buffers is None:
@@ -167,6 +190,18 @@ class Saving:
         else:
             content = content_copied(sources, layout.own, buffers=self._buffers)
         self._start(lambda: work.write_content(content, staging=staging))
+
+    def _warn_or_raise(self, mismatch: ReplicaMismatch) -> str:
+        """A note for the result, where rank 0's copies are to be saved."""
+        if self._options.on_replica_mismatch == "error":
+            raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
+        if self._comm.rank == 0:
+            print(
+                f"hpctrain: WARNING: checkpoint of step {self.step}: {mismatch.describe()}. Rank 0's copies of all "
+                "replicated tensors are saved; the other ranks keep theirs",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return "WARNING: replicated tensors differ between ranks, rank 0's are saved"
 
     def ready(self) -> bool:
         """Whether this rank's work of the present phase is done, or has failed. Not collective."""

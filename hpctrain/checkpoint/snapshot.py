@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.checkpoint.fresh_memory import fresh_tensor
 from hpctrain.checkpoint.own_bytes import Content, OwnBytes, content_in, copy_bytes, copy_to
-from hpctrain.checkpoint.state import Replicated, Shard
+from hpctrain.checkpoint.state import Item
 from hpctrain.checkpoint.uncached import BLOCK_BYTES
 from hpctrain.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
     return unpin
 
 
-def content_copied(sources: Sequence[Replicated | Shard], own: OwnBytes, *, buffers: HostBuffers) -> Content:
+def content_copied(sources: Sequence[Item], own: OwnBytes, *, buffers: HostBuffers) -> Content:
     """This rank's bytes as they are now: the tensors may change when this returns. Not collective.
 
     Where there is no memory for them, perhaps on this rank alone, that is met where the bytes are asked for: so an

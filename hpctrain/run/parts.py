@@ -182,6 +182,8 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
             limit_mb_per_s=section.limit_mb_per_s,
             page_cache=section.page_cache,
             recycle=section.recycle,
+            replica_check=section.replica_check,
+            on_replica_mismatch=section.on_replica_mismatch,
         ),
     )
 

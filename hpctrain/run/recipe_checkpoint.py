@@ -66,6 +66,16 @@ class CheckpointSection(Section):
         description="On ext4, the room on disk of a checkpoint that is let go of is kept for the next one, which is "
         "then written faster: until the run ends one more is there than are kept, in a hidden file.",
     )
+    replica_check: Literal["sampled", "full", "off"] = Field(
+        "sampled",
+        description="Whether a save compares the ranks' copies of parameters and optimizer state. `sampled`: one part "
+        "in 64 of each tensor, 64 MiB at most, another part in each save. `full`: every byte, hashed by every rank.",
+    )
+    on_replica_mismatch: Literal["error", "rank0"] = Field(
+        "error",
+        description="What a save does where copies differ. `error`: the run ends with code 4 and nothing is saved. "
+        "`rank0`: rank 0's copies are saved, with a warning.",
+    )
     directory: str | None = Field(None, description="Default: `checkpoints` in the run directory.")
 
     local: str | None = Field(

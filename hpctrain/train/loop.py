@@ -255,7 +255,6 @@ class Training:
         self._checkpoints.save(self._position.step, capture=self._capture, again=again)
 
     def _capture(self) -> State:
-        self._align_buffers()
         state = self._state.capture(
             self._position, comm=self._comm, identity=self._identity, parent=self._parent
         )
@@ -277,7 +276,7 @@ class Training:
         self._progress.say(f"held out, step {step}: {told}")
 
     def _align_buffers(self) -> None:
-        """Rank 0's buffers (running statistics) become everybody's: they are evaluated with and saved once."""
+        """Rank 0's buffers (running statistics) become everybody's: the ones that are saved are evaluated."""
         buffers = list(self._state.model.buffers())
         broadcast_tensors(self._comm, buffers, root=0, name="the model's buffers")
 

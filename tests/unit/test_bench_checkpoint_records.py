@@ -36,6 +36,11 @@ STEPS = {
     "limited": [{"quiet": [0.01, 0.01], "beside": [0.0105, 0.0105], "save": 2.0}],
     "dcp async": [{"quiet": [0.01], "beside": [0.04], "save": 0.9}],
 }
+REPLICAS = {
+    "save in a run, auto, replicas off": [0.2, 0.1, 0.4],
+    "save in a run, auto, replicas sampled": [0.202, 0.1, 0.408],
+    "save in a run, auto, replicas full": [0.3, 0.2, 0.5],
+}
 
 
 def all_records() -> list[results_file.Record]:
@@ -47,6 +52,7 @@ def all_records() -> list[results_file.Record]:
         figures.stall_record(STALLS),
         figures.memory_record(MEMORY),
         *figures.steps_records(STEPS, limit_mb_per_s=100.0),
+        figures.replica_record(REPLICAS),
     ]
 
 
@@ -71,8 +77,9 @@ def test_each_number_is_held_against_its_bar() -> None:
         "checkpoint.3b": (1.04, True),  # the rank with most
         "checkpoint.3c": (1.5, False),
         "checkpoint.3d": (1.05, True),
+        "checkpoint.4a": (1.01, True),  # sampled over off; full has no bar
     }
-    assert {figure_of(name) for name in made} == {f"checkpoint.{figure}" for figure in (1, 2, 3)}
+    assert {figure_of(name) for name in made} == {f"checkpoint.{figure}" for figure in (1, 2, 3, 4)}
 
 
 def test_where_the_disk_cannot_be_written_to_past_its_cache_there_is_no_such_record() -> None:
@@ -99,7 +106,7 @@ def test_the_file_and_the_page_have_a_place_for_every_record(tmp_path: Path) -> 
     for _ in range(2):
         page.refresh(page_path, content)
         text = page_path.read_text()
-        for name in (*names, "about", "checkpoint.1", "checkpoint.2", "checkpoint.3"):
+        for name in (*names, "about", "checkpoint.1", "checkpoint.2", "checkpoint.3", "checkpoint.4"):
             begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
             assert text.count(begin) == text.count(end) == 1
             assert text[text.index(begin) + len(begin) : text.index(end)].strip()

@@ -75,6 +75,35 @@ def test_replicated_bytes_are_shared_evenly(tensors: list[tuple[int, str]], num_
     assert all(abs(share - total_bytes / num_ranks) <= CUT_BYTES for share in written)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(1, 3),
+)
+def test_rank_0_writes_its_own_tensors_and_that_much_less_of_the_replicated_ones(
+    tensors: list[tuple[int, bool]], num_ranks: int, files: int
+) -> None:
+    headers = [
+        Header(name=f"t{i:03}", dtype="float32", shape=(n,), box=None, from_rank_0=own)
+        for i, (n, own) in enumerate(tensors)
+    ]
+    file_of_rank = [rank * min(files, num_ranks) // num_ranks for rank in range(num_ranks)]
+    plan = make_plan(replicated=headers, shards_by_rank=[[]] * num_ranks, file_of_rank=file_of_rank)
+    for counts in times_written(plan):
+        assert (counts == 1).all()
+    for rank, extents in enumerate(plan.extents_by_rank):
+        for extent in extents:
+            assert plan.tensors[extent.tensor].name == headers[extent.source].name
+            assert rank == 0 or not headers[extent.source].from_rank_0
+    own_bytes = sum(4 * n for n, own in tensors if own)
+    even_bytes = sum(4 * n for n, _ in tensors) / num_ranks
+    written = [plan.bytes_of(rank) for rank in range(num_ranks)]
+    if own_bytes <= even_bytes:
+        assert all(abs(share - even_bytes) <= CUT_BYTES for share in written)
+    else:
+        assert written[0] == own_bytes
+
+
 def test_large_tensors_are_cut_into_extents_at_whole_pages() -> None:
     headers = [replicated("a", 3_000_000), replicated("b", 700, 4001)]
     plan = make_plan(replicated=headers, shards_by_rank=[[]] * 3)

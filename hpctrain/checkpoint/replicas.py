@@ -1,0 +1,207 @@
+"""Whether the ranks' copies of what they hold replicated are the same bits: looked at before a save writes any of it.
+
+Each rank writes a part of the bytes, so copies that differ would be saved as a mosaic of the ranks. Every rank hashes
+the same parts of its own copies, and the ranks compare one number; only where that differs do they exchange more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.difference import Tolerance, amount_of
+from hpctrain.checkpoint.own_bytes import Segment, content_of, laid_end_to_end, view_of
+from hpctrain.checkpoint.plan import EXTENT_BYTES
+from hpctrain.checkpoint.staging import Staging
+from hpctrain.checkpoint.state import Item, Replicated
+from hpctrain.comm.agreement import all_gather_json, check_same, describe_ranks, raise_together
+from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.errors import CheckpointError, UsageError
+
+ReplicaCheck: TypeAlias = Literal["sampled", "full", "off"]
+OnReplicaMismatch: TypeAlias = Literal["error", "rank0"]
+
+# Of a sample: the part of each tensor, and what a save hashes at most and of a tensor at least. Hashing this much takes
+# less than one hundredth of the time that writing the state takes.
+SAMPLED_PART = 64
+MAX_SAMPLED_BYTES = 64 << 20
+MIN_PIECE_BYTES = 4096
+# Of how many tensors. Taking a small piece costs some microseconds.
+MAX_SAMPLED_TENSORS = 512
+_WHOLE_ELEMENTS = 16  # a multiple of every element's size
+_NAMED = 3
+_HASH_MASK = (1 << 62) - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replicas:
+    """The replicated tensors of a layout, and what to look at of them; the same on every rank.
+
+    num_bytes: of each, by its number in `State.sources()`. turns: tensors take so many turns to be
+    sampled. part: of a tensor one part in so many is looked at. numbers: of the samples.
+    """
+
+    num_bytes: Mapping[int, int]
+    turns: int
+    part: int
+    numbers: Iterator[int]
+
+    @classmethod
+    def of(cls, sources: Sequence[Item], *, step: int) -> Replicas:
+        """step: of the save that the layout is made for. The first sample follows from it, so that runs that are
+        resumed often do not look at the same parts each time."""
+        num_bytes = {
+            number: source.tensor.nbytes
+            for number, source in enumerate(sources)
+            if isinstance(source, Replicated)
+        }
+        turns = max(1, -(-len(num_bytes) // MAX_SAMPLED_TENSORS))
+        return cls(
+            num_bytes=num_bytes, turns=turns,
+            part=max(SAMPLED_PART, -(-sum(num_bytes.values()) // (turns * MAX_SAMPLED_BYTES))),
+            numbers=itertools.count(xxhash.xxh3_64_intdigest(str(step)) & _HASH_MASK),
+        )  # fmt: skip
+
+    def sample(self, number: int) -> list[Segment]:
+        """At most one piece of each tensor. `turns * part` samples in a row have every byte."""
+        found = []
+        for source, num_bytes in itertools.islice(
+            self.num_bytes.items(), number % self.turns, None, self.turns
+        ):
+            piece = max(MIN_PIECE_BYTES, -(-num_bytes // self.part))
+            piece += -piece % _WHOLE_ELEMENTS
+            start = number // self.turns % max(1, -(-num_bytes // piece)) * piece
+            if num_bytes:
+                found.append(Segment(source=source, start=start, num_bytes=min(piece, num_bytes - start)))
+        return found
+
+    def whole(self) -> list[Segment]:
+        """All bytes, in pieces of at most EXTENT_BYTES."""
+        return [
+            Segment(source=source, start=start, num_bytes=min(EXTENT_BYTES, num_bytes - start))
+            for source, num_bytes in self.num_bytes.items()
+            for start in range(0, num_bytes, EXTENT_BYTES)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaMismatch:
+    """ranks_by_name: of each tensor in which copies differ, the world ranks whose copy differs from rank 0's. amounts:
+    of the first of them, the largest difference in what was compared, over all ranks. num_ranks: that compared."""
+
+    ranks_by_name: dict[str, list[int]]
+    amounts: dict[str, float]
+    num_ranks: int
+    how: ReplicaCheck
+
+    def describe(self) -> str:
+        shown = []
+        for name, ranks in list(self.ranks_by_name.items())[:_NAMED]:
+            text = f"{name!r} on {describe_ranks(ranks)}"
+            if self.amounts.get(name):
+                text += f" by up to {self.amounts[name]:.3g}"
+            shown.append(text)
+        more = len(self.ranks_by_name) - len(shown)
+        text = ", ".join(shown) + (f", and {more} more tensors" if more else "")
+        text = f"replicated tensors differ from rank 0's: {text}"
+        if self.num_ranks > 2 and all(len(r) == self.num_ranks - 1 for r in self.ranks_by_name.values()):
+            text += ". All other ranks differ from rank 0: its own copy may be the wrong one"
+        if self.how == "sampled":
+            text += ". A sample was compared: more may differ"
+        return text
+
+
+ON_MISMATCH = (
+    "Nothing was saved, and older checkpoints are as they were. Tensors of which each rank has its own, such as "
+    "running statistics, belong in FromRank0. Where parameters or optimizer state differ, the ranks no longer train "
+    'one model: resume from the last checkpoint, or save rank 0\'s copies with on_replica_mismatch = "rank0". See '
+    "docs/runbooks/f11-replicas-differ.md"
+)
+
+
+def compare_replicas(
+    replicas: Replicas, sources: Sequence[Item], *, number: int, comm: Collective, how: ReplicaCheck,
+    on_mismatch: OnReplicaMismatch,
+) -> ReplicaMismatch | None:  # fmt: skip
+    """None where no difference was found. Collective: one sum of three numbers, unless something differs.
+
+    sources: of the state, as in the layout. number: of the sample, the same on every rank. Bytes hashed by each rank:
+    of "sampled" one `SAMPLED_PART`th of the replicated bytes, `MAX_SAMPLED_BYTES` at most; of "full" all of them.
+    Raises on every rank: CheckpointError where a rank cannot read its copies as the layout says; UsageError where
+    ranks have been given different settings.
+    """
+    segments: list[Segment] = []
+    if comm.num_ranks > 1 and how != "off":
+        segments = replicas.sample(number) if how == "sampled" else replicas.whole()
+    digest, error = 0, None
+    hashes: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+    try:
+        hashes = _hashes(segments, sources, replicas=replicas)
+        digest = xxhash.xxh3_64_intdigest(how.encode() + hashes.tobytes()) & _HASH_MASK
+    except (CheckpointError, RuntimeError) as found:
+        error = CheckpointError(str(found))
+    votes = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64)
+    comm.all_reduce(votes, op=ReduceOp.MAX)
+    largest, least, failed = votes.tolist()
+    if failed:
+        raise_together(comm, error)
+    if largest == -least:
+        return None
+    check_same(comm, name="replica_check", value=how, error=UsageError)
+    check_same(comm, name="on_replica_mismatch", value=on_mismatch, error=UsageError)
+    return _found(segments, sources, hashes=hashes, comm=comm, how=how)
+
+
+def _hashes(
+    segments: Sequence[Segment], sources: Sequence[Item], *, replicas: Replicas
+) -> NDArray[np.uint64]:
+    """Of each segment."""
+    for segment in segments:
+        if sources[segment.source].tensor.nbytes != replicas.num_bytes[segment.source]:
+            raise CheckpointError(f"{sources[segment.source].name!r} has changed its size")
+    laid = laid_end_to_end(segments)
+    hashes = np.zeros(len(segments), dtype=np.uint64)
+    for _ in laid.stretches(content_of(sources, laid, groups=laid.groups, staging=Staging()), hashes=hashes):
+        pass
+    return hashes
+
+
+def _found(
+    segments: Sequence[Segment], sources: Sequence[Item], *, hashes: NDArray[np.uint64], comm: Collective,
+    how: ReplicaCheck,
+) -> ReplicaMismatch:  # fmt: skip
+    """Collective."""
+    by_rank = np.stack(
+        [np.frombuffer(data, dtype=np.uint64) for data in comm.all_gather_bytes(hashes.tobytes())]
+    )  # (num_ranks, num_segments)
+    differs = by_rank != by_rank[0]
+    ranks_by_name: dict[str, set[int]] = {}
+    amounts: dict[str, float] = {}
+    for number in np.flatnonzero(differs.any(axis=0)).tolist():
+        segment = segments[number]
+        name = sources[segment.source].name
+        if name not in ranks_by_name and len(ranks_by_name) < _NAMED:
+            amounts[name] = _largest_difference(segment, sources, comm=comm)
+        ranks = {comm.members[place] for place in np.flatnonzero(differs[:, number]).tolist()}
+        ranks_by_name.setdefault(name, set()).update(ranks)
+    return ReplicaMismatch(
+        ranks_by_name={name: sorted(ranks) for name, ranks in ranks_by_name.items()},
+        amounts=amounts, num_ranks=comm.num_ranks, how=how,
+    )  # fmt: skip
+
+
+def _largest_difference(segment: Segment, sources: Sequence[Item], *, comm: Collective) -> float:
+    """Between rank 0's values and any rank's, of those whose difference is a number. Collective."""
+    mine = view_of(sources, segment).cpu().clone()
+    reference = mine.clone()
+    comm.broadcast(reference, root=0)
+    dtype = sources[segment.source].tensor.dtype
+    amount = amount_of(reference.view(dtype), mine.view(dtype), tolerance=Tolerance())
+    return float(max(all_gather_json(comm, amount.max_abs)))
