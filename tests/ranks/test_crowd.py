@@ -1,4 +1,4 @@
-"""More ranks than cores, as a user starts them: `hpctrain launch`, plain mpirun, and an own script; and their threads."""
+"""More ranks than cores, as users start them: `hpctrain launch`, plain mpirun, an own script. And their threads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ import pytest
 from hpctrain.launch.yielding import find_library
 from tests.ranks_launcher import is_open_mpi, run_command
 
-needs_horovod = pytest.mark.skipif(
-    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed: hpctrain runs without it"
-)
 CPUS = sorted(os.sched_getaffinity(0))
 pytestmark = [
     pytest.mark.launches,
@@ -42,10 +39,10 @@ def found_by_ranks(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
 
 
-@pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=needs_horovod)])
-def test_eight_ranks_of_hpctrain_launch_share_two_cores(tmp_path: Path, backend: str) -> None:
+def test_eight_ranks_of_hpctrain_launch_share_two_cores(tmp_path: Path) -> None:
+    backend = "horovod" if importlib.util.find_spec("horovod") is not None else "mpi"
     launch = [*HPCTRAIN, "launch", "-n", "8", "--ranks-per-node", "2", "--", *own_script(backend, tmp_path)]
-    result = run_command(None, on_two_cpus(*launch), timeout_s=120, expect=0)
+    result = run_command(None, on_two_cpus(*launch), timeout_s=200, expect=0)
     found = found_by_ranks(tmp_path)
     assert [rank["sums"] for rank in found] == [[36.0]] * 8
     assert all(rank["mapped"] for rank in found)
@@ -73,33 +70,47 @@ def test_an_own_script_under_plain_mpirun_is_told_the_cure(tmp_path: Path) -> No
     assert note in result.stdout + result.stderr
 
 
-def restarted(options: list[str], tmp_path: Path) -> list[bool]:
-    """Whether each rank of `hpctrain doctor` under plain mpirun runs with the library."""
-    command = [*HPCTRAIN, "doctor", "--backend", "mpi", "--json", "--run-directory", str(tmp_path)]
-    result = run_command(None, on_two_cpus(*MPIRUN, *options, *command))
-    report = json.loads(result.stdout[result.stdout.index("{") :])
-    return [rank["yielding"]["in_effect"] for rank in report["ranks"]]
-
-
 def test_hpctrain_under_plain_mpirun_preloads_the_library_by_itself(tmp_path: Path) -> None:
-    assert restarted(["--bind-to", "none", "-n", "3"], tmp_path) == [True] * 3
+    doctor = [*HPCTRAIN, "doctor", "--backend", "mpi", "--json", "--run-directory", str(tmp_path)]
+    result = run_command(None, on_two_cpus(*MPIRUN, "--bind-to", "none", "-n", "3", *doctor))
+    report = json.loads(result.stdout[result.stdout.index("{") :])
+    assert [rank["yielding"]["in_effect"] for rank in report["ranks"]] == [True] * 3
+    assert "sleep instead of yielding" in result.stdout
 
 
-def test_a_shell_script_between_mpirun_and_hpctrain_changes_nothing(tmp_path: Path) -> None:
-    options = ["--bind-to", "core:overload-allowed", "-n", "3", "bash", "-c", '"$0" "$@"; exit $?']
-    assert restarted(options, tmp_path) == [True] * 3
+RESTART = """
+import os, sys
+from hpctrain.launch.yielding import in_effect, restart_with_sleep
+restart_with_sleep()
+left = any(name.startswith("HPCTRAIN_RESTARTED") for name in os.environ)
+sys.stdout.write(f"{sys.argv[1]}: {in_effect()} {os.environ.get('OMPI_MCA_mpi_yield_when_idle')} {left}\\n")
+"""
+THROUGH_A_SHELL = ["bash", "-c", '"$0" "$@"; exit $?']
 
 
-@pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
-def test_ranks_bound_to_a_core_each_are_left_as_they_are(tmp_path: Path) -> None:
-    assert restarted(["--bind-to", "core", "-n", "2"], tmp_path) == [False] * 2
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "expected"),
+    [
+        pytest.param(["--bind-to", "none"], 3, True, id="not bound"),
+        pytest.param(["--bind-to", "core:overload-allowed"], 3, True, id="two on a core"),
+        pytest.param(["--bind-to", "core"], min(2, len(CPUS)), False, id="bound to a core each"),
+        pytest.param(["--bind-to", "none"], min(2, len(CPUS)), False, id="as many as cores"),
+    ],
+)
+@pytest.mark.parametrize("between", [[], THROUGH_A_SHELL], ids=["", "through a shell"])
+def test_a_rank_starts_anew_once_where_ranks_outnumber_cores(
+    options: list[str], num_ranks: int, expected: bool, between: list[str]
+) -> None:
+    command = [*options, "-n", str(num_ranks), *between, sys.executable, "-c", RESTART, "an argument"]
+    result = run_command(None, on_two_cpus(*MPIRUN, *command), expect=0)
+    line = f"an argument: {expected} {'1' if expected else None} False"
+    assert result.stdout.splitlines() == [line] * num_ranks
 
 
 @pytest.mark.parametrize(
     ("options", "num_ranks", "num_cpus", "threads"),
     [
         pytest.param(["--bind-to", "none"], 1, 2, 2, id="one rank, not bound"),
-        pytest.param(["--bind-to", "none"], 2, 2, 1, id="two ranks, not bound"),
         pytest.param(["--bind-to", "core"], 2, 2, 1, id="a core each"),
         pytest.param(["--map-by", "slot:PE=2", "--bind-to", "core"], 2, 4, 2, id="two cores each"),
     ],
