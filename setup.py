@@ -25,7 +25,9 @@ setup(
             ["hpctrain/reduce/_add.c"],
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
             optional=True,
-        )
+        ),
+        # No module of Python: a library that ranks preload where they outnumber the cores (launch/yielding.py).
+        Extension("hpctrain.launch._yield_by_sleep", ["hpctrain/launch/_yield_by_sleep.c"], optional=True),
     ],
     install_requires=[
         "torch>=2.1",

@@ -1,5 +1,6 @@
 """Start real ranks from a test: `run_ranks` for a function, `run_command` for a command line.
 
+Ranks are started as `hpctrain launch` starts them: the same command line, environment and preloaded library.
 pytest itself stays outside MPI: it would hang when one rank fails. Each launch has a time limit that ends
 every process of it, and a failure shows the last lines of each rank. This module is also what each rank runs:
 `python -m tests.ranks_launcher module:function backend args-json out-dir timeout_s num_ranks`.
@@ -12,7 +13,6 @@ import functools
 import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hpctrain.launch import Machine, plan_launch, survey_machine
+from hpctrain.launch.machine import MpirunFamily
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # What an outer launcher leaves in the environment would make the inner ranks take themselves for its ranks.
@@ -51,56 +54,48 @@ class CommandResult:
     wall_s: float
 
 
-@functools.cache
-def patient_yield() -> str | None:
-    """The library made of patient_yield.c, for LD_PRELOAD. None where there is no C compiler, or no Linux."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform != "linux":
-        return None
-    source = Path(__file__).with_name("patient_yield.c")
-    made = REPOSITORY / "build" / "patient_yield.so"
-    if not made.exists() or made.stat().st_mtime < source.stat().st_mtime:
-        made.parent.mkdir(exist_ok=True)
-        partial = made.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            [compiler, "-O2", "-shared", "-fPIC", "-o", str(partial), str(source)], check=True, timeout=60
-        )
-        partial.rename(made)
-    return str(made)
-
-
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for launched ranks: ours without an outer launcher's variables, plus `extra`."""
+    """A user's environment: ours without an outer launcher's variables, plus `extra`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(OUTER_LAUNCHER)}
     path = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
     environment.update(
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-        OMPI_MCA_mpi_yield_when_idle="1",  # more ranks than cores: a polling rank must let others run
         OMP_NUM_THREADS="1",
         PYTHONPATH=os.pathsep.join(path),
     )
-    if (library := patient_yield()) is not None:
-        environment["LD_PRELOAD"] = library
     environment.update(extra or {})
     return environment
 
 
 @functools.cache
+def _machine() -> Machine:
+    return survey_machine()
+
+
 def is_open_mpi() -> bool:
-    """Whether `mpirun` is Open MPI's; MPICH and its kin refuse its options."""
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60, check=False)
-    return "open" in (version.stdout + version.stderr).lower()
+    """Whether `mpirun` is Open MPI's."""
+    mpirun = _machine().mpirun
+    return mpirun is not None and mpirun.family in (MpirunFamily.OPEN_MPI_4, MpirunFamily.OPEN_MPI_5)
 
 
-def mpirun(num_ranks: int, *, copy_output_to: Path | None = None) -> list[str]:
-    """The launcher's part of the command line. `copy_output_to`: each rank's output in files of its own."""
-    if not is_open_mpi():
-        return ["mpirun", "-n", str(num_ranks)]
-    command = ["mpirun", "--oversubscribe", "--bind-to", "none"]
-    if copy_output_to is not None:
-        command += ["--output-filename", str(copy_output_to)]
-    return [*command, "-n", str(num_ranks)]
+def as_hpctrain_launch(
+    num_ranks: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    copy_output_to: Path | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment with which `hpctrain launch -n NUM_RANKS -- COMMAND` starts the ranks.
+
+    copy_output_to: each rank's output in files of its own as well.
+    """
+    plan = plan_launch(command, num_ranks=num_ranks, environ=environment, machine=_machine())
+    argv = list(plan.argv)
+    if copy_output_to is not None and is_open_mpi():
+        argv[1:1] = ["--output-filename", str(copy_output_to)]
+    kept = {name: value for name, value in environment.items() if name not in plan.env_removed}
+    return argv, {**kept, **plan.env_updates}
 
 
 @dataclass
@@ -194,13 +189,19 @@ def start_command(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | str = REPOSITORY,
+    copy_output_to: Path | None = None,
 ) -> Launched:
-    """Start `argv` under `mpirun -n num_ranks`, or by itself when `num_ranks` is None; do not wait.
+    """Start `argv` as `hpctrain launch -n num_ranks` does, or by itself when `num_ranks` is None; do not wait.
 
     Use it as a context manager: leaving it ends every process of the launch.
+    copy_output_to: each rank's output in files of its own as well.
     """
     directory = tempfile.TemporaryDirectory(prefix="hpctrain-test-")
-    command = [*(mpirun(num_ranks) if num_ranks is not None else []), *map(str, argv)]
+    command, environment = [str(word) for word in argv], rank_environment(env)
+    if num_ranks is not None:
+        command, environment = as_hpctrain_launch(
+            num_ranks, command, environment, copy_output_to=copy_output_to
+        )
     # Files, not pipes: a process that outlives its rank would keep a pipe open, and us waiting.
     with (
         open(Path(directory.name) / "stdout", "wb") as stdout,
@@ -209,7 +210,7 @@ def start_command(
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=rank_environment(env),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -227,7 +228,7 @@ def run_command(
     cwd: Path | str = REPOSITORY,
     expect: int | None = None,
 ) -> CommandResult:
-    """Run `argv` under `mpirun -n num_ranks`, or by itself when `num_ranks` is None.
+    """Run `argv` as `hpctrain launch -n num_ranks` does, or by itself when `num_ranks` is None.
 
     expect: the exit code that must come out; None accepts any.
     """
@@ -266,10 +267,10 @@ def run_ranks(
         command = [sys.executable, "-m", "tests.ranks_launcher"]
         command += [f"{function.__module__}:{function.__qualname__}", backend, json.dumps(args), name]
         command += [str(timeout_s), str(num_ranks)]
-        if under_mpirun:
-            command = [*mpirun(num_ranks, copy_output_to=directory / "ranks"), *command]
         try:
-            with start_command(None, command, env=extra) as launched:
+            with start_command(
+                num_ranks if under_mpirun else None, command, env=extra, copy_output_to=directory / "ranks"
+            ) as launched:
                 result = launched.wait(timeout_s=timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{_rank_tails(directory)}") from None

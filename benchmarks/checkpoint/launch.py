@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tests.ranks_launcher import start_command
-
-
-class Waiting(Enum):
-    """How ranks wait for each other. plain: polling, as for a user. patient: sleeping a little in between, with the
-    preloaded sched_yield of the tests: without it some starve where ranks outnumber the cores."""
-
-    PLAIN = "plain"
-    PATIENT = "patient"
 
 
 class RanksFailed(RuntimeError):
@@ -33,11 +23,10 @@ def measured(
     num_ranks: int,
     scratch: Path,
     timeout_s: float = 300.0,
-    waiting: Waiting | None = None,
 ) -> Any:
     """What rank 0's case returned; of several, with commas between, a dict of that. RanksFailed, with last lines.
 
-    scratch: where files are written. waiting: patient where there are more ranks than cores, unless given.
+    scratch: where files are written. Ranks are started as `hpctrain launch` starts them.
     """
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=scratch) as writes:
         asked, result = Path(name) / "settings.json", Path(name) / "result.json"
@@ -45,11 +34,8 @@ def measured(
             json.dumps({**settings, "directory": writes, "meeting": name, "timeout_s": timeout_s})
         )
         module = [sys.executable, "-m", "benchmarks.checkpoint.ranks"]
-        if waiting is None:
-            waiting = Waiting.PATIENT if num_ranks > (os.cpu_count() or 1) else Waiting.PLAIN
-        quiet = {"LD_PRELOAD": ""} if waiting is Waiting.PLAIN else {}
         with start_command(
-            num_ranks, [*module, case, str(asked), str(result)], env={**quiet, "GLOO_SOCKET_IFNAME": "lo"}
+            num_ranks, [*module, case, str(asked), str(result)], env={"GLOO_SOCKET_IFNAME": "lo"}
         ) as launched:
             try:
                 done = launched.wait(timeout_s=timeout_s)

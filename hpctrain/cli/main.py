@@ -13,6 +13,7 @@ import typer
 
 from hpctrain.errors import HpctrainError, LaunchError
 from hpctrain.launch import identify
+from hpctrain.launch.yielding import restart_with_sleep
 from hpctrain.version import __version__
 
 HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
@@ -79,6 +80,7 @@ def _add_commands() -> None:
 
 def main() -> None:
     """Entry point of the `hpctrain` command."""
+    restart_with_sleep()  # before torch and MPI are loaded
     _add_commands()
     try:
         app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -9,6 +10,9 @@ import socket
 import subprocess
 from dataclasses import dataclass
 from enum import Enum
+
+from hpctrain.launch.cores import core_share, cpu_share, read_cores
+from hpctrain.launch.yielding import find_library
 
 _QUERY_TIMEOUT_S = 20
 
@@ -39,9 +43,15 @@ class Srun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`num_cores`: the cores that this process may use, which is what its ranks will share."""
+    """`num_cpus`: the hardware threads that this process may use, which is what its ranks will share; `num_cores`: the
+    cores that these belong to. Both at most what its control group may use at a time.
+
+    yield_library: the library that ranks preload where they outnumber `num_cpus`; None where it was not compiled.
+    """
 
     num_cores: int
+    num_cpus: int
+    yield_library: str | None
     is_root: bool
     mpirun: Mpirun | None
     srun: Srun | None
@@ -49,10 +59,13 @@ class Machine:
 
 def survey_machine() -> Machine:
     """Look at this machine: runs `mpirun --version` and `srun --mpi=list` where they are installed."""
+    mine = read_cores()
     mpirun_path = shutil.which("mpirun") or shutil.which("mpiexec")
     srun_path = shutil.which("srun")
     return Machine(
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=max(1, math.floor(core_share([mine], 0))),
+        num_cpus=max(1, math.floor(cpu_share([mine], 0))),
+        yield_library=find_library(),
         is_root=os.geteuid() == 0,
         mpirun=read_mpirun_version(_first_output([mpirun_path, "--version"]), path=mpirun_path)
         if mpirun_path

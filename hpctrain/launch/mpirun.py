@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE
 from hpctrain.launch.machine import Machine, MpirunFamily
-from hpctrain.launch.placement import Placement, give_way_while_waiting, share_cores
+from hpctrain.launch.placement import Placement, give_way_while_waiting, set_threads
 
 # mpirun itself hands its environment to the ranks of its own machine; to other machines only what is named.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -25,10 +25,11 @@ def mpirun_argv(
 ) -> list[str]:
     assert machine.mpirun is not None
     family = machine.mpirun.family
-    outnumbered = share_cores(placement, num_cores=machine.num_cores, environ=environ, updates=updates)
+    set_threads(placement, num_cores=machine.num_cores, environ=environ, updates=updates)
+    outnumbered = placement.ranks_on_a_node > machine.num_cpus
     if outnumbered:
         notes.append(
-            f"{placement.ranks_on_a_node} ranks share {machine.num_cores} cores of this machine: "
+            f"{placement.ranks_on_a_node} ranks share {machine.num_cpus} cores of this machine: "
             "good for trying things out, not for measuring"
         )
     if family is MpirunFamily.HYDRA:
@@ -39,7 +40,7 @@ def mpirun_argv(
         )
         return [machine.mpirun.path, "-n", str(placement.num_ranks)]
     if outnumbered:
-        give_way_while_waiting(environ, updates=updates)
+        give_way_while_waiting(environ, updates=updates, library=machine.yield_library, notes=notes)
     if machine.is_root:
         updates.update({"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
     argv = [machine.mpirun.path, "-n", str(placement.num_ranks)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import LaunchError
+from hpctrain.launch.yielding import PRELOAD_VARIABLE, YIELD_VARIABLE, with_preload, yields
 
 _OTHER_ALLOCATIONS = ("PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
 
@@ -77,18 +78,31 @@ def place_ranks(
     )
 
 
-def share_cores(
+def set_threads(
     placement: Placement, *, num_cores: int, environ: Mapping[str, str], updates: dict[str, str]
-) -> bool:
-    """Set a rank's threads, unless the user has. Returns whether a node's ranks outnumber its cores."""
-    ranks = placement.ranks_on_a_node
+) -> None:
+    """Set a rank's threads to its part of the cores, unless the user has set them."""
     if not environ.get("OMP_NUM_THREADS"):
         # Without it every rank starts one thread a core, and ranks x cores threads fight for the cores.
-        updates["OMP_NUM_THREADS"] = str(max(1, num_cores // ranks))
-    return ranks > num_cores
+        updates["OMP_NUM_THREADS"] = str(max(1, num_cores // placement.ranks_on_a_node))
 
 
-def give_way_while_waiting(environ: Mapping[str, str], *, updates: dict[str, str]) -> None:
-    """Open MPI polls while it waits, on a core that the rank it waits for may need."""
-    if not environ.get("OMPI_MCA_mpi_yield_when_idle"):
-        updates["OMPI_MCA_mpi_yield_when_idle"] = "1"
+def give_way_while_waiting(
+    environ: Mapping[str, str], *, updates: dict[str, str], library: str | None, notes: list[str]
+) -> None:
+    """Have ranks that outnumber the cores give theirs up while they wait.
+
+    Open MPI polls while it waits, on a core that the rank it waits for may need; asked to yield instead, it keeps that
+    rank from running on some kernels. library: turns its yielding into short sleeps.
+    """
+    if not environ.get(YIELD_VARIABLE):
+        updates[YIELD_VARIABLE] = "1"
+    if not yields(environ):
+        return
+    if library is not None:
+        updates[PRELOAD_VARIABLE] = with_preload(environ, library)
+    else:
+        notes.append(
+            "the library that lets waiting ranks sleep was not compiled: on Linux 6.18 and newer ranks may wait for "
+            "seconds; install a C compiler, then hpctrain again (make setup)"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.launch.machine import Machine, MpirunFamily
-from hpctrain.launch.placement import Placement, give_way_while_waiting, share_cores
+from hpctrain.launch.placement import Placement, give_way_while_waiting, set_threads
 from hpctrain.launch.slurm_counts import expand_counts
 
 
@@ -52,10 +52,12 @@ def srun_argv(
         argv.append(f"--distribution=plane={per_node}")
         removed += [name for name in ("SLURM_NTASKS_PER_NODE",) if name in environ]
     argv.append("--kill-on-bad-exit=1")
-    cores = _slurm_cores(environ) or machine.num_cores
-    if share_cores(placement, num_cores=cores, environ=environ, updates=updates):
+    cores = _slurm_cores(environ) or machine.num_cpus
+    if per_node > cores:
         argv.append("--overcommit")
-        give_way_while_waiting(environ, updates=updates)
+        set_threads(placement, num_cores=cores, environ=environ, updates=updates)
+        if machine.mpirun is None or machine.mpirun.family is not MpirunFamily.HYDRA:
+            give_way_while_waiting(environ, updates=updates, library=machine.yield_library, notes=notes)
         notes.append(
             f"{per_node} ranks on a node share {cores} cores: good for trying things out, not for measuring"
         )

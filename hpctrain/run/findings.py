@@ -45,6 +45,7 @@ def judge(facts: Facts) -> list[Finding]:
         _torch(facts),
         *_sums(facts),
         _launcher(facts),
+        *_yielding(facts),
         _mpi(facts),
         _horovod(facts),
         *_communication(facts),
@@ -118,6 +119,26 @@ def _launcher(facts: Facts) -> Finding:
         return _ok("launcher", "none: one rank")
     ranks = f"{launcher['num_ranks']} rank{'s' if launcher['num_ranks'] != 1 else ''}"
     return _ok("launcher", f"{launcher['launcher']}, {ranks}")
+
+
+def _yielding(facts: Facts) -> list[Finding]:
+    # An older hpctrain, which some rank may have, does not tell.
+    yielding = facts.get("yielding")
+    topic = "waiting ranks"
+    if yielding is None:
+        return []
+    if yielding["in_effect"]:
+        return [_ok(topic, "sleep instead of yielding: the library for more ranks than cores is preloaded")]
+    if yielding["library"] is None:
+        return [
+            _warning(
+                topic,
+                "the library for more ranks than cores was not compiled, or lies in a folder with a space or a colon",
+                "on Linux 6.18 and newer such ranks may wait for seconds: install a C compiler, then hpctrain again "
+                "(make setup)",
+            )
+        ]
+    return [_ok(topic, "the library for more ranks than cores is there, and not preloaded here")]
 
 
 def _several_ranks(facts: Facts) -> bool:

@@ -18,6 +18,7 @@ import psutil
 from hpctrain.comm.probe import probe_horovod, probe_mpi4py
 from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import RankIdentity, identify
+from hpctrain.launch.yielding import find_library, in_effect
 from hpctrain.version import __version__
 
 
@@ -30,6 +31,7 @@ def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: s
         "sums": _sums(),
         "launcher": _launcher(environ, hostname),
         "cores": _cores(environ),
+        "yielding": {"library": find_library(), "in_effect": in_effect()},
         "mpi": probe_mpi4py(),
         "horovod": probe_horovod(),
         "hdf5": _hdf5(),

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "numpy", "h5py", "mpi4py", "horovod")
 
 # Named one by one: a prefix such as HOROVOD_ would also take keys that must not be written down.
 VARIABLES = (
-    "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD",
+    "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "LD_PRELOAD", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD",
     "HPCTRAIN_RANKS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT",
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip

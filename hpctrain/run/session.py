@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, final, overload
@@ -27,6 +29,8 @@ from hpctrain.comm.totals import Operation, all_reduce_values
 from hpctrain.data import Dataset, Loader, Samples
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
+from hpctrain.launch.cores import RankCores, core_share, cpu_share, read_cores
+from hpctrain.launch.yielding import describe_crowd, may_starve
 from hpctrain.reduce import AllReduceUpdater, LossScale
 from hpctrain.reduce.algorithm import AUTO, TWO_LEVELS, Algorithm, Means, decide, parse_algorithm
 from hpctrain.reduce.reducer import BucketReducer
@@ -135,10 +139,9 @@ class Session:
         They wait for a network or a device, or have a core to run on. On one node whose ranks use every core they
         would only take turns with backward, at the price of the turns.
         """
-        mine = [socket.gethostname(), sorted(os.sched_getaffinity(0))]
-        everyone = all_gather_json(self.world, mine)
-        cores = len(mine[1]) / everyone.count(mine)
-        spare = all(all_gather_json(self.world, cores >= torch.get_num_threads() + 1))
+        everyone = [RankCores.from_json(c) for c in all_gather_json(self.world, read_cores().to_json())]
+        share = cpu_share(everyone, self.rank)
+        spare = all(all_gather_json(self.world, share >= torch.get_num_threads() + 1))
         return spare or self.topology.num_nodes > 1 or self.device.type != "cpu"
 
     def nccl(self, asked: str) -> Algorithm | None:
@@ -326,18 +329,23 @@ def start(
     """
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
     check_num_ranks(identity, ranks=ranks)
-    _set_threads(threads_per_rank, identity)
     opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
     world = Monitored(opened.world, timeout_s=timeout_s)
-    names = all_gather_json(world, [identity.node_name, identity.emulated])
-    topology = Topology.from_node_names([name for name, _ in names], emulated=any(e for _, e in names))
+    mine = [identity.node_name, identity.emulated, read_cores().to_json(), may_starve()]
+    everyone = all_gather_json(world, mine)
+    cores = [RankCores.from_json(entry[2]) for entry in everyone]
+    _set_threads(threads_per_rank, core_share(cores, world.rank))
+    topology = Topology.from_node_names(
+        [entry[0] for entry in everyone], emulated=any(entry[1] for entry in everyone)
+    )
     host, host_rank = socket.gethostname(), identity.host_rank or 0
     chosen_device, reason = choose_device(device, comm=world, host=host, host_rank=host_rank)
     session = Session(
         identity=identity, world=world, topology=topology, device=chosen_device, horovod=opened.horovod,
         backend_reason=opened.reason,
     )  # fmt: skip
-    for note in (*opened.notes, *filter(None, [reason])):
+    crowd = describe_crowd(cores, may_starve=[entry[3] for entry in everyone])
+    for note in (*opened.notes, *filter(None, [reason, crowd])):
         session.note(note)
     session.abort_on_uncaught_error()
     return session
@@ -352,13 +360,12 @@ def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
         )
 
 
-def _set_threads(asked: int | None, identity: RankIdentity) -> None:
-    """As asked, else as OMP_NUM_THREADS says, else this rank's part of the cores it may run on."""
+def _set_threads(asked: int | None, share: Fraction) -> None:
+    """As asked, else as OMP_NUM_THREADS says, else this rank's share of the cores it may run on."""
     if asked is not None:
         torch.set_num_threads(asked)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // max(1, identity.host_size or 1)))
+    elif not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, math.floor(share)))
 
 
 def _exit_code_of(error: BaseException) -> int:

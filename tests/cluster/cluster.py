@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.launch.placement import give_way_while_waiting
+from hpctrain.launch.yielding import find_library
 from tests.cluster.daemons import start_daemons, start_slurmd
 from tests.cluster.gluster import brick_server, start_bricks, start_gluster
 from tests.cluster.gluster_volume import Volume
@@ -135,10 +137,15 @@ class Cluster:
         return [*enter(self._record.places[place]), *tied, *command]
 
     def environment(self) -> dict[str, str]:
-        """Ours, without an outer launcher's variables, with this cluster's Slurm, this Python and each place's /tmp."""
+        """Ours, without an outer launcher's variables, with this cluster's Slurm, this Python and each place's /tmp.
+
+        Neither Slurm nor a rank can see that all nodes share this machine's cores: what `hpctrain launch` sets where
+        ranks outnumber cores is set here.
+        """
         # The ring: see slurm/train.sbatch.
         slurm = {"SLURM_CONF": str(self.plan.slurm_conf_path), "SLURM_PMIX_FENCE": "ring"}
         environ = {k: v for k, v in rank_environment(slurm).items() if k not in ("TMPDIR", "TEMP", "TMP")}
+        give_way_while_waiting(environ, updates=environ, library=find_library(), notes=[])
         environ["PATH"] = f"{Path(sys.executable).parent}:{search_path()}"
         return environ
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint.launch import Waiting, measured
+from benchmarks.checkpoint.launch import measured
 from tests.ranks_launcher import run_command, start_command
 
 pytestmark = pytest.mark.launches
@@ -73,7 +73,6 @@ def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path
     }
     found = measured(
         "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=200,
-        waiting=Waiting.PATIENT,
     )  # fmt: skip
     assert set(found["loads"]) == {"raw read", "load, verified", *names}
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["loads"].values())

@@ -15,7 +15,8 @@ OPEN_MPI_4 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_4, vers
 OPEN_MPI_5 = Mpirun(path="/usr/bin/mpirun", family=MpirunFamily.OPEN_MPI_5, version="mpirun (Open MPI) 5.0.3")
 HYDRA = Mpirun(path="/usr/bin/mpiexec", family=MpirunFamily.HYDRA, version="Hydra 4.0.2")
 SRUN = Srun(path="/usr/bin/srun", mpi_types=("pmix", "none", "cray_shasta", "pmi2", "pmix_v4"))
-MACHINE = Machine(num_cores=8, is_root=False, mpirun=OPEN_MPI_4, srun=None)
+LIBRARY = "/site/hpctrain/launch/_yield_by_sleep.so"
+MACHINE = Machine(num_cores=8, num_cpus=8, yield_library=LIBRARY, is_root=False, mpirun=OPEN_MPI_4, srun=None)
 CLUSTER = dataclasses.replace(MACHINE, srun=SRUN)
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "8(x2)"}
 
@@ -51,8 +52,46 @@ def test_one_node_that_holds_all_ranks_is_not_emulated() -> None:
 
 def test_ranks_that_outnumber_cores_give_way_while_they_wait() -> None:
     planned = plan(16)
-    assert planned.env_updates == {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert planned.env_updates == {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "LD_PRELOAD": LIBRARY,
+    }
     assert "16 ranks share 8 cores" in planned.notes[0]
+
+
+def test_the_library_is_preloaded_exactly_where_ranks_outnumber_cores_and_open_mpi_yields() -> None:
+    many = {"hosts": ["a", "b"], "ranks_per_node": 9}
+    hydra = dataclasses.replace(MACHINE, mpirun=HYDRA)
+    polls = {"OMPI_MCA_mpi_yield_when_idle": "0"}
+    assert "LD_PRELOAD" not in plan(8).env_updates
+    assert "LD_PRELOAD" not in plan(16, machine=hydra).env_updates
+    assert "LD_PRELOAD" not in plan(16, environ=polls).env_updates
+    assert "LD_PRELOAD" not in plan(16, hosts=["a", "b"], ranks_per_node=8).env_updates
+    assert (
+        plan(16, environ={"LD_PRELOAD": "/a.so:/b.so"}).env_updates["LD_PRELOAD"] == f"/a.so:/b.so:{LIBRARY}"
+    )
+    assert plan(16, environ={"LD_PRELOAD": LIBRARY}).env_updates["LD_PRELOAD"] == LIBRARY
+    over_nodes = plan(18, **many)
+    assert over_nodes.env_updates["LD_PRELOAD"] == LIBRARY
+    assert "-x LD_PRELOAD" in " ".join(over_nodes.argv)
+    slurm = plan(32, machine=CLUSTER, environ={**JOB, "LD_PRELOAD": "/a.so"})
+    assert slurm.env_updates["LD_PRELOAD"] == f"/a.so:{LIBRARY}"
+    assert "LD_PRELOAD" not in plan(16, machine=CLUSTER, environ=JOB).env_updates
+
+
+def test_a_library_that_was_not_compiled_is_missed_where_it_is_needed() -> None:
+    without = dataclasses.replace(MACHINE, yield_library=None)
+    assert not plan(8, machine=without).notes
+    planned = plan(16, machine=without)
+    assert "LD_PRELOAD" not in planned.env_updates
+    assert "not compiled" in planned.notes[-1]
+
+
+def test_two_hardware_threads_of_a_core_hold_two_ranks_and_compute_as_one() -> None:
+    machine = dataclasses.replace(MACHINE, num_cpus=16)
+    assert plan(4, machine=machine).env_updates == {"OMP_NUM_THREADS": "2"}
+    assert plan(16, machine=machine).env_updates == {"OMP_NUM_THREADS": "1"}
 
 
 def test_what_the_user_has_set_stays() -> None:

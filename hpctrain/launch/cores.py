@@ -1,0 +1,168 @@
+"""Which cores a rank may compute on, and what its share of them is when other ranks may use them too.
+
+A core has one or more hardware threads, which the kernel calls CPUs. A rank's affinity may be all CPUs of its machine,
+or those that its launcher gave to this rank alone, or something between.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCores:
+    """Where one rank may run.
+
+    cpus: numbers of the hardware threads in its affinity. cores: the cores that these belong to, each named by its
+    lowest hardware thread. limit: CPU seconds a second that its control group may use, None without a limit; all ranks
+    of the same `limit_group` share it.
+    """
+
+    host: str
+    cpus: frozenset[int]
+    cores: frozenset[int]
+    limit: float | None = None
+    limit_group: str = ""
+
+    def to_json(self) -> list[Any]:
+        """A short form: some 50 bytes, also for hundreds of cores."""
+        return [self.host, _to_spans(self.cpus), _to_spans(self.cores), self.limit, self.limit_group]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> RankCores:
+        host, cpus, cores, limit, group = value
+        return cls(
+            host=host, cpus=_from_spans(cpus), cores=_from_spans(cores), limit=limit, limit_group=group
+        )
+
+
+def core_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
+    """How many cores `rank` has for itself, when the ranks that may run on a core share it evenly. Pure.
+
+    ranks: of all ranks of the run, or of the rank's host.
+    """
+    return _share(ranks, rank, lambda found: found.cores)
+
+
+def cpu_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
+    """As `core_share`, counting each hardware thread. Pure."""
+    return _share(ranks, rank, lambda found: found.cpus)
+
+
+def _share(
+    ranks: Sequence[RankCores], rank: int, units_of: Callable[[RankCores], frozenset[int]]
+) -> Fraction:
+    mine = ranks[rank]
+    neighbours = [found for found in ranks if found.host == mine.host]
+    # Most ranks of a host have the same affinity: count each only once.
+    counts: dict[frozenset[int], int] = {}
+    for found in neighbours:
+        counts[units_of(found)] = counts.get(units_of(found), 0) + 1
+    share = Fraction(0)
+    for unit in units_of(mine):
+        share += Fraction(1, sum(count for units, count in counts.items() if unit in units))
+    if mine.limit is not None:
+        sharing = sum(found.limit_group == mine.limit_group for found in neighbours)
+        share = min(share, Fraction(mine.limit) / sharing)
+    return share
+
+
+def num_cpus_of_host(ranks: Sequence[RankCores], host: str) -> int:
+    """The hardware threads that the ranks of a host share; a limit that all of them share counts too. Pure."""
+    there = [found for found in ranks if found.host == host]
+    num_cpus = len(frozenset().union(*(found.cpus for found in there)))
+    limits = {(found.limit_group, found.limit) for found in there}
+    ((_, limit), *others) = limits
+    return num_cpus if others or limit is None else max(1, min(num_cpus, int(limit)))
+
+
+def read_cores(root: Path = Path("/")) -> RankCores:
+    """Where this process may run. root: of the files that the kernel shows."""
+    cpus = frozenset(os.sched_getaffinity(0))
+    limit, group = _read_limit(root)
+    return RankCores(
+        host=socket.gethostname(),
+        cpus=cpus,
+        cores=frozenset(_core_of(cpu, root) for cpu in cpus),
+        limit=limit,
+        limit_group=group,
+    )
+
+
+def _core_of(cpu: int, root: Path) -> int:
+    """The lowest hardware thread of the core that `cpu` belongs to; `cpu` itself where the kernel does not say."""
+    text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    try:
+        return min(_from_spans(text)) if text else cpu
+    except ValueError:
+        return cpu
+
+
+def _read_limit(root: Path) -> tuple[float | None, str]:
+    """The tightest CPU limit above this process, as CPU seconds a second, and the control group that has it."""
+    found: list[tuple[float, str]] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        groups = root / "sys/fs/cgroup"
+        if not controllers:  # version 2
+            mounts, read = (groups, groups / "unified"), _limit_of_version_2
+        elif "cpu" in controllers.split(","):
+            mounts, read = (groups / controllers, groups / "cpu"), _limit_of_version_1
+        else:
+            continue
+        # In a container the path may be the host's, of which only the mounted root is to be seen.
+        place = Path("/", path.lstrip("/"))
+        for mount in mounts:
+            for above in (place, *place.parents):
+                limit = read(mount / above.relative_to("/"))
+                if limit is not None:
+                    found.append((limit, str(above)))
+    return min(found) if found else (None, "")
+
+
+def _limit_of_version_2(group: Path) -> float | None:
+    return _ratio(_read(group / "cpu.max").split())
+
+
+def _limit_of_version_1(group: Path) -> float | None:
+    return _ratio([_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")])
+
+
+def _ratio(words: Sequence[str]) -> float | None:
+    """`max` and -1 are no limit."""
+    try:
+        quota, period = (int(word) for word in words)
+    except ValueError:
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _to_spans(numbers: frozenset[int]) -> str:
+    """`0-7,16`, as the kernel writes it."""
+    runs = groupby(enumerate(sorted(numbers)), key=lambda entry: entry[1] - entry[0])
+    spans = ([number for _, number in run] for _, run in runs)
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+
+
+@cache
+def _from_spans(text: str) -> frozenset[int]:
+    numbers: set[int] = set()
+    for span in filter(None, text.split(",")):
+        first, _, last = span.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)

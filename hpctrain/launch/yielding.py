@@ -1,0 +1,157 @@
+"""The library that ranks preload where they outnumber the cores: `sched_yield` as a short sleep.
+
+`hpctrain launch` preloads it for the ranks. A rank of `hpctrain` that plain mpirun or srun started runs its command
+line once more with it (`restart_with_sleep`). Why so: docs/adr/0024-yield-by-sleep.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from hpctrain.errors import LaunchError
+from hpctrain.launch.cores import RankCores, num_cpus_of_host
+from hpctrain.launch.identity import identify
+from hpctrain.launch.launchers import find_launcher
+
+YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
+PRELOAD_VARIABLE = "LD_PRELOAD"
+# Set from the restart of a rank until it has started: if something drops LD_PRELOAD, it must not restart for ever.
+RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
+LIBRARY_STEM = "_yield_by_sleep"
+# Their MPI libraries do not yield the way Open MPI does.
+_OTHER_MPI = ("MVAPICH2", "Intel MPI", "MPICH")
+
+
+def find_library(directory: Path = Path(__file__).parent) -> str | None:
+    """Path of the compiled library; None where it was not compiled, or LD_PRELOAD cannot hold its path."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = str(directory / f"{LIBRARY_STEM}{suffix}")
+        if os.path.exists(path) and not set(path) & set(": \t"):  # these separate libraries
+            return path
+    return None
+
+
+def with_preload(environ: Mapping[str, str], library: str) -> str:
+    """The value of LD_PRELOAD that adds `library` to what `environ` has there."""
+    there = environ.get(PRELOAD_VARIABLE, "")
+    if LIBRARY_STEM in there:
+        return there
+    return f"{there}:{library}" if there else library
+
+
+def yields(environ: Mapping[str, str]) -> bool:
+    """Whether Open MPI will yield where ranks outnumber cores: unless the user has switched it off."""
+    return environ.get(YIELD_VARIABLE, "").strip().lower() not in ("0", "false", "no")
+
+
+def in_effect(maps: str | None = None) -> bool:
+    """Whether this process runs with the library. maps: the content of /proc/self/maps."""
+    return LIBRARY_STEM in (_own_maps() if maps is None else maps)
+
+
+def may_starve(maps: str | None = None) -> bool:
+    """Whether this process waits by Open MPI's yielding, without the library. Known once MPI is loaded."""
+    found = _own_maps() if maps is None else maps
+    return "libopen-pal" in found and LIBRARY_STEM not in found
+
+
+def describe_crowd(cores: Sequence[RankCores], *, may_starve: Sequence[bool]) -> str | None:
+    """What to do where ranks outnumber the cores of their host without the library; None where all is well. Pure.
+
+    cores, may_starve: of each rank.
+    """
+    counts = Counter(found.host for found in cores)
+    for host in dict.fromkeys(found.host for found, may in zip(cores, may_starve, strict=True) if may):
+        num_cpus = num_cpus_of_host(cores, host)
+        if counts[host] > num_cpus:
+            library = find_library() or f"PATH/{LIBRARY_STEM}.so"
+            return (
+                f"{counts[host]} ranks share {num_cpus} cores of {host}: on Linux 6.18 and newer, ranks that wait "
+                "inside Open MPI can keep the others from running for seconds; start the run with "
+                f"`hpctrain launch`, or set {PRELOAD_VARIABLE}={library} for the ranks"
+            )
+    return None
+
+
+def _own_maps() -> str:
+    try:
+        return Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
+
+
+def restart_environment(
+    environ: Mapping[str, str], *, num_cpus: int | None, library: str | None
+) -> dict[str, str] | None:
+    """What a rank sets to run once more with the library; None where it does not need to. Pure.
+
+    num_cpus: the hardware threads that all ranks of this host share; None where that is unknown.
+    """
+    row = find_launcher(environ)
+    if row is None or row.name in _OTHER_MPI or library is None or num_cpus is None:
+        return None
+    if RESTARTED_VARIABLE in environ or LIBRARY_STEM in environ.get(PRELOAD_VARIABLE, ""):
+        return None
+    try:
+        num_ranks = identify(environ, socket.gethostname()).host_size
+    except LaunchError:
+        return None  # the command itself reports it
+    if num_ranks is None or num_ranks <= num_cpus or not yields(environ):
+        return None
+    return {
+        PRELOAD_VARIABLE: with_preload(environ, library),
+        YIELD_VARIABLE: environ.get(YIELD_VARIABLE) or "1",
+        RESTARTED_VARIABLE: "1",
+    }
+
+
+def restart_with_sleep() -> None:
+    """Run this process's command line again with the library where ranks outnumber the cores; else return.
+
+    To be called before MPI starts: the new program keeps the process, its launcher's variables and its files, so the
+    launcher sees no difference. `hpctrain launch` has preloaded the library already, then this returns at once.
+    """
+    environ = os.environ
+    added = restart_environment(environ, num_cpus=_launcher_cpus(environ), library=find_library())
+    environ.pop(RESTARTED_VARIABLE, None)
+    if added is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # then it runs without the library
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **added})
+
+
+def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
+    """The hardware threads that the launcher may use on this host, which is what its ranks share.
+
+    A rank's own affinity may be its share already (--bind-to core). The launcher is the nearest ancestor that is no
+    rank: a shell script between the two has the rank's variables, and its affinity.
+    """
+    row = find_launcher(environ)
+    if row is None:
+        return None
+    pid = os.getppid()
+    try:
+        while pid > 1 and _has_variable(pid, row.rank):
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        num_cpus = len(os.sched_getaffinity(pid)) if pid > 0 else None
+    except (OSError, ValueError, IndexError):
+        return None
+    text = environ.get("SLURM_CPUS_ON_NODE", "") if row.name == "Slurm" else ""
+    # Slurm's own process is not confined to the step's part of the node.
+    return min(num_cpus, int(text)) if num_cpus is not None and text.isdigit() else num_cpus
+
+
+def _has_variable(pid: int, name: str) -> bool:
+    try:
+        items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except PermissionError:
+        return False  # another user's: slurmstepd
+    return any(item.startswith(name.encode() + b"=") for item in items)
