@@ -16,10 +16,10 @@ from hpctrain.comm.horovod_settings import NCCL_VARIABLES, HorovodBuild
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, cross_check, identify
+from hpctrain.launch.yielding import YIELD_VARIABLE, in_effect
 
 BACKENDS = ("auto", "horovod", "mpi", "serial")
 INSTALL = "install one of them in the environment that every rank uses (make setup builds both)"
-YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +90,9 @@ def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentit
     """Have Open MPI yield while Horovod's thread waits in it, unless the user has said otherwise. Before MPI starts.
 
     That thread waits on the core that computes: two ranks on two cores train 1.4 to 2.1 times as fast so. Where ranks
-    outnumber cores nothing is set: there yielding needs more (docs/guides/launching.md).
+    outnumber cores, yielding needs a library that is preloaded (docs/adr/0024).
     """
-    if (identity.host_size or 1) <= num_cores:
+    if (identity.host_size or 1) <= num_cores or in_effect():
         environ.setdefault(YIELD_VARIABLE, "1")
 
 

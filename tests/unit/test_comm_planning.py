@@ -21,9 +21,10 @@ from hpctrain.comm.positions import (
     read_positions,
     write_position,
 )
-from hpctrain.comm.select import YIELD_VARIABLE, open_world, yield_while_idle
+from hpctrain.comm.select import open_world, yield_while_idle
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, identify
+from hpctrain.launch.yielding import YIELD_VARIABLE
 
 counts_lists = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 
