@@ -160,7 +160,7 @@ def _beside(found: Mapping[str, Steps], name: str) -> list[tuple[Block, Blocks]]
     """Of each round a method's steps, and those without communication made in turn with them.
 
     Horovod's thread takes time from these as well, often more than from its own steps: it is held against those that
-    were made in turn with the other methods' steps in the same round, in the same processes.
+    alternated with the other methods' steps in the same round, in the same processes.
     """
     others = [name]
     if _has_thread(name):
