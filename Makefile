@@ -56,10 +56,10 @@ bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; ei
 bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/checkpoint.md; eight minutes, alone on the machine
 	$(BIN)python -m benchmarks.checkpoint --output benchmarks/results/checkpoint.json
 
-check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
+check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without one what needs none
 	$(BIN)python -m benchmarks.gpu
 
-pack-gpu-check: setup ## an archive of check-gpu for a machine with a GPU and no network; PYTHON_VERSION=3.12 for its Python
+pack-gpu-check: setup ## check-gpu for a machine with a GPU and no network: an archive; PYTHON_VERSION=3.12 is its Python
 	$(BIN)python scripts/pack_gpu_check.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay
