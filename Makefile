@@ -65,7 +65,7 @@ bench-step: setup ## steps of the examples, the default against what can be name
 check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
 	$(BIN)python -m benchmarks.gpu
 
-pack-gpu-check: setup ## an archive of check-gpu for a machine with a GPU and no network; PYTHON_VERSION=3.12 for its Python
+pack-gpu-check: setup ## check-gpu for a machine with a GPU and no network: an archive; PYTHON_VERSION=3.12 is its Python
 	$(BIN)python scripts/pack_gpu_check.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean: ## remove what was made here; .venv and runs/ (your results) stay

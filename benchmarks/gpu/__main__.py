@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,13 @@ def main(words: Sequence[str] | None = None) -> int:
         for status in ("passed", "failed", "skipped")
     )
     print(counted + (f": {', '.join(failed)} failed" if failed else ""))
-    _write(about, outcomes, output=arguments.output)
+    output = arguments.output
+    if (
+        output is None and about.get("device") == "cuda" and not arguments.only
+    ):  # some checks are no whole result
+        output = RESULTS
+    if output is not None:
+        _write(about, outcomes, output=output)
     return 1 if failed else 0
 
 
@@ -68,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", type=Path, help="where is written, at most 2 GB, removed at the end")
     parser.add_argument(
         "--output", type=Path, metavar="PATH",
-        help="JSON to write; with a GPU by default benchmarks/results/gpu.json, from which docs/gpu.md is made",
+        help="JSON to write; by default, with a GPU and all checks, benchmarks/results/gpu.json, then docs/gpu.md",
     )  # fmt: skip
     return parser
 
@@ -131,18 +138,13 @@ def _watch(
     while child.poll() is None:
         if time.monotonic() - said_s[0] > timeout_s:
             late.set()
-            os.killpg(
-                child.pid, 9
-            )  # a session of its own: the ranks that it started are in it, or end with it
+            # Its session's own processes; the ranks end with the launcher that is among them.
+            os.killpg(child.pid, signal.SIGKILL)
             return
         time.sleep(0.2)
 
 
-def _write(about: dict[str, Any], outcomes: Sequence[Outcome], *, output: Path | None) -> None:
-    if output is None and about.get("device") == "cuda":
-        output = RESULTS
-    if output is None:
-        return
+def _write(about: dict[str, Any], outcomes: Sequence[Outcome], *, output: Path) -> None:
     content = {
         "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": _commit(),

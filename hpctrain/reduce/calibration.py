@@ -264,7 +264,8 @@ class _Contest:
                     f"memory for them{f': {failure}' if failure else ' on another node'}"
                 )
                 return False
-            if not one.measured and self._trials.left_s > 0:
+            # The first one in any case: on a busy machine the time may be over when all are made, and a choice needs one.
+            if not one.measured and (self._trials.left_s > 0 or one is self._active[0]):
                 one.warm_up_s = self._trials.time(one.reducer, repeats=1)
         return True
 

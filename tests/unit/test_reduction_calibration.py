@@ -205,6 +205,17 @@ def test_more_candidates_than_the_time_allows_are_named() -> None:
     assert "the time was used up" in found[1].notes[0]
 
 
+def test_one_is_measured_even_where_making_them_takes_all_the_time() -> None:
+    def on_rank(world: World) -> tuple[set[str], tuple[str, ...]]:
+        make = make_real(world, NODES, made=[])
+        found = calibrate(world, make=make, candidates=CANDIDATES, device=CPU, budget_s=0.0)
+        return {one.algorithm for one in found.measurements}, found.notes
+
+    for measured, notes in run_threads(3, on_rank):
+        assert measured == {"flat"}
+        assert notes == ("not measured: direct with fp32: the time was used up before",)
+
+
 def test_what_cannot_be_made_is_named_and_the_others_are_measured() -> None:
     found, _, _ = run({"impossible": link(0, 0), "possible": link(1e-4, 1e-9)})
     assert {m.algorithm for m in found[0].measurements} == {"possible"}
