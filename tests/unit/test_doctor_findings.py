@@ -40,6 +40,7 @@ def facts_of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
         found["run_directory"].update(kind="lustre", free_bytes=10**12)
         found["scratch"].update(shm_free_bytes=10**9)
         found["tcp"] = {"congestion_control": "cubic"}
+        found["yielding"] = {"library": "/site/_yield_by_sleep.so", "in_effect": False}
         facts.append(found)
     return facts
 
@@ -60,6 +61,17 @@ def test_ranks_that_are_alike_are_told_once(facts: list[dict[str, Any]]) -> None
     assert of_topic(findings, "topology")[0].text == "1 node x 4 ranks: host"
 
 
+@pytest.mark.parametrize(("in_effect", "words"), [(True, "is preloaded"), (False, "not preloaded here")])
+def test_it_says_whether_waiting_ranks_sleep(
+    facts: list[dict[str, Any]], in_effect: bool, words: str
+) -> None:
+    for found in facts:
+        found["yielding"]["in_effect"] = in_effect
+    (finding,) = of_topic(merge(facts), "waiting ranks")
+    assert finding.level is Level.OK
+    assert words in finding.text
+
+
 def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, Any]]) -> None:
     facts[3]["torch"]["version"] = "2.12.0"
     facts[3]["host"] = "other"
@@ -75,6 +87,12 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
         ({"torch": {"error": "cannot be loaded"}}, "torch", Level.PROBLEM, "cannot be loaded"),
         ({"torch": {"cuda": "12.8"}}, "torch", Level.WARNING, "no device is visible"),
         ({"sums": {"compiled": False}}, "sums on a node", Level.WARNING, "numpy makes them"),
+        (
+            {"yielding": {"library": None, "in_effect": False}},
+            "waiting ranks",
+            Level.WARNING,
+            "was not compiled",
+        ),
         ({"mpi": {"thread_level": "serialized"}}, "MPI", Level.PROBLEM, "threads: serialized"),
         ({"mpi": {"error": "not installed"}}, "MPI", Level.WARNING, "not installed"),
         ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Level.PROBLEM, "cannot start"),
