@@ -264,7 +264,7 @@ class _Contest:
                     f"memory for them{f': {failure}' if failure else ' on another node'}"
                 )
                 return False
-            # The first one in any case: on a busy machine the time may be over when all are made, and a choice needs one.
+            # The first one in any case: the time may be over when all are made, and a choice needs one.
             if not one.measured and (self._trials.left_s > 0 or one is self._active[0]):
                 one.warm_up_s = self._trials.time(one.reducer, repeats=1)
         return True

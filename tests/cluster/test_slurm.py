@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.launch.yielding import find_library
 from tests.cluster import Cluster
 from tests.ranks_launcher import REPOSITORY
 
@@ -169,6 +170,20 @@ def test_a_killed_rank_ends_the_job_within_ten_seconds(cluster: Cluster, folder:
     assert end.num_restarts == 0
     assert "hpct1: task 3: Killed" in output(folder)
     wait_for(lambda: not cluster.ranks(), folder=folder, timeout_s=10)
+
+
+@pytest.mark.skipif(find_library() is None, reason="hpctrain/launch/_yield_by_sleep.c was not compiled")
+def test_ranks_of_plain_srun_start_anew_once_where_they_outnumber_the_cores(cluster: Cluster) -> None:
+    """The cluster itself sets what this would find: all its nodes share one machine's cores."""
+    plain = ["env", "-u", "LD_PRELOAD", "-u", "OMPI_MCA_mpi_yield_when_idle", "srun", "--nodes=2"]
+    rank = ["python", "-m", "tests.ranks.restart_rank", "rank"]
+    for options, expected in (
+        (["--ntasks=6", "--overcommit"], [True, "1", False]),
+        (["--ntasks=2"], [False, None, False]),
+    ):
+        done = cluster.run([*plain, *options, *rank], timeout_s=60, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr
+        assert set(done.stdout.splitlines()) == {f"rank: {expected}"}
 
 
 def test_doctor_mpirun_and_launch_in_a_job(cluster: Cluster, tmp_path: Path) -> None:

@@ -78,13 +78,6 @@ def test_hpctrain_under_plain_mpirun_preloads_the_library_by_itself(tmp_path: Pa
     assert "sleep instead of yielding" in result.stdout
 
 
-RESTART = """
-import os, sys
-from hpctrain.launch.yielding import in_effect, restart_with_sleep
-restart_with_sleep()
-left = any(name.startswith("HPCTRAIN_RESTARTED") for name in os.environ)
-sys.stdout.write(f"{sys.argv[1]}: {in_effect()} {os.environ.get('OMPI_MCA_mpi_yield_when_idle')} {left}\\n")
-"""
 THROUGH_A_SHELL = ["bash", "-c", '"$0" "$@"; exit $?']
 
 
@@ -101,9 +94,9 @@ THROUGH_A_SHELL = ["bash", "-c", '"$0" "$@"; exit $?']
 def test_a_rank_starts_anew_once_where_ranks_outnumber_cores(
     options: list[str], num_ranks: int, expected: bool, between: list[str]
 ) -> None:
-    command = [*options, "-n", str(num_ranks), *between, sys.executable, "-c", RESTART, "an argument"]
-    result = run_command(None, on_two_cpus(*MPIRUN, *command), expect=0)
-    line = f"an argument: {expected} {'1' if expected else None} False"
+    rank = [*between, sys.executable, "-m", "tests.ranks.restart_rank", "an argument"]
+    result = run_command(None, on_two_cpus(*MPIRUN, *options, "-n", str(num_ranks), *rank), expect=0)
+    line = f"an argument: {[expected, '1' if expected else None, False]}"
     assert result.stdout.splitlines() == [line] * num_ranks
 
 
