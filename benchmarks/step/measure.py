@@ -159,55 +159,72 @@ def measure(
     say: Say,
     variants: Sequence[Variant] | None = None,
 ) -> list[Found]:
-    """What was found at each rate of the cell. variants: instead of all of them."""
+    """What was found at each rate of the cell. variants: instead of all of them.
+
+    A rank takes some 300 MB also while it is stopped, so only the runs that take part in the rounds are up together.
+    """
     pack(cell.recipe, directory=directory)
     order = random.Random(seed)
-    everyone = variants or [default_of(cell), *candidates(cell), *companions(cell)]
+    everyone = list(variants or [default_of(cell), *candidates(cell), *companions(cell)])
     failed: dict[str, str] = {}
-    made = []
+    made = [Found(rate=rate, failed=failed) for rate in cell.rates]
     with Turns(cell, place=place, directory=directory, scale=scale, failed=failed) as turns:
-        for rate in cell.rates:
-            if rate is not None:
-                place.set_rate(rate)
-            found = Found(rate=rate, failed=failed)
-            made.append(found)
-            for variant in everyone:
-                if variant.calibrates and variant.name in turns.up:
-                    turns.end([variant.name])
-                if variant.name not in turns.up and variant.name not in failed:
-                    turns.start(variant)
-            for name, run in turns.up.items():
-                environment = run.environment()
-                found.runs[name] = _described(environment)
-                found.started[name] = plain(run.start_line())
-                found.variables[name] = _variables(environment)
-            say(f"{cell.name}{_at(rate)}: {len(turns.up)} variants are up")
-            for name in order.sample(list(turns.up), len(turns.up)):
-                rate_found = turns.turn(name, share=scale.screening_share, at_most_s=scale.screening_s)
-                if rate_found is not None:
-                    found.screening[name] = rate_found
+        for variant in order.sample(everyone, len(everyone)):
+            _screen(variant, made, turns=turns, place=place, scale=scale)
+        say(f"{cell.name}: {len(everyone)} variants have had one turn")
+        for found in made:
+            _set_rate(place, found.rate)
             names = decided(cell, found.screening)
-            say(f"{cell.name}{_at(rate)}: screened, {len(names)} go on to the rounds")
-            if rate == cell.rates[-1]:
-                turns.end([name for name in turns.up if name not in names])
+            chosen = [variant for variant in everyone if variant.name in names]
+            kept = {variant.name for variant in chosen if not variant.calibrates}
+            turns.end([name for name in turns.up if name not in kept])
             for number in range(scale.rounds):
                 if scale.restart and not cell.on_cluster and number == scale.rounds // 2:
                     turns.end(list(turns.up))
-                    for variant in everyone:
-                        if variant.name in names and variant.name not in failed:
-                            turns.start(variant)
-                names = [name for name in names if name in turns.up]
-                rates = {
-                    name: turns.turn(name, share=scale.share, at_most_s=scale.turn_s)
-                    for name in order.sample(names, len(names))
-                }
-                found.rounds.append({name: value for name, value in rates.items() if value is not None})
-            say(f"{cell.name}{_at(rate)}: {scale.rounds} rounds")
+                for variant in chosen:
+                    if variant.name not in turns.up and variant.name not in failed:
+                        turns.start(variant)
+                found.rounds.append(_round(turns, order=order, scale=scale))
+            at = f" at {found.rate}" if found.rate is not None else ""
+            say(f"{cell.name}{at}: {scale.rounds} rounds of {', '.join(names)}")
     return made
 
 
-def _at(rate: str | None) -> str:
-    return f" at {rate}" if rate is not None else ""
+def _screen(variant: Variant, made: Sequence[Found], *, turns: Turns, place: Place, scale: Scale) -> None:
+    """Start a variant, give it one turn at each rate, and end it."""
+    for found in made:
+        _set_rate(place, found.rate)
+        if variant.calibrates and variant.name in turns.up:
+            turns.end([variant.name])
+        if variant.name not in turns.up and variant.name not in turns.failed:
+            turns.start(variant)
+        run = turns.up.get(variant.name)
+        if run is None:
+            return
+        environment = run.environment()
+        found.runs[variant.name] = _described(environment)
+        found.started[variant.name] = plain(run.start_line())
+        found.variables[variant.name] = _variables(environment)
+        rate = turns.turn(variant.name, share=scale.screening_share, at_most_s=scale.screening_s)
+        if rate is not None:
+            found.screening[variant.name] = rate
+    if variant.name in turns.up:
+        turns.end([variant.name])
+
+
+def _round(turns: Turns, *, order: random.Random, scale: Scale) -> dict[str, float]:
+    """One turn of every run that is up; samples/s of those that did not fail."""
+    names = list(turns.up)
+    rates = {
+        name: turns.turn(name, share=scale.share, at_most_s=scale.turn_s)
+        for name in order.sample(names, len(names))
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}
+
+
+def _set_rate(place: Place, rate: str | None) -> None:
+    if rate is not None:
+        place.set_rate(rate)
 
 
 def _described(environment: dict[str, Any]) -> str:
