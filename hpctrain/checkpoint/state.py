@@ -42,7 +42,7 @@ class FromRank0:
     tensor: torch.Tensor
 
 
-def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Replicated | FromRank0]:
+def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
     """The entries of `model.state_dict()`, named `prefix` and their key: parameters as `Replicated`, everything else
     (buffers, such as running statistics) as `FromRank0`. The tensors are the model's own, not copies.
     """

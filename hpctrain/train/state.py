@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Checkpoint, FromRank0, Replicated, Shard, State, model_items
+from hpctrain.checkpoint import Checkpoint, Replicated, Shard, State, model_items
 from hpctrain.comm import Collective, raise_together
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import Updater
@@ -55,7 +55,7 @@ class TrainingState:
         identity: what the checkpoint belongs to (data and its order); compared on restore. parent: the checkpoint
         that the run went on from.
         """
-        items: list[Replicated | FromRank0 | Shard] = [*model_items(self.model, prefix="model/")]
+        items = model_items(self.model, prefix="model/")
         scalars: dict[str, Any] = {}
         for path, value in self._optimizer_state():
             if isinstance(value, torch.Tensor):
