@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.command import finish, open_console, parser_of, saying
-from benchmarks.results_file import Record
+from benchmarks.results_file import Record, Run, about_this_run
+from benchmarks.starting import REPOSITORY
 from benchmarks.step import page
 from benchmarks.step.figures import failed_record, records_of
 from benchmarks.step.measure import FULL, QUICK, Say, Scale, measure, plain, working_directory
@@ -36,6 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in CELLS]:
         parser.error(f"--only {unknown[0]}: there are {', '.join(CELLS)}")
     scale = QUICK if arguments.quick else FULL
+    about = about_this_run(REPOSITORY, benchmark="step")
     made: list[Record] = []
     try:
         complete = _measure(
@@ -44,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     finally:
         if made:
-            finish(console, made, benchmark="step", output=arguments.output, refresh=page.refresh)
+            run = Run(records=made)
+            finish(console, run, benchmark="step", about=about, output=arguments.output, refresh=page.refresh)
     return 0 if complete else 1
 
 

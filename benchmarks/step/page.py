@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import results_page
 from benchmarks.step.variants import CELLS, DEFAULT, PEER, YIELDING_PEER
 
-NOTHING = "Not measured yet."
+NOTHING = results_page.NOT_MEASURED
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:

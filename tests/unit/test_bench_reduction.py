@@ -296,7 +296,7 @@ def test_a_part_that_fails_is_named_with_the_parts_that_did_not(tmp_path: Path) 
 
 def test_the_page_is_what_the_results_say() -> None:
     """Of each benchmark; so that no table on a page can be of another run than the file."""
-    for benchmark in ("reduction", "data", "checkpoint"):
+    for benchmark in ("reduction", "data", "checkpoint", "step"):
         path = REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md"
         before = path.read_text()
         content = json.loads((REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json").read_text())

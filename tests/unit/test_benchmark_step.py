@@ -147,7 +147,7 @@ def test_a_cell_that_failed_takes_the_place_of_its_old_records_and_of_no_others(
     old["records"] += [r.as_json() for r in records_of(other, found_of())]
     new = results_file.merged(
         old,
-        [failed_record(DIGITS, "no ranks").as_json()],
+        results_file.Run(records=[failed_record(DIGITS, "no ranks")]),
         about={"commit": "b", "machine": {}, "versions": {}},
     )
     of_digits = [record for record in new["records"] if record["id"].startswith("step.digits-2.")]
