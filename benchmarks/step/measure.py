@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -88,6 +89,10 @@ def pack(recipe: str, *, directory: Path) -> None:
         )  # fmt: skip
 
 
+# Of all cells: a run directory that an earlier cell has used would be resumed, with that cell's data and records.
+_RUN_NUMBERS = itertools.count(1)
+
+
 class Turns:
     """The runs of a cell that are up. As a context manager it ends them all."""
 
@@ -100,7 +105,6 @@ class Turns:
         self._directory = directory
         self._scale = scale
         self._runs: dict[str, Run] = {}
-        self._number = 0
 
     def __enter__(self) -> Turns:
         return self
@@ -113,10 +117,9 @@ class Turns:
         return self._runs
 
     def start(self, variant: Variant) -> None:
-        self._number += 1
         run = Run(
             variant, recipe=self._cell.recipe, place=self._place, directory=self._directory,
-            number=self._number, start_s=self._scale.start_s, turn_s=self._scale.stuck_s,
+            number=next(_RUN_NUMBERS), start_s=self._scale.start_s, turn_s=self._scale.stuck_s,
         )  # fmt: skip
         self._runs[variant.name] = run
         self._guarded(variant.name, lambda: run.start(warmup_steps=self.settle))
