@@ -10,7 +10,7 @@ Constructors of the higher layers and properties never communicate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -56,6 +56,13 @@ class Collective(Protocol):
 
         float16 is summed in float32 and rounded once where the backend allows it (mpi, threads); Horovod
         sums float16 in float16.
+        """
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """Begin to sum `buffer` over the ranks, in place; returns a function that waits for the end.
+
+        Collective; the function is not, but every rank calls it, and the buffer must not be used before. At most 16
+        may be waited for at once. A backend whose operations only block is done when this returns.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,6 +33,9 @@ class Forwarding:
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         self._group.all_reduce(buffer, op=op)
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        return self._group.start_all_reduce(buffer)
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         return self._group.reduce_scatter(buffer, counts=counts)

@@ -11,7 +11,8 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -56,6 +57,7 @@ def load_horovod() -> Any:
 
 
 NAMES_IN_TURN = 64
+POLL_EVERY_S = 20e-6  # the kernel makes it some 70 us
 
 
 @final
@@ -94,8 +96,8 @@ class HorovodGroup:
         return self._members
 
     def _next_name(self, operation: str) -> str:
-        # One operation at a time is under way here, so a name may come again; Horovod keeps what it knows
-        # of an operation by name, and with ever new ones that store would only fill up, and warn.
+        # Few operations are in flight here, so a name may come again; Horovod keeps what it knows of an operation by
+        # name, and with ever new ones that store would only fill up, and warn.
         return f"hpctrain.{self._name}.{next(self._count) % NAMES_IN_TURN}.{operation}"
 
     @contextlib.contextmanager
@@ -165,6 +167,31 @@ class HorovodGroup:
                 )
             if result is not chunk and chunk.numel():
                 chunk.copy_(result)
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """As the contract says. What is started together goes in one cycle of Horovod's thread, not in one each."""
+        given = self._to_horovod(buffer)
+        if given is not buffer or not 0 < buffer.numel() <= self._chunk_elems:
+            self.all_reduce(buffer)
+            return lambda: None
+        self._check(buffer, operation="all_reduce")
+        with self._reported("all_reduce"):
+            handle = self._hvd.allreduce_async_(
+                buffer,
+                name=self._next_name("all_reduce.sum"),
+                op=self._hvd.Sum,
+                process_set=self._process_set,
+            )
+
+        def wait() -> None:
+            # Horovod's own wait polls without a pause, on the core that Horovod's thread needs: digits on 2 ranks and 2
+            # cores trained at 5,000 samples/s with it and at 6,000 so.
+            while not self._hvd.poll(handle):
+                time.sleep(POLL_EVERY_S)
+            with self._reported("all_reduce"):
+                self._hvd.synchronize(handle)
+
+        return wait
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         self._check(buffer, operation="reduce_scatter")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import final
@@ -77,6 +77,16 @@ class MonitoredGroup:
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         with self._during("all_reduce", _describe(buffer), same=op.value):
             self._inner.all_reduce(buffer, op=op)
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        with self._during("all_reduce", _describe(buffer), same="started"):
+            wait = self._inner.start_all_reduce(buffer)
+
+        def finish() -> None:
+            with self._watcher.during(self._track, "all_reduce", _describe(buffer), counted=False):
+                wait()
+
+        return finish
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         with self._during("reduce_scatter", _describe(buffer), same=_describe_counts(counts)):

@@ -17,7 +17,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -198,6 +198,10 @@ class MpiGroup:
                 else:
                     counts = balanced_counts(chunk.numel(), num_parts=self.num_ranks)
                     self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        self.all_reduce(buffer)
+        return lambda: None
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_buffer(buffer, operation="reduce_scatter", rank=self.rank)

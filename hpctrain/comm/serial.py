@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -52,6 +52,10 @@ class SerialGroup:
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         check_buffer(buffer, operation="all_reduce", rank=0)
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        self.all_reduce(buffer)
+        return lambda: None
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_buffer(buffer, operation="reduce_scatter", rank=0)

@@ -87,6 +87,10 @@ class ThreadsGroup:
         self._meeting.wait()  # nobody writes before everybody has read
         buffer.copy_(result)
 
+    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+        self.all_reduce(buffer)
+        return lambda: None
+
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_buffer(buffer, operation="reduce_scatter", rank=self.rank)
         check_counts(

@@ -24,10 +24,14 @@ class Track:
     since: float | None = None  # monotonic; None: in no operation
 
     @contextlib.contextmanager
-    def during(self, operation: str, detail: str = "", *, signature: str | None = None) -> Iterator[None]:
-        """Mark the time of one operation."""
-        self.operation, self.detail, self.signature = operation, detail, signature
-        self.sequence += 1
+    def during(
+        self, operation: str, detail: str = "", *, signature: str | None = None, counted: bool = True
+    ) -> Iterator[None]:
+        """Mark the time of one operation. counted: False for the wait for one that was counted when it was started."""
+        self.operation, self.detail = operation, detail
+        if counted:
+            self.signature = signature
+            self.sequence += 1
         self.since = time.monotonic()
         try:
             yield

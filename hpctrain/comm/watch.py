@@ -154,11 +154,17 @@ class Watcher:
 
     @contextlib.contextmanager
     def during(
-        self, track: Track, operation: str, detail: str = "", *, signature: str | None = None
+        self,
+        track: Track,
+        operation: str,
+        detail: str = "",
+        *,
+        signature: str | None = None,
+        counted: bool = True,
     ) -> Iterator[None]:
         """`track.during`, for an operation that may wait with Python's lock held."""
         try:
-            with track.during(operation, detail, signature=signature):
+            with track.during(operation, detail, signature=signature, counted=counted):
                 self._wind_last_word()
                 yield
         finally:

@@ -20,15 +20,16 @@ def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
 
 @final
 class CastSum:
-    """Casts a bucket to the wire's dtype and lets `all_reduce` sum it in place, on the bucket's device.
+    """Casts a bucket to the wire's dtype and has it summed in place, on the bucket's device.
 
-    all_reduce: sums a buffer over all ranks; collective. bytes_of: bytes that this rank sends to other nodes
-    for a buffer of so many bytes. wire: `fp32`, `fp16` or `bf16`. UsageError where the backend cannot sum it.
+    start: begins to sum a buffer over all ranks, and returns what waits for the end; collective. bytes_of: bytes that
+    this rank sends to other nodes for a buffer of so many elements of so many bytes. wire: `fp32`, `fp16` or `bf16`.
+    UsageError where the backend cannot sum it.
     """
 
     def __init__(
         self,
-        all_reduce: Callable[[torch.Tensor], None],
+        start: Callable[[torch.Tensor], Callable[[], None]],
         *,
         wire: str,
         backend: str,
@@ -41,7 +42,7 @@ class CastSum:
             )
         if wire == "bf16" and backend == "horovod":
             raise UsageError("Horovod sums no bfloat16: choose the algorithm direct, which sends it as bytes")
-        self._all_reduce = all_reduce
+        self._start = start
         self._wire = wire
         self._bytes_of = bytes_of
         self._cast: list[torch.Tensor | None] = []
@@ -58,12 +59,16 @@ class CastSum:
             own = dtype == bucket.dtype
             self._cast.append(None if own else torch.zeros(bucket.numel, dtype=dtype, device=device))
 
-    def sum(self, number: int, memory: torch.Tensor) -> None:
-        """Sum `memory` over all ranks, in place. Collective, blocking."""
+    def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
+        """Begin to sum `memory`, which is not empty, over all ranks, in place; returns what waits. Collective."""
         cast = self._cast[number]
         travelling = memory if cast is None else cast.copy_(memory)
-        if travelling.numel():
-            self._all_reduce(travelling)
-            self.bytes_sent += self._bytes_of(travelling.numel(), travelling.element_size())
-        if cast is not None:
-            memory.copy_(cast)
+        wait = self._start(travelling)
+        self.bytes_sent += self._bytes_of(travelling.numel(), travelling.element_size())
+
+        def finish() -> None:
+            wait()
+            if cast is not None:
+                memory.copy_(cast)
+
+        return finish

@@ -1,7 +1,7 @@
 """Buckets summed by a backend's collective operations: flat, by slices, or in two levels.
 
-These work wherever a backend works, and on the device where it does. They block: one bucket is under way at
-a time. `engine` has a schedule of our own.
+These work wherever a backend works, and on the device where it does. Where its operations only block, one bucket is in
+flight at a time. `engine` has a schedule of our own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BucketSum(Protocol):
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None: ...
 
-    def sum(self, number: int, memory: torch.Tensor) -> None: ...
+    def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]: ...
 
 
 @final
@@ -87,7 +87,7 @@ class CollectiveReducer:
                 return 2 * numel * itemsize * far // num_ranks
             return all_reduce_bytes(numel * itemsize, num_ranks=num_ranks) if elsewhere else 0
 
-        sums = CastSum(comm.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
+        sums = CastSum(comm.start_all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
         return cls(comm, algorithm=name, sums=sums, on_close=on_close)
 
     @classmethod
@@ -109,7 +109,11 @@ class CollectiveReducer:
         def bytes_of(numel: int, itemsize: int) -> int:
             return itemsize * levels.elements_between_nodes(numel)
 
-        sums = CastSum(levels.all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
+        def start(buffer: torch.Tensor) -> Callable[[], None]:
+            levels.all_reduce(buffer)
+            return lambda: None
+
+        sums = CastSum(start, wire=wire, backend=comm.backend, bytes_of=bytes_of)
         return cls(comm, algorithm="hierarchical-flat", sums=sums, on_close=on_close)
 
     @classmethod
@@ -150,10 +154,16 @@ class CollectiveReducer:
         return self._reduce(number)
 
     def _reduce(self, number: int) -> Iterator[bool]:
-        """All in the first `next`: the backend matches operations by their order, which only the beginnings keep."""
+        """Started in the first `next`, as backends match operations by their order, which only the beginnings keep.
+
+        Waited for in the second one: what else may be in flight has been started by then.
+        """
+        finish = None
         if self._comm.num_ranks > 1 and self._memory[number].numel():
-            self._sums.sum(number, self._memory[number])
+            finish = self._sums.start(number, self._memory[number])
         yield True
+        if finish is not None:
+            finish()
 
     def settle(self, *, applied: bool, rescale: float) -> None:
         if self._residuals is not None:

@@ -11,7 +11,7 @@ sum lost. Its own gradients of its own slice are not rounded, so one residual pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
@@ -100,6 +100,11 @@ class SliceSum:
         self._buckets = buckets
         if self._residuals is not None:
             self._residuals.plan(buckets, device=torch.device("cpu"))
+
+    def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
+        """All of `sum`: it needs several operations, one after another. Collective, blocking."""
+        self.sum(number, memory)
+        return lambda: None
 
     def sum(self, number: int, memory: torch.Tensor) -> None:
         """Sum `memory` over all ranks, in place. Collective: two blocking operations a piece."""

@@ -200,6 +200,6 @@ def test_nothing_is_kept_where_nothing_is_lost() -> None:
 
 def test_wires_that_a_backend_cannot_sum_are_refused() -> None:
     with pytest.raises(UsageError, match="algorithm direct"):
-        CastSum(lambda buffer: None, wire="bf16", backend="horovod", bytes_of=lambda n, size: 0)
+        CastSum(lambda buffer: lambda: None, wire="bf16", backend="horovod", bytes_of=lambda n, size: 0)
     with pytest.raises(UsageError, match="'int8'"):
-        CastSum(lambda buffer: None, wire="int8", backend="mpi", bytes_of=lambda n, size: 0)
+        CastSum(lambda buffer: lambda: None, wire="int8", backend="mpi", bytes_of=lambda n, size: 0)
