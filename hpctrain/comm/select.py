@@ -44,7 +44,7 @@ def open_world(
 ) -> OpenedWorld:
     """Join the other ranks over `backend`. Collective over all ranks that the launcher started.
 
-    auto: serial for one rank; for more MPI, and Horovod beside it where gradients lie on GPUs that its NCCL sums
+    auto: serial for one rank; for more MPI, along with Horovod where gradients lie on GPUs that its NCCL sums
     (docs/adr/0023). Where mpi4py is missing, Horovod.
     horovod: for its own reductions; everything else goes over MPI, where Horovod is built with it and mpi4py is there.
     identity: who this process is; read from the environment when not given.
