@@ -59,7 +59,7 @@ bench-data: setup ## reading data against its peers: docs/benchmarks/data.md; ei
 bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/checkpoint.md; eight minutes, alone on the machine
 	$(BIN)python -m benchmarks.checkpoint --output benchmarks/results/checkpoint.json
 
-bench-step: setup ## steps of the examples, the default against what can be named: docs/benchmarks/step.md; 40 minutes, alone on the machine
+bench-step: setup ## steps of the examples, the default against what can be named: docs/benchmarks/step.md; about an hour, alone on the machine
 	$(BIN)python -m benchmarks.step --output benchmarks/results/step.json
 
 check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none

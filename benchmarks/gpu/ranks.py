@@ -128,7 +128,7 @@ def _sums(
 
 
 def _updaters(session: Session, setting: Setting) -> dict[str, Any]:
-    """Steps whose reductions run beside backward end at the CPU's parameters, the same bits on both ranks."""
+    """Steps whose reductions overlap with backward end at the CPU's parameters, the same bits on both ranks."""
     devices = (session.device, torch.device("cpu"))
     trained = {
         algorithm: [_train(session, device, algorithm) for device in devices]

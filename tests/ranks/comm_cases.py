@@ -285,7 +285,7 @@ def horovod_in_a_session(world: World) -> dict[str, Any]:
 def open_and_describe(
     world: World, missing: dict[str, list[int]], backend: str = "auto", algorithm: str | None = None
 ) -> dict[str, Any]:
-    """What `open_world` gives when modules cannot be imported on some ranks. Runs beside `world`."""
+    """What `open_world` gives when modules cannot be imported on some ranks. Runs along with `world`."""
     rank = world.rank
     for module, ranks in missing.items():
         if rank in ranks:
