@@ -58,11 +58,13 @@ class Collective(Protocol):
         sums float16 in float16.
         """
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         """Begin to sum `buffer` over the ranks, in place; returns a function that waits for the end.
 
         Collective; the function is not, but every rank calls it, and the buffer must not be used before. At most 16
-        may be waited for at once. A backend whose operations only block is done when this returns.
+        may be waited for at once, each with a number of its own, the same on every rank. Horovod keeps under it what
+        the ranks have agreed on, so a buffer that is summed again is best given the same one. A backend whose
+        operations only block is done when this returns.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:

@@ -34,8 +34,8 @@ class Forwarding:
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         self._group.all_reduce(buffer, op=op)
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
-        return self._group.start_all_reduce(buffer)
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
+        return self._group.start_all_reduce(buffer, number=number)
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         return self._group.reduce_scatter(buffer, counts=counts)

@@ -37,7 +37,13 @@ from hpctrain.comm.collective_files import CollectiveFiles
 from hpctrain.comm.communicator import Collective, ReduceOp
 from hpctrain.comm.forwarding import Forwarding
 from hpctrain.comm.gather_bytes import gather_bytes
-from hpctrain.comm.horovod_settings import HorovodBuild, apply_settings, can_start_again, nccl_asked
+from hpctrain.comm.horovod_settings import (
+    HorovodBuild,
+    apply_settings,
+    can_start_again,
+    has_groups,
+    nccl_asked,
+)
 from hpctrain.comm.remote_memory import RemoteMemory
 from hpctrain.comm.serial import SerialGroup
 from hpctrain.comm.transport import Transport
@@ -168,7 +174,7 @@ class HorovodGroup:
             if result is not chunk and chunk.numel():
                 chunk.copy_(result)
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         """As the contract says. What is started together goes in one cycle of Horovod's thread, not in one each."""
         given = self._to_horovod(buffer)
         if given is not buffer or not 0 < buffer.numel() <= self._chunk_elems:
@@ -178,7 +184,7 @@ class HorovodGroup:
         with self._reported("all_reduce"):
             handle = self._hvd.allreduce_async_(
                 buffer,
-                name=self._next_name("all_reduce.sum"),
+                name=f"hpctrain.{self._name}.started.{number}",
                 op=self._hvd.Sum,
                 process_set=self._process_set,
             )
@@ -341,6 +347,14 @@ def _all_have_mpi(hvd: Any, group: Collective) -> bool:
     return all(answer == b"1" for answer in group.all_gather_bytes(b"1" if mine else b"0"))
 
 
+def _start(hvd: Any) -> None:
+    """Collective over all ranks. LaunchError when Horovod does not start."""
+    try:
+        hvd.init()
+    except (ValueError, RuntimeError) as error:
+        raise LaunchError(f"Horovod does not start: {error}") from error
+
+
 @final
 class RunningHorovod:
     """Horovod as it runs in this process, and what the worlds over it share: process sets and numbers for names."""
@@ -362,10 +376,7 @@ class RunningHorovod:
         Horovod that the script started is left running at the end: the script may still use it.
         """
         owned = not hvd.is_initialized()
-        try:
-            hvd.init()
-        except (ValueError, RuntimeError) as error:
-            raise LaunchError(f"Horovod does not start: {error}") from error
+        _start(hvd)
         return cls(hvd, chunk_elems=chunk_elems, owned=owned)
 
     def open_world(self, *, is_run: bool = False) -> HorovodWorld:
@@ -410,12 +421,22 @@ class RunningHorovod:
             chunk_elems=self.chunk_elems,
         )
 
+    def _allow_groups(self) -> None:
+        """Start Horovod anew where it was started without groups. Collective over all ranks; nothing is in flight."""
+        if not self._owned or has_groups(os.environ):
+            return
+        self.stop()
+        apply_settings(os.environ)
+        _start(self.hvd)
+        self.running = True
+
     def process_set(self, members: tuple[int, ...]) -> Any:
         """Returns the process set of these ranks, made if need be. Collective over all ranks, not only `members`."""
         ranks = tuple(sorted(members))
         if len(ranks) == self.hvd.size():
             return self.hvd.global_process_set
         if ranks not in self._process_sets:
+            self._allow_groups()
             # Horovod allows one process set for one set of ranks; communicators differ by their names.
             try:
                 self._process_sets[ranks] = self.hvd.add_process_set(list(ranks))

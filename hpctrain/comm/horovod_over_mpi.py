@@ -35,7 +35,7 @@ class HorovodOverMpi(Forwarding):
         self._chunk_elems = chunk_elems
         self._horovod: RunningHorovod | None = None
         if not hvd.is_initialized():
-            apply_settings(os.environ, algorithm=algorithm)
+            apply_settings(os.environ, algorithm=algorithm, groups=False)
         self.build = HorovodBuild(nccl=bool(hvd.nccl_built()), mpi=True, nccl_asked=nccl_asked(os.environ))
 
     @property

@@ -78,9 +78,9 @@ class MonitoredGroup:
         with self._during("all_reduce", _describe(buffer), same=op.value):
             self._inner.all_reduce(buffer, op=op)
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         with self._during("all_reduce", _describe(buffer), same="started"):
-            wait = self._inner.start_all_reduce(buffer)
+            wait = self._inner.start_all_reduce(buffer, number=number)
 
         def finish() -> None:
             with self._watcher.during(self._track, "all_reduce", _describe(buffer), counted=False):

@@ -199,7 +199,7 @@ class MpiGroup:
                     counts = balanced_counts(chunk.numel(), num_parts=self.num_ranks)
                     self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         self.all_reduce(buffer)
         return lambda: None
 

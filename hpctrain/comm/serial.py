@@ -53,7 +53,7 @@ class SerialGroup:
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
         check_buffer(buffer, operation="all_reduce", rank=0)
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         self.all_reduce(buffer)
         return lambda: None
 

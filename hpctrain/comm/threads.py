@@ -87,7 +87,7 @@ class ThreadsGroup:
         self._meeting.wait()  # nobody writes before everybody has read
         buffer.copy_(result)
 
-    def start_all_reduce(self, buffer: torch.Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         self.all_reduce(buffer)
         return lambda: None
 

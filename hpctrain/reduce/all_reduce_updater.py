@@ -18,7 +18,7 @@ from hpctrain.reduce.buckets import Bucket, Milestone, completed_order, mileston
 from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
 from hpctrain.reduce.patience import run_to_end
 from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer, Chooser, Numbers, StateTensor, StepSums
+from hpctrain.reduce.reducer import BucketReducer, Chooser, InBackground, Numbers, StateTensor, StepSums
 from hpctrain.reduce.scale import LossScale
 from hpctrain.reduce.updater import StepOutcome
 
@@ -34,7 +34,8 @@ class AllReduceUpdater:
     comm: the world, used from the calling thread for the small sums of a step, where the reducer makes none.
     reducer: sums buckets over all ranks, from the reduction thread and, between steps, from this one; must not
         share `comm`'s message space. Whoever made it closes it, after the updater.
-    max_in_flight: reductions under way at a time. overlap: False reduces in `step`, on the calling thread.
+    max_in_flight: reductions under way at a time. overlap: False reduces in `step`, on the calling thread, but for what
+        the reducer has carried on in the background (`InBackground`), which begins within backward all the same.
     weight default: a plain `loss.backward()` counts as 1/num_ranks, as Horovod averages.
 
     After backward a parameter's `.grad` is a view of its bucket, where the dtype allows; sparse gradients are
@@ -82,13 +83,15 @@ class AllReduceUpdater:
         self._order: list[int] | None = None  # in which gradients become ready, once it is known
         self._memory = self._lay_out(self._buckets_in_order())
         self._distributed = comm.num_ranks > 1
-        self._pipeline = (
-            ReductionPipeline(
-                reducer.reduce, device=self._device, max_in_flight=max_in_flight, overlap=overlap
+        self._pipeline = None
+        if self._distributed:
+            self._pipeline = ReductionPipeline(
+                reducer.reduce,
+                device=self._device,
+                max_in_flight=max_in_flight,
+                overlap=overlap,
+                in_background=reducer.in_background if isinstance(reducer, InBackground) else _never,
             )
-            if self._distributed
-            else None
-        )
         self._overlap = overlap
         self._syncing = True
         self._closed = False
@@ -339,6 +342,10 @@ class AllReduceUpdater:
                 "made: others would not be reduced and the ranks would drift apart. Close this updater and make "
                 "a new one after freezing, unfreezing or adding parameters"
             )
+
+
+def _never(number: int) -> bool:
+    return False
 
 
 def _one_device(parameters: Sequence[torch.nn.Parameter]) -> torch.device:

@@ -14,7 +14,7 @@ from hpctrain.reduce.auto_choice import AutoChoice
 from hpctrain.reduce.buckets import Bucket
 from hpctrain.reduce.calibration import MakeReducer
 from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.reducer import BucketReducer, Numbers, StateTensor, StepSums
+from hpctrain.reduce.reducer import BucketReducer, InBackground, Numbers, StateTensor, StepSums
 from hpctrain.reduce.same_plan import check_same_plan
 
 
@@ -98,6 +98,10 @@ class AutoReducer:
             raise UsageError(f"no bucket {number} to reduce: {len(self._places)} are planned")
         reducer, place = self._places[number]
         return reducer.reduce(place)
+
+    def in_background(self, number: int) -> bool:
+        reducer, place = self._places[number]
+        return isinstance(reducer, InBackground) and reducer.in_background(place)
 
     def keep_squares(self) -> None:
         self._squares = True

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Protocol, final
 
 import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.buckets import Bucket
+
+
+class StartSum(Protocol):
+    """`Collective.start_all_reduce`, or what stands in for it."""
+
+    def __call__(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]: ...
+
 
 WIRE_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -29,7 +36,7 @@ class CastSum:
 
     def __init__(
         self,
-        start: Callable[[torch.Tensor], Callable[[], None]],
+        start: StartSum,
         *,
         wire: str,
         backend: str,
@@ -63,7 +70,7 @@ class CastSum:
         """Begin to sum `memory`, which is not empty, over all ranks, in place; returns what waits. Collective."""
         cast = self._cast[number]
         travelling = memory if cast is None else cast.copy_(memory)
-        wait = self._start(travelling)
+        wait = self._start(travelling, number=number)
         self.bytes_sent += self._bytes_of(travelling.numel(), travelling.element_size())
 
         def finish() -> None:

@@ -52,10 +52,12 @@ class CollectiveReducer:
         algorithm: str,
         sums: BucketSum,
         residuals: Residuals | None = None,
+        in_background: bool = False,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """on_close: gives `comm` back; called by `close`. Collective."""
+        """on_close: gives `comm` back; called by `close`. Collective. in_background: see `InBackground`."""
         self._comm = comm
+        self._in_background = in_background
         self._on_close: Callable[[], object] | None = on_close
         self._algorithm = algorithm
         self._sums = sums
@@ -88,7 +90,10 @@ class CollectiveReducer:
             return all_reduce_bytes(numel * itemsize, num_ranks=num_ranks) if elsewhere else 0
 
         sums = CastSum(comm.start_all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
-        return cls(comm, algorithm=name, sums=sums, on_close=on_close)
+        # Horovod's thread sums what has been started; the other backends' operations only block.
+        return cls(
+            comm, algorithm=name, sums=sums, in_background=comm.backend == "horovod", on_close=on_close
+        )
 
     @classmethod
     def hierarchical(
@@ -109,7 +114,7 @@ class CollectiveReducer:
         def bytes_of(numel: int, itemsize: int) -> int:
             return itemsize * levels.elements_between_nodes(numel)
 
-        def start(buffer: torch.Tensor) -> Callable[[], None]:
+        def start(buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
             levels.all_reduce(buffer)
             return lambda: None
 
@@ -147,6 +152,9 @@ class CollectiveReducer:
         self._sums.plan(buckets, device=device)
         self._memory = [torch.zeros(b.numel, dtype=b.dtype, device=device) for b in buckets]
         return list(self._memory)
+
+    def in_background(self, number: int) -> bool:
+        return self._in_background
 
     def reduce(self, number: int) -> Iterator[bool]:
         if not 0 <= number < len(self._memory):

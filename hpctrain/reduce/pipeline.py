@@ -14,6 +14,8 @@ import torch
 from hpctrain.reduce.patience import LONGEST_WAIT_S, SHORTEST_WAIT_S, Patience
 
 Reduce = Callable[[int], Iterator[bool]]
+# As many as `Collective.start_all_reduce` allows at once.
+MAX_IN_BACKGROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,9 @@ class _Submitted:
 class ReductionPipeline:
     """Runs the reductions `reduce(number)`: up to `max_in_flight` at once, in turns.
 
-    overlap: on a thread of its own, from `submit` on; else all of them in `wait`, on the thread that calls it.
+    overlap: on a thread of its own, from `submit` on; else all of them in `wait`, on the thread that calls it. There,
+    those for which `in_background(number)` is true still begin in `submit`, up to 16 of them: a thread that is not ours
+    carries them on. Every rank must answer alike.
 
     Every rank submits the same numbers in the same order; reductions begin in that order. Each is taken as
     far as it goes without waiting, then the next one has its turn. When none got on, the thread sleeps: 20 us
@@ -43,12 +47,14 @@ class ReductionPipeline:
         device: torch.device,
         max_in_flight: int = 4,
         overlap: bool = True,
+        in_background: Callable[[int], bool] = lambda number: False,
         shortest_wait_s: float = SHORTEST_WAIT_S,
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
         self._reduce = reduce
         self._device = device
         self._max_in_flight = max_in_flight
+        self._in_background = in_background
         self._shortest_wait_s = shortest_wait_s
         self._longest_wait_s = longest_wait_s
         self._condition = threading.Condition()  # guards all that follows
@@ -59,6 +65,8 @@ class ReductionPipeline:
         self._busy_s = 0.0
         self._error: BaseException | None = None
         self._reduced: torch.cuda.Event | None = None
+        self._begun: list[Iterator[bool]] = []  # in `submit`, without a thread
+        self._begun_at = 0.0
         self._thread: threading.Thread | None = None
         if overlap:
             self._thread = threading.Thread(target=self._run, name="hpctrain-reduce", daemon=True)
@@ -68,8 +76,11 @@ class ReductionPipeline:
         """Reduce bucket `number`, some time before `wait` returns."""
         item = _Submitted(number, filled=self._mark())
         with self._condition:
-            self._submitted.append(item)
             self._pending += 1
+            if self._begins_at_once(number):
+                self._begin(number)
+                return
+            self._submitted.append(item)
             self._condition.notify_all()
 
     def wait(self) -> float:
@@ -100,6 +111,28 @@ class ReductionPipeline:
         self._thread.join(timeout=1.0)
         return not self._thread.is_alive()
 
+    def _begins_at_once(self, number: int) -> bool:
+        """False once an earlier one waits for its turn: all begin in the order of submission."""
+        return (
+            self._thread is None
+            and self._error is None
+            and not self._submitted
+            and len(self._begun) < MAX_IN_BACKGROUND
+            and self._in_background(number)
+        )
+
+    def _begin(self, number: int) -> None:
+        if not self._begun:
+            self._begun_at = time.perf_counter()
+        reduction = self._reduce(number)
+        self._begun.append(reduction)
+        try:
+            next(reduction)
+        except StopIteration:  # it has ended at once: `_work_off` finds that out
+            pass
+        except BaseException as found:
+            self._error = found
+
     def _mark(self) -> torch.cuda.Event | None:
         """The present end of the calling thread's stream; None for buckets in host memory."""
         if self._device.type != "cuda":
@@ -118,7 +151,7 @@ class ReductionPipeline:
             self._run_once()
 
     def _run_once(self) -> None:
-        started = time.perf_counter()
+        started = self._begun_at if self._begun else time.perf_counter()
         error: BaseException | None = None
         try:
             self._work_off()
@@ -148,14 +181,15 @@ class ReductionPipeline:
         """Whether anything is to be reduced; after an error all that is submitted is dropped."""
         with self._condition:
             if self._error is not None:
+                _end(self._begun)
                 self._submitted.clear()
                 self._pending = 0
-            return bool(self._submitted)
+            return bool(self._begun or self._submitted)
 
     def _work_off(self) -> None:
         """Until nothing is under way and nothing submitted. `_done` counts what was finished."""
         self._done = 0
-        under_way: list[Iterator[bool]] = []
+        under_way, self._begun = self._begun, []
         patience = Patience(shortest_wait_s=self._shortest_wait_s, longest_wait_s=self._longest_wait_s)
         try:
             while self._take_up(under_way) or under_way:
@@ -168,15 +202,14 @@ class ReductionPipeline:
                 if self._closed:
                     return
         finally:
-            for reduction in under_way:
-                getattr(reduction, "close", lambda: None)()
+            _end(under_way)
         with self._condition:
             self._reduced = self._mark()
 
     def _take_up(self, under_way: list[Iterator[bool]]) -> bool:
         """Begin what was submitted, as much as may be in flight; whether anything was."""
         with self._condition:
-            room = self._max_in_flight - len(under_way)
+            room = max(0, self._max_in_flight - len(under_way))
             items = [self._submitted.popleft() for _ in range(min(room, len(self._submitted)))]
         for item in items:
             if item.filled is not None:
@@ -195,3 +228,10 @@ class ReductionPipeline:
                 self._done += 1
                 got_on = True
         return got_on
+
+
+def _end(reductions: list[Iterator[bool]]) -> None:
+    """Break off all of these, and empty the list."""
+    for reduction in reductions:
+        getattr(reduction, "close", lambda: None)()
+    reductions.clear()

@@ -76,6 +76,18 @@ class StepSums(Protocol):
         """
 
 
+@runtime_checkable
+class InBackground(Protocol):
+    """A reducer some of whose reductions, once begun, are carried on by a thread outside Python."""
+
+    def in_background(self, number: int) -> bool:
+        """Whether bucket `number`'s reduction is; the same on every rank. Not collective.
+
+        Its first `next` then does not wait for other ranks, and it is worth beginning within backward even where no
+        core is free for a thread of ours.
+        """
+
+
 class BucketReducer(Protocol):
     """Sums buckets of gradients over all ranks, several at a time.
 

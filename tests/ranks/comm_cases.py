@@ -249,23 +249,24 @@ def horovod_when_needed(world: World) -> dict[str, Any]:
     opened = open_world("horovod")
     horovod = importlib.import_module("horovod.torch")
     topology = Topology.from_node_names(["a", "b"] * (world.num_ranks // 2))
-    running, sums = [horovod.is_initialized()], []
+    running, sums, groups = [horovod.is_initialized()], [], []
     for _ in range(3):
         first, second = opened.world.open_reduction_world(), opened.world.open_reduction_world()
         running.append(horovod.is_initialized())
+        groups.append(os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"])
         for reduce in (first.all_reduce, make_two_level(second, topology).all_reduce):
             buffer = torch.full((5,), 1.0 + world.rank)
             reduce(buffer)
             sums.append(float(buffer[-1]))
+        groups.append(os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"])
         first.close()
         running.append(horovod.is_initialized())
         second.close()
         running.append(horovod.is_initialized())
     contract = run_all(opened.world.open_reduction_world())
     opened.world.close()
-    return {
-        "running": running, "sums": sums, "contract": [f"{name}: {text}" for name, text in contract.items() if text],
-    }  # fmt: skip
+    wrong = [f"{name}: {text}" for name, text in contract.items() if text]
+    return {"running": running, "sums": sums, "groups": groups, "contract": wrong}  # fmt: skip
 
 
 def horovod_in_a_session(world: World) -> dict[str, Any]:

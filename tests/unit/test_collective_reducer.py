@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -199,7 +201,10 @@ def test_nothing_is_kept_where_nothing_is_lost() -> None:
 
 
 def test_wires_that_a_backend_cannot_sum_are_refused() -> None:
+    def start(buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
+        raise AssertionError("nothing is summed")
+
     with pytest.raises(UsageError, match="algorithm direct"):
-        CastSum(lambda buffer: lambda: None, wire="bf16", backend="horovod", bytes_of=lambda n, size: 0)
+        CastSum(start, wire="bf16", backend="horovod", bytes_of=lambda n, size: 0)
     with pytest.raises(UsageError, match="'int8'"):
-        CastSum(lambda buffer: lambda: None, wire="int8", backend="mpi", bytes_of=lambda n, size: 0)
+        CastSum(start, wire="int8", backend="mpi", bytes_of=lambda n, size: 0)

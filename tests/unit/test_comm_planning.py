@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm import describe_ranks
 from hpctrain.comm.buffers import as_rows, balanced_counts, pack, reordered, sum_in_order, windows_of
-from hpctrain.comm.horovod_settings import apply_settings, can_start_again
+from hpctrain.comm.horovod_settings import apply_settings, can_start_again, has_groups
 from hpctrain.comm.positions import (
     GroupPosition,
     RankPosition,
@@ -84,6 +84,15 @@ def test_what_the_user_told_horovod_stays() -> None:
     apply_settings(environ)
     assert environ["HOROVOD_FUSION_THRESHOLD"] == "1024"
     assert environ["HOROVOD_DYNAMIC_PROCESS_SETS"] == "1"  # groups cannot be made without it
+
+
+@pytest.mark.parametrize(("variables", "groups"), [({}, False), ({"HOROVOD_CYCLE_TIME": "1"}, True)])
+def test_horovod_starts_without_groups_where_it_can_start_again(
+    variables: dict[str, str], groups: bool
+) -> None:
+    environ = dict(variables)
+    apply_settings(environ, groups=False)
+    assert has_groups(environ) is groups
 
 
 @pytest.mark.parametrize(("variables", "can"), [

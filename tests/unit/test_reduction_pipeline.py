@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import CommunicationError
-from hpctrain.reduce.pipeline import ReductionPipeline
+from hpctrain.reduce.pipeline import MAX_IN_BACKGROUND, ReductionPipeline
 
 CPU = torch.device("cpu")
 
@@ -74,6 +74,56 @@ def test_reductions_begin_before_anyone_waits_for_them_where_they_overlap(overla
         assert began.wait(10 if overlap else 0.05) == overlap
         pipeline.wait()
     assert began.is_set()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    turns=st.lists(st.lists(st.booleans(), max_size=4), max_size=24),
+    alone=st.sets(st.integers(0, 23)),
+    rounds=st.integers(1, 2),
+)
+def test_what_runs_in_the_background_begins_in_submit_and_in_order(
+    turns: list[list[bool]], alone: set[int], rounds: int
+) -> None:
+    """Up to the first bucket that does not run there, or to as many as may be in flight."""
+    script = Script(dict(enumerate(turns)))
+    with closing(
+        ReductionPipeline(
+            script.reduce, device=CPU, overlap=False, in_background=lambda number: number not in alone
+        )
+    ) as pipeline:
+        for _ in range(rounds):
+            script.log.clear()
+            for number in range(len(turns)):
+                pipeline.submit(number)
+            first_alone = min((number for number in alone if number < len(turns)), default=len(turns))
+            assert script.numbers("begin") == list(range(min(first_alone, MAX_IN_BACKGROUND)))
+            pipeline.wait()
+            assert script.numbers("begin") == list(range(len(turns)))
+            assert sorted(script.numbers("end")) == list(range(len(turns)))
+
+
+def test_an_error_in_submit_is_raised_by_wait_and_ends_what_is_under_way() -> None:
+    closed: list[int] = []
+
+    def reduce(number: int) -> Iterator[bool]:
+        if number == 1:
+            raise CommunicationError("the link is gone")
+        try:
+            while True:
+                yield False
+        finally:
+            closed.append(number)
+
+    with closing(
+        ReductionPipeline(reduce, device=CPU, overlap=False, in_background=lambda number: True)
+    ) as pipeline:
+        for number in range(3):
+            pipeline.submit(number)
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match="link is gone"):
+                pipeline.wait()
+    assert closed == [0]
 
 
 def test_a_reduction_that_waits_lets_the_others_get_on() -> None:
