@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.results_file import Record
 from benchmarks.step.measure import Found
 from benchmarks.step.variants import (
+    ALONE,
     DEFAULT,
     FLAT,
     ONE_RANK,
@@ -27,6 +28,7 @@ DEFAULT_BAR = 0.97
 HOROVOD_BAR = 0.95
 FLAT_BAR = 0.95
 SCALING_BAR = 1.7
+LIMIT_BAR = 0.9
 
 
 class NotMeasured(ValueError):
@@ -77,6 +79,20 @@ def records_of(cell: Cell, found: Found) -> list[Record]:
                    of=DEFAULT, to=[ONE_THREAD])
         )  # fmt: skip
         made.append(
+            _ratio(
+                found,
+                f"{stem}.scaling.limit",
+                f"{where}: the default / {ALONE}",
+                LIMIT_BAR,
+                of=DEFAULT,
+                to=[ALONE],
+            )
+        )
+        made.append(
+            _ratio(found, f"{stem}.scaling.cores", f"{where}: {ALONE} / one rank with one thread", SCALING_BAR,
+                   of=ALONE, to=[ONE_THREAD])
+        )  # fmt: skip
+        made.append(
             _ratio(found, f"{stem}.scaling.all-cores", f"{where}: the default / one rank with all cores", 1.0,
                    of=DEFAULT, to=[ONE_RANK])
         )  # fmt: skip
@@ -97,6 +113,11 @@ def _default(cell: Cell, found: Found, *, stem: str, where: str) -> Record:
     named = finalists(cell, found.screening)
     record = _ratio(found, f"{stem}.default", f"{where}: the default / the best that can be named", DEFAULT_BAR,
                     of=DEFAULT, to=named)  # fmt: skip
+    best = max(named, key=lambda name: median(rates_of(found.rounds).get(name, [0.0])), default="")
+    if found.runs.get(DEFAULT) and found.runs.get(DEFAULT) == found.runs.get(best):
+        record = replace(
+            record, what=f"{record.what}; both ran {found.runs[best]}, so what they differ by is noise"
+        )
     samples = {
         **record.samples,
         "all samples/s": rates_of(found.rounds),

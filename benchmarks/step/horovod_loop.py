@@ -1,9 +1,10 @@
 """A plain Horovod script with a recipe's model, data and optimizer.
 
-`python -m benchmarks.step.horovod_loop RECIPE DIRECTORY`, under mpirun or srun.
+`python -m benchmarks.step.horovod_loop RECIPE DIRECTORY [--alone]`, under mpirun or srun.
 
 Its buckets are those of hpctrain (`groups`), and what it sends is 16-bit where the recipe says so. It writes the
-records of its steps as a run of hpctrain does, and trains until it is killed.
+records of its steps as a run of hpctrain does, and trains until it is killed. With `--alone` there is no Horovod: each
+rank of mpirun trains by itself on its share of every batch, which is what the cores alone can do.
 """
 
 from __future__ import annotations
@@ -37,39 +38,43 @@ def parameter_groups(model: torch.nn.Module, recipe: Recipe) -> list[list[torch.
     return [[parameters[slot.parameter] for slot in bucket.slots] for bucket in buckets]
 
 
-def train(recipe: Recipe, directory: Path) -> None:
+def train(recipe: Recipe, directory: Path, *, alone: bool) -> None:
     half = recipe.reduction.wire == "fp16"
     # What is fused is what is sent: nothing that is larger than a bucket.
     os.environ["HOROVOD_FUSION_THRESHOLD"] = str(bucket_bytes(recipe) // (2 if half else 1))
-    import horovod.torch as hvd
+    hvd = None
+    if not alone:
+        import horovod.torch as hvd
 
-    hvd.init()
+        hvd.init()
+    rank, num_ranks = _place(hvd)
     torch.manual_seed(recipe.run.seed)
     torch.use_deterministic_algorithms(recipe.run.deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     task = import_task(recipe.task.target, options=recipe.task.options, search=[Path.cwd()])
     loader = Loader(
-        Dataset.open(Path(recipe.data.train)), global_batch=recipe.data.global_batch, rank=hvd.rank(),
-        num_ranks=hvd.size(), seed=recipe.run.seed,
+        Dataset.open(Path(recipe.data.train)), global_batch=recipe.data.global_batch, rank=rank,
+        num_ranks=num_ranks, seed=recipe.run.seed,
     )  # fmt: skip
     model = task.build_model()
-    plain = build_optimizer(model, recipe.optimizer)
-    optimizer = hvd.DistributedOptimizer(
-        plain,
-        named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if half else hvd.Compression.none,
-        groups=parameter_groups(model, recipe),
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer: Any = build_optimizer(model, recipe.optimizer)
+    if hvd is not None:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+            groups=parameter_groups(model, recipe),
+        )
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     (directory / "metrics").mkdir(parents=True, exist_ok=True)
-    records = RecordWriter(directory / "metrics" / f"rank-{hvd.rank():05}.jsonl")
+    records = RecordWriter(directory / "metrics" / f"rank-{rank:05}.jsonl")
     clock, step = StepClock(), 0
     for epoch in range(10**9):
         with loader.epoch(epoch) as batches:
             for batch in batches:
                 optimizer.zero_grad()
                 task.loss(model, batch.fields).backward()
-                _apply(optimizer, model, clip_norm=recipe.optimizer.clip_norm)
+                _apply(optimizer, model, clip_norm=recipe.optimizer.clip_norm, alone=alone)
                 step += 1
                 records.write(
                     {
@@ -79,8 +84,17 @@ def train(recipe: Recipe, directory: Path) -> None:
                 )  # fmt: skip
 
 
-def _apply(optimizer: Any, model: torch.nn.Module, *, clip_norm: float | None) -> None:
-    if clip_norm is None:
+def _place(hvd: Any) -> tuple[int, int]:
+    """(rank, number of ranks), without Horovod as Open MPI's mpirun tells them."""
+    if hvd is not None:
+        return hvd.rank(), hvd.size()
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+
+
+def _apply(optimizer: Any, model: torch.nn.Module, *, clip_norm: float | None, alone: bool) -> None:
+    if clip_norm is None or alone:
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         return
     optimizer.synchronize()
@@ -90,4 +104,4 @@ def _apply(optimizer: Any, model: torch.nn.Module, *, clip_norm: float | None) -
 
 
 if __name__ == "__main__":
-    train(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]))
+    train(load_recipe(Path(sys.argv[1])), Path(sys.argv[2]), alone="--alone" in sys.argv[3:])

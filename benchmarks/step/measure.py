@@ -36,11 +36,11 @@ class Scale:
     starts of the same run are equally fast.
     """
 
-    rounds: int = 6
+    rounds: int = 12
     share: float = 1.0
-    screening_share: float = 0.5
+    screening_share: float = 1.0
     screening_s: float = 2.5
-    turn_s: float = 4.0
+    turn_s: float = 3.0
     start_s: float = 90.0
     stuck_s: float = 60.0
     restart: bool = True

@@ -95,7 +95,8 @@ class Run:
         """What each rank runs."""
         recipe = f"examples/{self._recipe}.toml"
         if self.variant.peer:
-            return [sys.executable, "-m", "benchmarks.step.horovod_loop", recipe, self._name]
+            alone = ["--alone"] if self.variant.alone else []
+            return [sys.executable, "-m", "benchmarks.step.horovod_loop", recipe, self._name, *alone]
         length = "run.epochs=1000000" if self._recipe == "digits" else "run.steps=1000000"
         overrides = [length, f"run.directory={self._name}", *self.variant.overrides]
         words = [word for override in overrides for word in ("--set", override)]

@@ -19,6 +19,7 @@ DEFAULT = "default"
 FLAT = "horovod/flat, no saves"
 PEER = "hvd.DistributedOptimizer"
 YIELDING_PEER = "hvd.DistributedOptimizer, yielding"
+ALONE = "2 ranks that never communicate"
 ONE_RANK = "1 rank"
 ONE_THREAD = "1 rank, 1 thread"
 
@@ -34,6 +35,7 @@ class Variant:
     """One way to train.
 
     overrides: of the recipe, as `--set` takes them. peer: the loop of `horovod_loop.py` instead of `hpctrain train`.
+    alone: that loop without Horovod, each rank by itself on its share of every batch.
     by_mpirun: started by mpirun as Horovod's users do it, instead of `hpctrain launch`. environment: set by the user.
     calibrates: it measures the links when it starts, so it starts anew when they change.
     """
@@ -42,6 +44,7 @@ class Variant:
     num_ranks: int
     overrides: tuple[str, ...] = ()
     peer: bool = False
+    alone: bool = False
     by_mpirun: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     calibrates: bool = False
@@ -73,7 +76,7 @@ class Cell:
 
 def _cells() -> dict[str, Cell]:
     made = []
-    for recipe, steps in (("digits", 200), ("characters", 50)):
+    for recipe, steps in (("digits", 100), ("characters", 50)):
         cell = Cell(name=f"{recipe}-1", recipe=recipe, num_ranks=1, own="hierarchical", steps=steps)
         made += [replace(cell, name=f"{recipe}-{ranks}", num_ranks=ranks) for ranks in (1, 2, 4)]
         made.append(replace(cell, name=f"{recipe}-4x{RANKS_PER_NODE}", num_ranks=8, rates=RATES))
@@ -121,6 +124,7 @@ def companions(cell: Cell) -> list[Variant]:
         *found,
         Variant(name=PEER, num_ranks=ranks, peer=True, by_mpirun=True, environment=(THREADS,)),
         Variant(name=YIELDING_PEER, num_ranks=ranks, peer=True, by_mpirun=True, environment=(THREADS, YIELD)),
+        Variant(name=ALONE, num_ranks=2, peer=True, alone=True, by_mpirun=True, environment=(THREADS,)),
         Variant(name=ONE_RANK, num_ranks=1),
         Variant(name=ONE_THREAD, num_ranks=1, environment=(THREADS,)),
     ]

@@ -17,6 +17,7 @@ from benchmarks.step.measure import Found, plain
 from benchmarks.step.places import launch_words, user_environment
 from benchmarks.step.turns import StepRecords, samples_per_s
 from benchmarks.step.variants import (
+    ALONE,
     CELLS,
     DEFAULT,
     FLAT,
@@ -36,11 +37,11 @@ from tests.ranks_launcher import REPOSITORY
 DIGITS = CELLS["digits-2"]
 SCREENING = {
     DEFAULT: 100.0, "mpi/ring": 90.0, "mpi/hierarchical": 101.0, "horovod/hierarchical": 60.0, "horovod/flat": 95.0,
-    FLAT: 97.0, PEER: 80.0, YIELDING_PEER: 99.0, ONE_RANK: 70.0, ONE_THREAD: 55.0,
+    FLAT: 97.0, PEER: 80.0, YIELDING_PEER: 99.0, ONE_RANK: 70.0, ONE_THREAD: 55.0, ALONE: 102.0,
 }  # fmt: skip
 ROUND = {
     DEFAULT: 99.0, "mpi/hierarchical": 100.0, "horovod/flat": 90.0, "horovod/hierarchical": 96.0, FLAT: 95.0,
-    PEER: 80.0, YIELDING_PEER: 100.0, ONE_RANK: 66.0, ONE_THREAD: 55.0,
+    PEER: 80.0, YIELDING_PEER: 100.0, ONE_RANK: 66.0, ONE_THREAD: 55.0, ALONE: 110.0,
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def test_all_backends_and_algorithms_that_a_recipe_can_name_are_candidates() -> 
 def test_the_default_the_two_best_and_what_the_figures_need_go_on_to_the_rounds() -> None:
     assert finalists(DIGITS, SCREENING) == ["mpi/hierarchical", "horovod/flat"]
     assert decided(DIGITS, SCREENING) == [
-        DEFAULT, "mpi/hierarchical", "horovod/flat", FLAT, PEER, YIELDING_PEER, ONE_RANK, ONE_THREAD,
+        DEFAULT, "mpi/hierarchical", "horovod/flat", FLAT, PEER, YIELDING_PEER, ALONE, ONE_RANK, ONE_THREAD,
         "horovod/hierarchical",
     ]  # fmt: skip
     without = {name: rate for name, rate in SCREENING.items() if name not in (PEER, "mpi/hierarchical")}
@@ -106,6 +107,7 @@ def test_records_hold_each_figure_against_its_bar() -> None:
     assert values == {
         "default": pytest.approx(0.99), "horovod": pytest.approx(0.96), "flat": pytest.approx(0.95),
         "scaling": pytest.approx(1.8), "scaling.all-cores": pytest.approx(1.5),
+        "scaling.limit": pytest.approx(0.9), "scaling.cores": pytest.approx(2.0),
     }  # fmt: skip
     bars = {name: (record.bar, record.sense) for name, record in made.items()}
     assert bars["step.digits-2.default"] == (0.97, "at least")
@@ -121,6 +123,13 @@ def test_the_best_named_one_is_chosen_by_the_screening_and_held_against_by_the_r
     assert record.value == pytest.approx(0.9)
     assert not record.holds
     assert record.samples["finalists"] == ["mpi/hierarchical", "horovod/flat"]
+
+
+def test_a_default_that_ran_as_the_best_named_one_is_said_to_differ_by_noise() -> None:
+    runs = {DEFAULT: "mpi, hierarchical, fp16", "mpi/hierarchical": "mpi, hierarchical, fp16"}
+    for ran, same in ((runs, True), ({**runs, DEFAULT: "horovod, flat, fp16"}, False)):
+        (record,) = [r for r in records_of(DIGITS, found_of(runs=ran)) if r.id.endswith(".default")]
+        assert ("is noise" in record.what) is same
 
 
 def test_a_variant_that_failed_makes_its_figures_fail_and_leaves_the_others() -> None:
