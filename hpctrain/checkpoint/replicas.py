@@ -16,7 +16,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.difference import Tolerance, amount_of
+from hpctrain.checkpoint.amounts import Tolerance, amount_of
 from hpctrain.checkpoint.own_bytes import Segment, content_of, laid_end_to_end, view_of
 from hpctrain.checkpoint.plan import EXTENT_BYTES
 from hpctrain.checkpoint.staging import Staging

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +10,8 @@ import typer
 
 from hpctrain.cli.data_index import index_command
 from hpctrain.cli.data_pack import pack_command
-from hpctrain.cli.ranks import LINE_INTERVAL_S, all_ranks, this_rank
+from hpctrain.cli.data_progress import Meter, summary_of
+from hpctrain.cli.ranks import all_ranks, this_rank
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ def info_command(
         return
     for dataset in datasets:
         manifest = dataset.manifest
-        typer.echo(f"{dataset.directory}: {_summary(manifest)}")
+        typer.echo(f"{dataset.directory}: {summary_of(manifest)}")
         for name, spec in manifest.fields.items():
             typer.echo(f"  field {name}: {spec.dtype} {spec.shape}")
         if manifest.tokens is not None:
@@ -98,7 +96,7 @@ def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, lis
     from hpctrain.data.verify import find_datasets, verify
 
     found: dict[str, list[dict[str, Any]]] = {}
-    with _Meter() as meter:
+    with Meter() as meter:
         for dataset in find_datasets(directory):
             progress = meter.part(dataset) if rank == 0 else None
             damages = verify(dataset, rank=rank, num_ranks=num_ranks, progress=progress)
@@ -139,50 +137,9 @@ def _report(
         )
 
 
-def _summary(manifest: Manifest) -> str:
-    shards = len(manifest.shards)
-    what = "samples" if manifest.tokens is None else "token windows"
-    megabytes = f"{manifest.file_bytes / 1e6:,.1f} MB"
-    return f"{manifest.samples:,} {what} in {shards} shard{'s' if shards > 1 else ''}, {megabytes}"
-
-
 def _as_json(directory: Path, manifest: Manifest) -> dict[str, Any]:
     document = manifest.model_dump(mode="json", exclude={"shards"})
     shards = [
         shard.model_dump(mode="json", include={"file", "samples", "file_bytes"}) for shard in manifest.shards
     ]
     return {"directory": str(directory), **document, "file_bytes": manifest.file_bytes, "shards": shards}
-
-
-class _Meter:
-    """Progress on stderr: bars on a terminal, else a plain line every few seconds."""
-
-    def __init__(self) -> None:
-        self._bars: Any = None
-        self._next_line = time.monotonic() + LINE_INTERVAL_S
-
-    def __enter__(self) -> _Meter:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bars = Progress(console=Console(stderr=True))
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-
-    def part(self, directory: Path) -> Callable[[int, int | None], None]:
-        """The callback for one dataset directory."""
-        if self._bars is None:
-            return lambda done, total: self._line(directory, done, total)
-        task = self._bars.add_task(str(directory), total=None)
-        return lambda done, total: self._bars.update(task, completed=done, total=total)
-
-    def _line(self, directory: Path, done: int, total: int | None) -> None:
-        if time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_INTERVAL_S
-            share = f" of {total:,}, {100 * done / total:.0f}%" if total else ""
-            typer.echo(f"{directory}: {done:,}{share}", err=True)

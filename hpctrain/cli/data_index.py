@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.data_progress import Meter, summary_of
 from hpctrain.cli.ranks import all_ranks
 from hpctrain.errors import UsageError
 
@@ -55,7 +56,6 @@ def index_command(
     mpirun -n 8 hpctrain data index 'many/**/*.h5' --fields x=/x --samples file --hash --out data/many
     hpctrain data index 'text/*.h5' --fields tokens=/tokens --tokens 1024 --documents /starts --out data/text
     """
-    from hpctrain.cli.data import _Meter, _summary
     from hpctrain.data.index import OldIndex, Paths, Reading, index_files
     from hpctrain.data.index_request import SampleIs, parse_fields
     from hpctrain.data.index_tokens import TokenRequest
@@ -64,7 +64,7 @@ def index_command(
         raise UsageError(f"--samples {samples}: rows, file or groups is expected")
     if tokens is None and (stride is not None or documents is not None):
         raise UsageError("--stride and --documents belong to --tokens")
-    with all_ranks() as world, _Meter() as meter:
+    with all_ranks() as world, Meter() as meter:
         indexed = index_files(
             out,
             files=files,
@@ -81,7 +81,7 @@ def index_command(
         )
     if world.rank != 0:
         return
-    typer.echo(f"{out}: {_summary(indexed.manifest)}")
+    typer.echo(f"{out}: {summary_of(indexed.manifest)}")
     if indexed.too_short:
         names = ", ".join(indexed.too_short[:3]) + (", ..." if len(indexed.too_short) > 3 else "")
         typer.echo(f"{len(indexed.too_short)} files are too short for a window and left out: {names}")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.data_progress import Meter, summary_of
 from hpctrain.cli.ranks import all_ranks
 from hpctrain.errors import UsageError
 
@@ -77,7 +78,6 @@ def pack_command(
     hpctrain data pack table.parquet data/table --fields x=a+b:float32,y=kind
     mpirun -n 8 hpctrain data pack simulation:samples data/simulated --compress zstd --resume
     """
-    from hpctrain.cli.data import _Meter, _summary
     from hpctrain.data.compression import Codec
     from hpctrain.data.pack import Existing
     from hpctrain.data.pack_source import pack_source
@@ -98,7 +98,7 @@ def pack_command(
         num_parts=parts,
     )
     codec = None if compress is None else Codec(_one_of("--compress", compress, [c.value for c in Codec]))
-    with all_ranks() as world, _Meter() as meter:
+    with all_ranks() as world, Meter() as meter:
         manifests = pack_source(
             source,
             out=out,
@@ -118,7 +118,7 @@ def pack_command(
         )
     if world.rank == 0:
         for directory, manifest in manifests.items():
-            typer.echo(f"{directory}: {_summary(manifest)}")
+            typer.echo(f"{directory}: {summary_of(manifest)}")
 
 
 def _one_of(option: str, value: str, possible: list[str]) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, save
-from hpctrain.checkpoint.difference import Amount, Difference, Tolerance, compare, compare_documents
+from hpctrain.checkpoint.amounts import Amount, Tolerance
+from hpctrain.checkpoint.difference import Difference, compare, compare_documents
 from hpctrain.comm.communicator import World
 from hpctrain.comm.serial import SerialWorld
 from hpctrain.comm.threads import run_threads

@@ -1,0 +1,126 @@
+"""By how much two tensors differ, elements at a time. Pure."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.checkpoint.dtypes import byte_view
+
+_CHUNK_ELEMS = 1 << 16  # compared at a time, as float64: a few arrays of 512 KiB stay in the cache
+_BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """An element b has changed from a when |b - a| > absolute + relative * |a|; with both 0, when its bits have."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.absolute == 0 and self.relative == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Amount:
+    """How much elements differ; amounts of several regions can be added.
+
+    num_elems: compared. num_different: of these, the ones whose bits differ (whose values, between two dtypes).
+    num_beyond: of these, the ones beyond the tolerance. num_not_finite: of these, the ones whose difference is not a
+    finite number; they do not count in what follows. max_abs: the largest difference. squares: sum of the squared
+    differences. squares_of_first: sum of the squared elements of the first, where finite.
+    """
+
+    num_elems: int = 0
+    num_different: int = 0
+    num_beyond: int = 0
+    num_not_finite: int = 0
+    max_abs: float = 0.0
+    squares: float = 0.0
+    squares_of_first: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            num_elems=self.num_elems + other.num_elems,
+            num_different=self.num_different + other.num_different,
+            num_beyond=self.num_beyond + other.num_beyond,
+            num_not_finite=self.num_not_finite + other.num_not_finite,
+            max_abs=max(self.max_abs, other.max_abs),
+            squares=self.squares + other.squares,
+            squares_of_first=self.squares_of_first + other.squares_of_first,
+        )
+
+    @property
+    def relative(self) -> float | None:
+        """Norm of the difference over the norm of the first; None where that is no number."""
+        if self.squares_of_first == 0 or not math.isfinite(self.squares + self.squares_of_first):
+            return None
+        return math.sqrt(self.squares / self.squares_of_first)
+
+
+def amount_of(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
+    """Of two tensors of one shape."""
+    one, two = first.reshape(-1), second.reshape(-1)
+    total = Amount()
+    for start in range(0, one.numel(), _CHUNK_ELEMS):
+        chunk = slice(start, start + _CHUNK_ELEMS)
+        total += _amount_of_chunk(one[chunk], two[chunk], tolerance=tolerance)
+    return total
+
+
+def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
+    values, others = _values(first), _values(second)
+    if first.dtype == second.dtype:
+        different = _different_bits(first, second)
+    elif values is None or others is None:
+        different = torch.ones(first.numel(), dtype=torch.bool)
+    else:
+        different = (values != others) & ~(values.isnan() & others.isnan())
+    num_different = int(different.sum())
+    if values is None or others is None:
+        return Amount(num_elems=first.numel(), num_different=num_different, num_beyond=num_different)
+    sizes, differences = values.abs(), (others - values).abs()
+    squares, squares_of_first = float(differences.square().sum()), float(sizes.square().sum())
+    finite: torch.Tensor | None = None
+    if not math.isfinite(squares + squares_of_first):  # rare, and dear: leave out what is no number
+        differences = torch.where(different, differences, 0)  # a NaN that stayed is no difference
+        finite = differences.isfinite()
+        squares = float(differences[finite].square().sum())
+        squares_of_first = float(sizes[sizes.isfinite()].square().sum())
+    beyond = different
+    if not tolerance.is_exact:
+        beyond = different & ~(differences <= tolerance.absolute + tolerance.relative * sizes)
+    counted = differences if finite is None else differences[finite]
+    return Amount(
+        num_elems=first.numel(),
+        num_different=num_different,
+        num_beyond=int(beyond.sum()),
+        num_not_finite=0 if finite is None else int((~finite).sum()),
+        max_abs=float(counted.max()) if counted.numel() else 0.0,
+        squares=squares,
+        squares_of_first=squares_of_first,
+    )
+
+
+def _different_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Shape (num_elems,), bool."""
+    width = first.element_size()
+    bits = _BITS.get(width, torch.int64)  # two words for complex128
+    one, two = (byte_view(tensor).view(bits).reshape(-1, max(1, width // 8)) for tensor in (first, second))
+    return (one != two).any(dim=1)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements as float64 or complex128, shape (num_elems,); None for a dtype that holds no plain numbers."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental at every touch
+            return tensor.to(wide)
+    except (RuntimeError, NotImplementedError):
+        return None
