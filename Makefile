@@ -39,7 +39,7 @@ test: lint ## all tests, with real MPI ranks
 
 trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; some ten minutes
 	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/test_checkpoint_mounts.py \
-	  tests/faults/test_checkpoint_crashes.py tests/unit/test_checkpoint_fuzz.py
+	  tests/faults/test_checkpoint_crashes.py tests/unit/checkpoint/format/test_metadata_fuzz.py
 
 test-fast: setup ## the tests that start no MPI ranks
 	$(BIN)python -m pytest tests/unit tests/contract -m "not launches"

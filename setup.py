@@ -17,12 +17,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpctrain", "hpctrain.*"]),
-    package_data={"hpctrain": ["py.typed", "reduce/*.pyi"]},
+    package_data={"hpctrain": ["py.typed", "reduce/shared_memory/*.pyi"]},
     # Sums in shared memory. Without a compiler numpy makes them, and `hpctrain doctor` says so.
     ext_modules=[
         Extension(
-            "hpctrain.reduce._add",
-            ["hpctrain/reduce/_add.c"],
+            "hpctrain.reduce.shared_memory._add",
+            ["hpctrain/reduce/shared_memory/_add.c"],
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
             optional=True,
         ),

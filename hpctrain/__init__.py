@@ -25,7 +25,7 @@ _HOME = {
     "Position": "hpctrain.train",
     "TrainingState": "hpctrain.train",
     "resume": "hpctrain.train",
-    "Compression": "hpctrain.reduce.hvd_compression",
+    "Compression": "hpctrain.reduce.horovod_compression.compressors",
     "HpctrainError": "hpctrain.errors",
 }
 

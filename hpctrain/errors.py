@@ -1,7 +1,7 @@
 """The exception tree. Each class carries the exit code with which a command ends because of it.
 
 An error says what was asked, what was found, on which rank, and what to do. `agreed` is true once every
-rank of the run has been told of the error (see `hpctrain.comm.agreement`): then all ranks leave by the same
+rank of the run has been told of the error (see `hpctrain.comm.collectives.agreement`): then all ranks leave by the same
 door. An error that is not agreed was met by one rank alone, and the run must be aborted so that no other
 rank waits for it for ever.
 """

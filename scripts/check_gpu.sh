@@ -37,9 +37,9 @@ export PYTHONPATH=$here/tree:$here/site${PYTHONPATH:+:$PYTHONPATH}
 # The sums within a node are compiled for one Python. Without a compiler numpy makes them.
 cd "$here/tree"
 suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-if [[ ! -e hpctrain/reduce/_add$suffix ]]; then
+if [[ ! -e hpctrain/reduce/shared_memory/_add$suffix ]]; then
   include=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
-  "${CC:-cc}" -O3 -ffp-contract=off -fno-fast-math -shared -fPIC "-I$include" hpctrain/reduce/_add.c \
-    -o "hpctrain/reduce/_add$suffix" 2>/dev/null || echo "check-gpu: nothing compiled, numpy makes the sums within a node"
+  "${CC:-cc}" -O3 -ffp-contract=off -fno-fast-math -shared -fPIC "-I$include" hpctrain/reduce/shared_memory/_add.c \
+    -o "hpctrain/reduce/shared_memory/_add$suffix" 2>/dev/null || echo "check-gpu: nothing compiled, numpy makes the sums within a node"
 fi
 exec "$python" -m benchmarks.gpu --output "$here/gpu.json" "$@"

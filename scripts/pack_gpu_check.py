@@ -129,8 +129,9 @@ def copy_tree(target: Path) -> None:
         if source.is_file():  # not one that is deleted and not committed yet
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target / name)
-    for compiled in (REPOSITORY / "hpctrain" / "reduce").glob("_add.*.so"):
-        shutil.copy(compiled, target / "hpctrain" / "reduce")
+    sums = Path("hpctrain", "reduce", "shared_memory")
+    for compiled in (REPOSITORY / sums).glob("_add.*.so"):
+        shutil.copy(compiled, target / sums)
     changed = _output("git", "status", "--porcelain", "--untracked-files=no")
     commit = _output("git", "rev-parse", "HEAD").strip()
     (target / "COMMIT").write_text(f"{commit}{'+changes' if changed else ''}\n")

@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 
 HEAD = """# Recipe reference
 
-Generated from `hpctrain/run/recipe.py` by `make docs`; do not edit.
+Generated from `hpctrain/run/recipe/schema.py` by `make docs`; do not edit.
 
 A recipe is one TOML file, and one TOML file is one run. It is validated before anything communicates; unknown
 keys are refused with the nearest valid one. Any key can be overridden on the command line:

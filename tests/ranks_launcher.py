@@ -325,7 +325,7 @@ def _rank_main(argv: Sequence[str]) -> int:
         (Path(directory) / f"rank-{world.rank}.json").write_text(json.dumps(value))
 
     if backend == "threads":
-        from hpctrain.comm.threads import run_threads
+        from hpctrain.comm.backends.threads_world import run_threads
 
         run_threads(int(num_ranks), case, timeout_s=float(timeout_s))
         return 0
@@ -350,15 +350,15 @@ def _rank_main(argv: Sequence[str]) -> int:
 
 def _open(backend: str) -> Any:
     if backend == "horovod":
-        from hpctrain.comm.horovod import HorovodWorld
+        from hpctrain.comm.backends.horovod_world import HorovodWorld
 
         return HorovodWorld.open()
     if backend == "mpi":
-        from hpctrain.comm.mpi import MpiWorld
+        from hpctrain.comm.backends.mpi_world import MpiWorld
 
         return MpiWorld.open()
     if backend == "serial":
-        from hpctrain.comm.serial import SerialWorld
+        from hpctrain.comm.backends.serial_world import SerialWorld
 
         return SerialWorld()
     raise ValueError(f"no backend {backend!r}")

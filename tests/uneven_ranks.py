@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.node_sum import PIECE_ELEMS
-from hpctrain.reduce.patience import Patience
+from hpctrain.reduce.contract.polling import Patience
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.work_shared_sum import PIECE_ELEMS
 
 
 def fill_and_sum(

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks.checkpoint.peers import PeerFailed, check_saved, named
-from hpctrain.bench.checkpoint import take_turns
-from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
-from hpctrain.bench.checkpoint_ways import (
+from hpctrain.bench.checkpoint.measure import take_turns
+from hpctrain.bench.checkpoint.methods import (
     RAW_WRITE,
     AsyncSaving,
     Copying,
@@ -26,11 +25,12 @@ from hpctrain.bench.checkpoint_ways import (
     remove,
     slowest_since,
 )
-from hpctrain.checkpoint.background_thread import BackgroundThread
-from hpctrain.checkpoint.saving import SaveOptions, Saving
-from hpctrain.checkpoint.snapshot import HostBuffers
+from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
+from hpctrain.checkpoint.saving.background_thread import BackgroundThread
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.save import SaveOptions, Saving
 from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.run import Session
 
 Settings = dict[str, Any]

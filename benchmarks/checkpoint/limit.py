@@ -12,14 +12,14 @@ from typing import final
 import numpy as np
 
 from benchmarks.checkpoint.figures import LIMIT
-from hpctrain.bench.checkpoint_raw import RawShare
-from hpctrain.bench.checkpoint_ways import RAW_WRITE, Turn, own_seconds, remove
-from hpctrain.checkpoint.commit import create_file
-from hpctrain.checkpoint.file_bytes import sync_directory
-from hpctrain.checkpoint.fresh_memory import in_large_pages
-from hpctrain.checkpoint.uncached import BLOCK_BYTES, open_uncached
+from hpctrain.bench.checkpoint.methods import RAW_WRITE, Turn, own_seconds, remove
+from hpctrain.bench.checkpoint.raw_io import RawShare
+from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached
+from hpctrain.checkpoint.files.full_io import sync_directory
+from hpctrain.checkpoint.files.huge_pages import in_large_pages
+from hpctrain.checkpoint.saving.commit import create_file
 from hpctrain.comm import Collective
-from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.errors import CheckpointError
 
 _PIECE_BYTES = 1 << 19

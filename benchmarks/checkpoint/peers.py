@@ -14,8 +14,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from hpctrain.bench.checkpoint_raw import BenchState
-from hpctrain.bench.checkpoint_ways import (
+from hpctrain.bench.checkpoint.methods import (
     RAW_READ,
     RAW_WRITE,
     Turn,
@@ -24,8 +23,9 @@ from hpctrain.bench.checkpoint_ways import (
     remove,
     slowest_since,
 )
+from hpctrain.bench.checkpoint.raw_io import BenchState
 from hpctrain.comm import Collective
-from hpctrain.comm.agreement import on_rank_0
+from hpctrain.comm.collectives.agreement import on_rank_0
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -57,7 +57,7 @@ class Peer:
 
 @final
 class PeerSaving:
-    """A peer's save as a way of `hpctrain.bench.checkpoint`: a fresh path each time, removed outside the time."""
+    """A peer's save as one of the methods of `hpctrain.bench.checkpoint`: a fresh path each time, removed untimed."""
 
     engine, raw = None, RAW_WRITE
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from benchmarks.checkpoint import background
 from benchmarks.checkpoint.limit import disk_limit
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
-from hpctrain.bench.checkpoint import take_turns
-from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
-from hpctrain.bench.checkpoint_ways import Loading, RawReading, RawWriting, RunSaving, SyncSaving, Way
+from hpctrain.bench.checkpoint.measure import take_turns
+from hpctrain.bench.checkpoint.methods import Loading, RawReading, RawWriting, RunSaving, SyncSaving, Way
+from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.checkpoint import load, save
-from hpctrain.checkpoint.replicas import ReplicaCheck
+from hpctrain.checkpoint.planning.replicas import ReplicaCheck
 from hpctrain.run import Session, start
 
 Settings = dict[str, Any]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.data.kinds import Kind
 from benchmarks.data.serve import Reader
-from hpctrain.bench.step_wait import wait_behind
+from hpctrain.bench.data.batch_wait import wait_behind
 from hpctrain.data import Dataset, EpochOrder, Loader
 
 SMALL_CACHE_BYTES = 2 << 20

@@ -11,7 +11,7 @@ from benchmarks.gpu.compare import require, require_equal
 from benchmarks.gpu.outcome import Found, Setting
 from benchmarks.gpu.work import LongKernels
 from hpctrain.checkpoint import HostBuffers, Replicated, Saved, SaveMode, Saver, State, load, saving_into
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 
 SAVES = 3
 

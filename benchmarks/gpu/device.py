@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.gpu.compare import require
 from benchmarks.gpu.outcome import CheckFailed, Found, Setting
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import LaunchError
 from hpctrain.run.device import Proposal, choose_device, decide, propose
 

@@ -17,11 +17,11 @@ from benchmarks.gpu.compare import require, require_close, require_equal
 from benchmarks.gpu.outcome import CheckFailed, Setting
 from benchmarks.gpu.work import small_model
 from hpctrain.comm import all_gather_json
-from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.low_rank import LowRankReducer
-from hpctrain.reduce.patience import run_to_end
-from hpctrain.reduce.reducer import BucketReducer
-from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
+from hpctrain.reduce.collective_reducers.top_k import TopKReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.contract.polling import run_to_end
 from hpctrain.run import Session, start
 
 EXACT = (

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from benchmarks.gpu.compare import require, require_equal
 from benchmarks.gpu.outcome import Found, Setting
 from benchmarks.gpu.work import LongKernels, control_sees_a_race
-from hpctrain.comm.staging import on_host
+from hpctrain.comm.interface.host_copies import on_host
 from hpctrain.data import Dataset, Loader, batches_on, pack_arrays
-from hpctrain.reduce.pipeline import ReductionPipeline
+from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 
 NUM_BUCKETS = 4
 NUM_SAMPLES = 200

@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.reduction.peers import Family, Method
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithm import AUTO, Algorithm
-from hpctrain.reduce.auto_choice import CalibrationFiles
-from hpctrain.reduce.buckets import GradientSpec, plan_buckets
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.algorithms import AUTO, Algorithm
+from hpctrain.reduce.autotune.tune import CalibrationFiles
+from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.run import Session
 from hpctrain.run.reduction import ReductionPlan
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from hpctrain.data import Dataset, Loader
-from hpctrain.reduce.buckets import GradientSpec, plan_buckets, sum_dtype
+from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets, sum_dtype
 from hpctrain.run.optimizers import build_optimizer
-from hpctrain.run.recipe import Recipe
-from hpctrain.run.recipe_file import load_recipe
+from hpctrain.run.recipe.load import load_recipe
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train import import_task
 

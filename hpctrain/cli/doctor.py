@@ -32,7 +32,7 @@ def doctor_command(
     Exit code: 0 when all is well or there are only warnings, 5 when there is a problem.
     """
     from hpctrain.cli.doctor_report import report
-    from hpctrain.run.findings import Level
+    from hpctrain.run.doctor.findings import Level
 
     level = report(run_directory=run_directory, backend=backend, timeout_s=timeout_s, as_json=as_json)
     if level is Level.PROBLEM:

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.comm.agreement import all_gather_json
-from hpctrain.comm.probe import probe_mpi_alone, probe_started_mpi
-from hpctrain.comm.select import open_world
+from hpctrain.comm.backends.library_probe import probe_mpi_alone, probe_started_mpi
+from hpctrain.comm.backends.open_world import open_world
+from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.errors import HpctrainError
 from hpctrain.launch.identity import RankIdentity
 from hpctrain.launch.launchers import cure_for
-from hpctrain.run.findings import Finding, Level, judge, worst
-from hpctrain.run.inspection import identity_of, inspect_rank
-from hpctrain.run.last_words import LastWords
-from hpctrain.run.merging import merge
+from hpctrain.run.doctor.exit_notice import LastWords
+from hpctrain.run.doctor.findings import Finding, Level, judge, worst
+from hpctrain.run.doctor.merge_findings import merge
+from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 _PLAIN_WIDTH = 120

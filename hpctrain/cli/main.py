@@ -61,9 +61,9 @@ def root(
 
 
 def _add_commands() -> None:
-    from hpctrain.cli.bench import bench_app
-    from hpctrain.cli.checkpoint import checkpoint_app
-    from hpctrain.cli.data import data_app
+    from hpctrain.cli.bench.group import bench_app
+    from hpctrain.cli.checkpoint.group import checkpoint_app
+    from hpctrain.cli.data.group import data_app
     from hpctrain.cli.doctor import doctor_command
     from hpctrain.cli.launch import launch_command
     from hpctrain.cli.train import train_command

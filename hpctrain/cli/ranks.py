@@ -16,7 +16,7 @@ import typer
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import World
+    from hpctrain.comm.interface.communicator import World
 
 LINE_INTERVAL_S = 5.0
 
@@ -31,7 +31,7 @@ def this_rank() -> int:
 @contextmanager
 def all_ranks() -> Iterator[World]:
     """The ranks that the command was started as. They leave together: by an error that all know, or all at once."""
-    from hpctrain.comm.select import open_world
+    from hpctrain.comm.backends.open_world import open_world
 
     world = open_world("auto").world
     try:

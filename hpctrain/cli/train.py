@@ -40,7 +40,7 @@ def train_command(
     stop = StopRequest().install()
     save_signal = SaveSignal().install()
 
-    from hpctrain.run.recipe_file import load_recipe
+    from hpctrain.run.recipe.load import load_recipe
     from hpctrain.run.training import Resume, train
 
     train(

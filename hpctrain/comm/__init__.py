@@ -1,6 +1,7 @@
 """Communication: the contract, what is built on it, and the way to open a backend."""
 
-from hpctrain.comm.agreement import (
+from hpctrain.comm.backends.open_world import OpenedWorld, open_world
+from hpctrain.comm.collectives.agreement import (
     agreed,
     all_gather_json,
     broadcast_json,
@@ -10,12 +11,11 @@ from hpctrain.comm.agreement import (
     on_rank_0,
     raise_together,
 )
-from hpctrain.comm.communicator import Collective, ReduceOp, World
-from hpctrain.comm.hierarchical import TwoLevel, all_reduce_hierarchical, make_two_level
-from hpctrain.comm.monitored import Monitored
-from hpctrain.comm.select import OpenedWorld, open_world
-from hpctrain.comm.shared_folder import make_shared_folder
-from hpctrain.comm.tensors import broadcast_tensors
+from hpctrain.comm.collectives.broadcast_tensors import broadcast_tensors
+from hpctrain.comm.collectives.shared_folder import make_shared_folder
+from hpctrain.comm.collectives.two_level import TwoLevel, all_reduce_hierarchical, make_two_level
+from hpctrain.comm.interface.communicator import Collective, ReduceOp, World
+from hpctrain.comm.watchdog.monitored_world import Monitored
 
 __all__ = [
     "Collective",

@@ -1,9 +1,7 @@
 """HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
 
-from hpctrain.data.batch import Batch
-from hpctrain.data.batches import Batches
-from hpctrain.data.device_copy import batches_on
-from hpctrain.data.integrity import (
+from hpctrain.data.format.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
+from hpctrain.data.integrity.read_checker import (
     BlockChecker,
     CheckMode,
     DamagedData,
@@ -11,21 +9,39 @@ from hpctrain.data.integrity import (
     check_while_reading,
     make_checker,
 )
-from hpctrain.data.loader import Loader, Samples
-from hpctrain.data.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
-from hpctrain.data.order import ORDER_NAME, EpochOrder, LastBatch, Order, Span, batch_spans, rank_share
-from hpctrain.data.orders import Blocks, Fixed, OrderSpec, Sequential, Shuffled, Stratified, Weighted
-from hpctrain.data.pack import Existing, pack_arrays, pack_tokens
-from hpctrain.data.read import Dataset, Verify
-from hpctrain.data.torch_dataset import (
+from hpctrain.data.integrity.verify import Damage, verify
+from hpctrain.data.loading.batch import Batch
+from hpctrain.data.loading.device_prefetch import batches_on
+from hpctrain.data.loading.epoch_iterator import Batches
+from hpctrain.data.loading.loader import Loader, Samples
+from hpctrain.data.loading.torch_dataset import (
     TorchIterableDataset,
     TorchMapDataset,
     torch_iterable_dataset,
     torch_map_dataset,
 )
-from hpctrain.data.transform import TransformContext
-from hpctrain.data.verify import Damage, verify
-from hpctrain.data.workers import WorkerPool
+from hpctrain.data.order.epoch_order import (
+    ORDER_NAME,
+    EpochOrder,
+    LastBatch,
+    Order,
+    Span,
+    batch_spans,
+    rank_share,
+)
+from hpctrain.data.order.order_spec import (
+    Blocks,
+    Fixed,
+    OrderSpec,
+    Sequential,
+    Shuffled,
+    Stratified,
+    Weighted,
+)
+from hpctrain.data.packing.pack import Existing, pack_arrays, pack_tokens
+from hpctrain.data.reading.dataset import Dataset, Verify
+from hpctrain.data.transforms.transform import TransformContext
+from hpctrain.data.transforms.worker_pool import WorkerPool
 
 __all__ = [
     "ORDER_NAME",

@@ -1,7 +1,7 @@
 """Gradients in, updated parameters out."""
 
-from hpctrain.reduce.all_reduce_updater import AllReduceUpdater
-from hpctrain.reduce.scale import LossScale
-from hpctrain.reduce.updater import StepOutcome, Updater
+from hpctrain.reduce.contract.updater import StepOutcome, Updater
+from hpctrain.reduce.data_parallel.all_reduce_updater import AllReduceUpdater
+from hpctrain.reduce.data_parallel.loss_scale import LossScale
 
 __all__ = ["AllReduceUpdater", "LossScale", "StepOutcome", "Updater"]

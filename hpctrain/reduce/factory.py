@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import final
 
 from hpctrain.comm import World, all_gather_json, make_two_level
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.transport import Transport
 from hpctrain.errors import CommunicationError
-from hpctrain.reduce.add import COMPILED
-from hpctrain.reduce.algorithm import LIBRARY_ALGORITHMS, Algorithm, Means, candidates, check_wire, decide
-from hpctrain.reduce.codecs import codec_named
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.local_reducer import LocalReducer
-from hpctrain.reduce.low_rank import LowRankReducer
-from hpctrain.reduce.reducer import BucketReducer
-from hpctrain.reduce.spans import one_rank_nodes
-from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, candidates, check_wire, decide
+from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
+from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
+from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
+from hpctrain.reduce.collective_reducers.top_k import TopKReducer
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.partition import one_rank_nodes
+from hpctrain.reduce.shared_memory.summation import COMPILED
 from hpctrain.topology import Topology
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.retention import Best, Retention
-from hpctrain.checkpoint.saver import SaveMode, WhenBusy
-from hpctrain.checkpoint.saving import SaveOptions
+from hpctrain.checkpoint.retention.policy import Best, Retention
+from hpctrain.checkpoint.saving.save import SaveOptions
+from hpctrain.checkpoint.saving.saver import SaveMode, WhenBusy
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce.auto_choice import CalibrationFiles
-from hpctrain.reduce.calibration_file import FILE_NAME
+from hpctrain.reduce.autotune.trial_cache import FILE_NAME
+from hpctrain.reduce.autotune.tune import CalibrationFiles
 from hpctrain.run.data import RunData, order_of
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.precision import MODEL_DTYPE, autocast_for
-from hpctrain.run.recipe import CheckpointSection, Recipe
+from hpctrain.run.recipe.schema import CheckpointSection, Recipe
 from hpctrain.run.reduction import ReductionPlan
 from hpctrain.run.session import Session
 from hpctrain.topology import Topology

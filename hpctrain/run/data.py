@@ -20,13 +20,13 @@ from hpctrain.data import (
     Weighted,
     make_checker,
 )
-from hpctrain.data.collective_read import CollectiveDataset
-from hpctrain.data.column import read_column
-from hpctrain.data.memory_store import MemoryStore
-from hpctrain.data.orders import block_samples_for
-from hpctrain.data.staging import StagedDataset
+from hpctrain.data.locality.collective_dataset import CollectiveDataset
+from hpctrain.data.locality.memory_store import MemoryStore
+from hpctrain.data.locality.staged_dataset import StagedDataset
+from hpctrain.data.order.order_spec import block_samples_for
+from hpctrain.data.reading.read_column import read_column
 from hpctrain.errors import DataError
-from hpctrain.run.recipe import DataSection
+from hpctrain.run.recipe.schema import DataSection
 from hpctrain.run.session import Session
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.checkpoint import step_of
 from hpctrain.comm import Collective, agreed, on_rank_0
-from hpctrain.comm.shared_folder import VISIBLE_WITHIN_S, is_seen
+from hpctrain.comm.collectives.shared_folder import VISIBLE_WITHIN_S, is_seen
 from hpctrain.errors import LaunchError
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.partial import load_weights
-from hpctrain.checkpoint.recover import recover
-from hpctrain.checkpoint.tiers import Tiers
+from hpctrain.checkpoint.loading.partial_load import load_weights
+from hpctrain.checkpoint.tiers.recover import recover
+from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
-from hpctrain.run.parts import checkpoint_directory
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session
 from hpctrain.telemetry import tell
 from hpctrain.train import Position, Resumed, TrainingState, resume

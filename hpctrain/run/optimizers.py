@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.errors import RecipeError
-from hpctrain.run.recipe import OptimizerSection
+from hpctrain.run.recipe.schema import OptimizerSection
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:

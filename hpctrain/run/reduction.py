@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from hpctrain.reduce.algorithm import (
+from hpctrain.reduce.algorithms import (
     AUTO,
     LIBRARY_ALGORITHMS,
     SPARSE_WIRES,
@@ -17,12 +17,12 @@ from hpctrain.reduce.algorithm import (
     check_wire,
     parse_algorithm,
 )
-from hpctrain.reduce.auto_choice import CalibrationFiles, find_choice
-from hpctrain.reduce.auto_reducer import AutoReducer
-from hpctrain.reduce.choice import DEFAULT_BUCKET_BYTES
-from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.decision import DEFAULT_BUCKET_BYTES
+from hpctrain.reduce.autotune.tune import CalibrationFiles, find_choice
+from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
 
 # What `wire = "auto"` chooses among: nothing that loses more than one rounding of a gradient.

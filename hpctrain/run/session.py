@@ -24,16 +24,21 @@ from hpctrain.comm import (
     make_two_level,
     open_world,
 )
-from hpctrain.comm.horovod_settings import NCCL_VARIABLES, HorovodBuild, nccl_in_effect, why_no_nccl
-from hpctrain.comm.totals import Operation, all_reduce_values
+from hpctrain.comm.backends.horovod_environment import (
+    NCCL_VARIABLES,
+    HorovodBuild,
+    nccl_in_effect,
+    why_no_nccl,
+)
+from hpctrain.comm.collectives.reduce_values import Operation, all_reduce_values
 from hpctrain.data import Dataset, Loader, Samples
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.launch.cores import RankCores, core_share, cpu_share, read_cores
 from hpctrain.launch.yielding import describe_crowd, may_starve
 from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.algorithm import AUTO, TWO_LEVELS, Algorithm, Means, decide, parse_algorithm
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.algorithms import AUTO, TWO_LEVELS, Algorithm, Means, decide, parse_algorithm
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.run.device import choose_device
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes, make_reduction
 from hpctrain.telemetry import tell

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm import all_gather_json
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session
 from hpctrain.telemetry import tell, write_json
 from hpctrain.train import Totals

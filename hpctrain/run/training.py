@@ -11,31 +11,31 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.requests import SaveRequests
-from hpctrain.checkpoint.saver import Begin
-from hpctrain.checkpoint.tiers import Tiers
-from hpctrain.checkpoint.two_tier import saving_through
+from hpctrain.checkpoint.saving.save_requests import SaveRequests
+from hpctrain.checkpoint.saving.saver import Begin
+from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.checkpoint.tiers.two_tier_save import saving_through
 from hpctrain.comm import all_gather_json, check_same, make_shared_folder, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
 from hpctrain.resilience import SaveSignal, StopRequest
-from hpctrain.run.data import open_data, place_identity
-from hpctrain.run.directory import prepare_run_directory, set_aside
-from hpctrain.run.parts import (
+from hpctrain.run.build import (
     build_parts,
     build_schedule,
     build_settings,
     reduction_plan,
     total_steps,
 )
+from hpctrain.run.data import open_data, place_identity
+from hpctrain.run.directory import prepare_run_directory, set_aside
+from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.precision import MODEL_DTYPE, loss_scale_for
-from hpctrain.run.recipe import Recipe
-from hpctrain.run.recipe_file import to_toml
+from hpctrain.run.recipe.load import to_toml
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.record import environment_record, working_commit
 from hpctrain.run.reduction import Reduction, gradient_bytes
 from hpctrain.run.session import Session, start
-from hpctrain.run.starting_state import open_tiers, resume_run, start_from_weights
 from hpctrain.run.summary import SUMMARY, finished_summary, summarize
 from hpctrain.telemetry import RecordWriter, tell, write_json
 from hpctrain.train import (

@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import final
 
 from hpctrain.checkpoint import State
-from hpctrain.checkpoint.interval import Advice, Costs
-from hpctrain.checkpoint.recycling import remove_spares
-from hpctrain.checkpoint.requests import SaveRequests
-from hpctrain.checkpoint.saver import Begin, Saved, Saver, saving_into
+from hpctrain.checkpoint.retention.file_recycling import remove_spares
+from hpctrain.checkpoint.retention.save_interval import Advice, Costs
+from hpctrain.checkpoint.saving.save_requests import SaveRequests
+from hpctrain.checkpoint.saving.saver import Begin, Saved, Saver, saving_into
 from hpctrain.comm import Collective
 from hpctrain.errors import StoppedEarly
 from hpctrain.telemetry import RecordWriter, StepClock

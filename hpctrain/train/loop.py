@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint import State
-from hpctrain.checkpoint.requests import SaveRequests
-from hpctrain.checkpoint.saver import Begin
+from hpctrain.checkpoint.saving.save_requests import SaveRequests
+from hpctrain.checkpoint.saving.saver import Begin
 from hpctrain.comm import Collective, broadcast_tensors
 from hpctrain.data import Batch, Batches, Loader
 from hpctrain.errors import DataError, StoppedEarly
@@ -24,13 +24,13 @@ from hpctrain.train.checkpointing import Checkpointing, with_quality
 from hpctrain.train.damage_log import DamageLog
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.progress import ProgressLine
-from hpctrain.train.resumption import Resumed
+from hpctrain.train.resume import Resumed
+from hpctrain.train.run_totals import Totals
 from hpctrain.train.schedule import Schedule
 from hpctrain.train.settings import LoopSettings
 from hpctrain.train.state import Position, TrainingState
 from hpctrain.train.sync_batch_norm import communicates_in_forward
 from hpctrain.train.task import Task, takes_valid
-from hpctrain.train.totals import Totals
 
 
 class Training:

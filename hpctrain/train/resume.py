@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import load, load_newest_good
-from hpctrain.checkpoint.structure import is_checkpoint
+from hpctrain.checkpoint.loading.check_structure import is_checkpoint
 from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
 from hpctrain.train.state import Position, TrainingState

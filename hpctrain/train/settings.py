@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpctrain.checkpoint.interval import FIRST_AFTER_S, Advice
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saver import SaveMode, WhenBusy
-from hpctrain.checkpoint.saving import SaveOptions
+from hpctrain.checkpoint.retention.policy import Retention
+from hpctrain.checkpoint.retention.save_interval import FIRST_AFTER_S, Advice
+from hpctrain.checkpoint.saving.save import SaveOptions
+from hpctrain.checkpoint.saving.saver import SaveMode, WhenBusy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from hpctrain.checkpoint import Checkpoint, Replicated, Shard, State, model_item
 from hpctrain.comm import Collective, raise_together
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import Updater
-from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
 from hpctrain.train.seeds import capture_generators, derive_seed, restore_generators, seed_generators
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load, load_newest_good, save, step_of
-from hpctrain.checkpoint.listing import finished_newest_first
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.comm import all_gather_json, make_shared_folder, on_rank_0
 from hpctrain.errors import CheckpointError
 from hpctrain.run import start

@@ -39,7 +39,7 @@ def reduce(num_elems: str) -> None:
     import torch
 
     from hpctrain.comm import all_gather_json, make_two_level
-    from hpctrain.comm.mpi import MpiWorld
+    from hpctrain.comm.backends.mpi_world import MpiWorld
     from hpctrain.topology import Topology
 
     world = MpiWorld.open()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.comm.positions import read_ending
+from hpctrain.comm.watchdog.rank_status import read_ending
 from hpctrain.data import pack_arrays
 from tests.cluster import Cluster
 from tests.ranks_launcher import REPOSITORY

@@ -23,14 +23,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.checkpoint import Replicated, Shard, State, load, save
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.metadata import decode_metadata
-from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.structure import content_places, hash_structure
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal, encode_seal
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.format.metadata import decode_metadata
+from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
 
 LIMIT_S = 5.0

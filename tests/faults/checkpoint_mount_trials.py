@@ -22,11 +22,11 @@ from typing import Any
 from unittest.mock import patch
 
 from hpctrain.checkpoint import load_newest_good
-from hpctrain.checkpoint.filesystem import Filesystem
-from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.agreement import all_gather_json
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
+from hpctrain.checkpoint.files.filesystem_type import Filesystem
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
 from tests.faults.checkpoint_mounts import Nodes, own_mounts
 from tests.faults.checkpoint_power_loss import states_after, write_out

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.communicator import ReduceOp
+from hpctrain.comm.interface.communicator import ReduceOp
 from hpctrain.errors import CommunicationError, HpctrainError
 
 

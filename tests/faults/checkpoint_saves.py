@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load_newest_good
-from hpctrain.checkpoint.saving import SaveOptions, Saving, save
-from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.save import SaveOptions, Saving, save
+from hpctrain.comm.backends.serial_world import SerialWorld
 
 NUM_RANKS = 2
 NUM_ELEMS = 400_000

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint import load_newest_good, save
-from hpctrain.checkpoint.listing import partial_files
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.files.checkpoint_names import partial_files
+from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.faults import checkpoint_cases as cases
 from tests.ranks_launcher import REPOSITORY, run_ranks, start_command
 
@@ -75,7 +75,7 @@ def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     program = (
-        "import sys; from hpctrain.comm.mpi import MpiWorld; "
+        "import sys; from hpctrain.comm.backends.mpi_world import MpiWorld; "
         "from tests.faults.checkpoint_cases import save_until_killed; "
         f"save_until_killed(MpiWorld.open(), {str(directory)!r}, {engine!r})"
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint import load_newest_good
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.faults import checkpoint_cases as cases
 from tests.faults.checkpoint_mounts import why_not
 from tests.ranks_launcher import run_ranks

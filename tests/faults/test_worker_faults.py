@@ -29,7 +29,7 @@ options = { width = 4 }
 [data]
 train = "train"
 global_batch = 16
-transform = "tests.unit.worker_transforms:mortal"
+transform = "tests.unit.data.transforms.worker_transforms:mortal"
 workers = 2
 [optimizer]
 lr = 1e-3

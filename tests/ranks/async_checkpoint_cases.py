@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm import World
-from hpctrain.comm.mpi import MpiWorld
+from hpctrain.comm.backends.mpi_world import MpiWorld
 from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology
 from tests.ranks.training_cases import STEPS, Classifier, train

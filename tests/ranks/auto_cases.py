@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.auto_choice import CalibrationFiles, find_choice
-from hpctrain.reduce.auto_reducer import AutoReducer
-from hpctrain.reduce.buckets import GradientSpec, plan_buckets
-from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.tune import CalibrationFiles, find_choice
+from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
+from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from hpctrain.checkpoint import Shard, load_newest_good, save
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
 def load_others_and_save(world: Any, directory: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint import Replicated, State, load, load_weights, open_checkpoint, save
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 NUM_ELEMS = 6 << 20  # 24 MiB in float32
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import Shard, load, save
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
 def load_and_save(world: Any, paths: list[str], directory: str) -> dict[str, int]:

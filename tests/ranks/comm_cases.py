@@ -128,11 +128,11 @@ def small_pieces(world: World) -> list[str]:
     from tests.contract.collective_cases import run_all
 
     if world.backend == "horovod":
-        from hpctrain.comm.horovod import HorovodWorld
+        from hpctrain.comm.backends.horovod_world import HorovodWorld
 
         found = run_all(HorovodWorld.open(chunk_elems=211))
     else:
-        from hpctrain.comm.mpi import MpiWorld
+        from hpctrain.comm.backends.mpi_world import MpiWorld
 
         found = run_all(MpiWorld.open(chunk_elems=211))
     return [f"{name}: {text}" for name, text in found.items() if text]
@@ -140,7 +140,7 @@ def small_pieces(world: World) -> list[str]:
 
 def horovod_beside_mpi(world: World) -> dict[str, Any]:
     """`world` is MPI's: Horovod starts beside it, both communicate, Horovod ends, MPI goes on."""
-    from hpctrain.comm.horovod import HorovodWorld
+    from hpctrain.comm.backends.horovod_world import HorovodWorld
 
     horovod = HorovodWorld.open()
     sums = []
@@ -235,7 +235,7 @@ def one_rank_is_in_another_operation(world: World, directory: str) -> None:
 
 def one_rank_has_a_longer_buffer_in_pieces(world: World, directory: str) -> None:
     """The second piece of rank 1's buffer must not meet what the others sum next."""
-    from hpctrain.comm.horovod import HorovodWorld
+    from hpctrain.comm.backends.horovod_world import HorovodWorld
 
     monitored = Monitored(HorovodWorld.open(chunk_elems=4), timeout_s=6, directory=Path(directory))
     monitored.all_reduce(torch.ones(8 if world.rank == 1 else 4))

@@ -8,13 +8,20 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World, all_gather_json
-from hpctrain.reduce.algorithm import SPARSE_WIRES, Algorithm
-from hpctrain.reduce.low_rank import LowRankReducer
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import BucketReducer
-from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.reduce.algorithms import SPARSE_WIRES, Algorithm
+from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
+from hpctrain.reduce.collective_reducers.top_k import TopKReducer
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
-from tests.unit.bucket_steps import CPU, Steps, buckets_of, in_gradient_space, random_gradients, true_sums
+from tests.unit.reduce.bucket_steps import (
+    CPU,
+    Steps,
+    buckets_of,
+    in_gradient_space,
+    random_gradients,
+    true_sums,
+)
 
 # The first and the third are matrices that rank 16 makes smaller, the others are sent as they are.
 SHAPES = ((96, 80), (80,), (64, 8, 12), (40, 30))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.data import Dataset, EpochOrder, Loader
-from hpctrain.data.collective_read import CollectiveDataset
-from hpctrain.data.memory_store import MemoryStore
+from hpctrain.data.locality.collective_dataset import CollectiveDataset
+from hpctrain.data.locality.memory_store import MemoryStore
 from hpctrain.errors import DataError, HpctrainError
 
 

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State, engine_choice, load, open_checkpoint, save
-from hpctrain.checkpoint.batch import Stretch
-from hpctrain.checkpoint.engine import Engine
-from hpctrain.checkpoint.engine_choice import choose_engine
-from hpctrain.checkpoint.filesystem import Filesystem
-from hpctrain.checkpoint.mpio_engine import write_together
-from hpctrain.checkpoint.write_direct import write_direct
-from hpctrain.comm.agreement import agreed
-from hpctrain.comm.monitored import Monitored
+from hpctrain.checkpoint import Replicated, Shard, State, load, open_checkpoint, save
+from hpctrain.checkpoint.engines import engine_choice
+from hpctrain.checkpoint.engines.engine_choice import choose_engine
+from hpctrain.checkpoint.engines.engine_name import Engine
+from hpctrain.checkpoint.engines.mpio_engine import write_together
+from hpctrain.checkpoint.engines.posix_engine import write_direct
+from hpctrain.checkpoint.engines.write_batch import Stretch
+from hpctrain.checkpoint.files.filesystem_type import Filesystem
+from hpctrain.comm.collectives.agreement import agreed
+from hpctrain.comm.watchdog.monitored_world import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError
 from tests.ranks.checkpoint_cases import digests
 

@@ -7,10 +7,10 @@ import time
 import torch
 
 from hpctrain.comm import ReduceOp, World
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.patience import run_to_end
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
 
 # What each encoding may be away from the sums of `_fill`, which all but int8 hold exactly.

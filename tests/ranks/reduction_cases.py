@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World, all_gather_json
-from hpctrain.reduce.algorithm import CODEC_WIRES, NCCL_ALGORITHMS, Algorithm
-from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.patience import run_to_end
+from hpctrain.reduce.algorithms import CODEC_WIRES, NCCL_ALGORITHMS, Algorithm
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.topology import Topology
 from tests.uneven_ranks import fill_and_sum
 

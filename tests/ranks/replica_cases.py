@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from hpctrain.checkpoint import Replicated, Saver, State, load, save, saving_into
-from hpctrain.checkpoint.two_tier import TwoTier
+from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
 from hpctrain.comm import World, all_gather_json
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.state import Position, TrainingState
 from tests.ranks.tiers_cases import open_tiers
 from tests.ranks.training_cases import Classifier, train
 from tests.sessions import session_over
-from tests.unit.checkpoint_states import same_bits
+from tests.unit.checkpoint.states import same_bits
 
 
 def everything(world: World, directory: str) -> dict[str, Any]:

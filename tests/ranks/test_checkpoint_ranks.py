@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.comm.backends.serial_world import SerialWorld
 from tests.ranks import checkpoint_cases as cases
 from tests.ranks_launcher import run_command, run_ranks
 

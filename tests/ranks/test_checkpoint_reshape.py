@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Shard, load, save
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from tests.ranks import checkpoint_reshape_cases as cases
 from tests.ranks_launcher import run_ranks
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 NUM_RANKS = range(1, 9)
 NUM_FILES = range(1, 5)

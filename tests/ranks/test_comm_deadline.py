@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.positions import read_ending
+from hpctrain.comm.watchdog.rank_status import read_ending
 from tests.ranks import comm_cases
 from tests.ranks_launcher import Launched, run_ranks, start_command
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpctrain.reduce.algorithm import SPARSE_WIRES
+from hpctrain.reduce.algorithms import SPARSE_WIRES
 from tests.ranks import compressed_cases
 from tests.ranks_launcher import run_ranks
-from tests.unit.bucket_steps import on_ranks
+from tests.unit.reduce.bucket_steps import on_ranks
 
 pytestmark = pytest.mark.launches
 NUM_RANKS = 3

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hpctrain.comm import Monitored
-from hpctrain.comm.collective_files import LocalFiles
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.collective_files import LocalFiles
 from hpctrain.data import Dataset, pack_arrays
-from hpctrain.data.collective_read import CollectiveDataset
+from hpctrain.data.locality.collective_dataset import CollectiveDataset
 from hpctrain.errors import DataError
 from tests.ranks.data_locality_cases import everything_of_locality, expected_labels, same
 from tests.ranks_launcher import run_ranks

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import Dataset, Existing, pack_arrays, verify
-from hpctrain.data.documents import TokenArrays
-from hpctrain.data.pack import pack_documents, pack_iterator
+from hpctrain.data.packing.pack import pack_documents, pack_iterator
+from hpctrain.data.packing.token_documents import TokenArrays
 from hpctrain.errors import DataError, UsageError
 from tests.ranks_launcher import run_command, run_ranks
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.comm.agreement import all_gather_json
+from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays, read_manifest
 from tests.ranks_launcher import run_command, run_ranks
 

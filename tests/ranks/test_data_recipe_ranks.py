@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from tests.ranks_launcher import run_ranks
-from tests.unit.test_training_run import SAMPLES, Task, run
+from tests.unit.run.test_training import SAMPLES, Task, run
 
 pytestmark = pytest.mark.launches
 

@@ -13,7 +13,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from hpctrain.checkpoint import open_checkpoint
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 
-from hpctrain.reduce.algorithm import Algorithm
+from hpctrain.reduce.algorithms import Algorithm
 from tests.ranks.wire_quality_cases import COURSES, Outcome, train
 
 # Each is trained once with every task; bytes of a step as a share of those of fp32. Round a ring of nodes int8 rounds

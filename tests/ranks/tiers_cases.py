@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint import load_newest_good
-from hpctrain.checkpoint.recover import recover
-from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.tiers import Tiers
-from hpctrain.checkpoint.two_tier import TwoTier
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.tiers.recover import recover
+from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
 from hpctrain.topology import Topology
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
 def open_tiers(world: Any, directory: str, *, ranks_per_node: int) -> Tiers:

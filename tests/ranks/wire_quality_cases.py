@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from hpctrain.comm import World
-from hpctrain.comm.threads import run_threads
-from hpctrain.data.sources import ArraySource, TextSource, open_source, read_tokens
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.data.sources.registry import ArraySource, TextSource, open_source, read_tokens
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.tasks.characters import Characters
 from hpctrain.tasks.digits import Digits
 from hpctrain.topology import Topology

@@ -7,7 +7,7 @@ Bandwidth optimal all-reduce algorithms for clusters of workstations, theorem 1,
 from __future__ import annotations
 
 from hpctrain.errors import HpctrainError
-from hpctrain.reduce.codecs import codec_named
+from hpctrain.reduce.codecs.registry import codec_named
 
 
 def algorithm_bandwidth(num_bytes: int, *, seconds: float) -> float:

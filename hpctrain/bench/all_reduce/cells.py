@@ -12,10 +12,10 @@ from typing import final
 import torch
 
 from hpctrain.comm import Collective, ReduceOp, all_gather_json
-from hpctrain.reduce.buckets import Bucket, Slot
-from hpctrain.reduce.calibration import ELEMENT_BYTES
-from hpctrain.reduce.patience import run_to_end
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.autotune.trials import ELEMENT_BYTES
+from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.contract.polling import run_to_end
 from hpctrain.topology import Topology
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 from hpctrain.comm import Collective, ReduceOp
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.transport import Transport
 
 MESSAGE_BYTES = 1 << 20
 ROUNDS = 3

@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import torch
 
-from hpctrain.bench.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
-from hpctrain.bench.cells import CellTimer, Measured
+from hpctrain.bench.all_reduce.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
+from hpctrain.bench.all_reduce.cells import CellTimer, Measured
 from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.errors import UsageError
-from hpctrain.reduce.calibration import ELEMENT_BYTES
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.autotune.trials import ELEMENT_BYTES
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology
 
 # (algorithm, wire) -> a reducer in message spaces of its own. Collective. Raises UsageError, the same on

@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.bench.all_reduce import Row
-from hpctrain.bench.bandwidth import bound_seconds, bus_bandwidth
+from hpctrain.bench.all_reduce.bandwidth import bound_seconds, bus_bandwidth
+from hpctrain.bench.all_reduce.measure import Row
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.errors import UsageError
-from hpctrain.reduce.calibration import ELEMENT_BYTES
+from hpctrain.reduce.autotune.trials import ELEMENT_BYTES
 from hpctrain.topology import Topology
 
 SUFFIXES = (".png", ".svg", ".pdf")

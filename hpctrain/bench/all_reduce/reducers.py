@@ -6,7 +6,7 @@ from typing import Any, final
 
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithm import (
+from hpctrain.reduce.algorithms import (
     ALGORITHM_NAMES,
     AUTO,
     NCCL_ALGORITHMS,
@@ -17,10 +17,10 @@ from hpctrain.reduce.algorithm import (
     decide,
     parse_algorithm,
 )
-from hpctrain.reduce.low_rank import LowRankReducer
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import BucketReducer
-from hpctrain.reduce.top_k import TopKReducer
+from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
+from hpctrain.reduce.collective_reducers.top_k import TopKReducer
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.run.reduction import AUTO_WIRES, ReductionPlan, make_reduction
 from hpctrain.run.session import Session
 

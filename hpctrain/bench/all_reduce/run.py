@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.bench.all_reduce import AllReduceAsked, AllReduceMeasured, measure_all_reduce
+from hpctrain.bench.all_reduce.link_rate import measure_link
+from hpctrain.bench.all_reduce.measure import AllReduceAsked, AllReduceMeasured, measure_all_reduce
+from hpctrain.bench.all_reduce.reducers import ReducersHere
 from hpctrain.bench.document import document_head
-from hpctrain.bench.link import measure_link
-from hpctrain.bench.reducers import ReducersHere
 from hpctrain.errors import UsageError
 from hpctrain.run.record import environment_record
 from hpctrain.run.session import Session

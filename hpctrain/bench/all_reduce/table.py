@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from hpctrain.bench.all_reduce import Row
+from hpctrain.bench.all_reduce.measure import Row
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.bench.spread import Spread, describe_spread, show_number
 

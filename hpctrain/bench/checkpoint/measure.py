@@ -15,8 +15,7 @@ from typing import get_args
 
 import psutil
 
-from hpctrain.bench.checkpoint_raw import BenchState, RawShare, make_state
-from hpctrain.bench.checkpoint_ways import (
+from hpctrain.bench.checkpoint.methods import (
     COPY,
     AsyncSaving,
     Copying,
@@ -28,11 +27,12 @@ from hpctrain.bench.checkpoint_ways import (
     Turn,
     Way,
 )  # fmt: skip
+from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.bench.spread import Spread, spread_of
-from hpctrain.checkpoint.engine import engine_named
-from hpctrain.checkpoint.save_options import PageCache
+from hpctrain.checkpoint.engines.engine_name import engine_named
+from hpctrain.checkpoint.saving.save_options import PageCache
 from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 
 # Of the state in a rank's memory: itself, what is read into fresh memory, and what else it needs.

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, final
 
-from hpctrain.bench.checkpoint_raw import RawShare
+from hpctrain.bench.checkpoint.raw_io import RawShare
 from hpctrain.bench.page_cache import evict
 from hpctrain.checkpoint import State, load, save
-from hpctrain.checkpoint.background_thread import BackgroundThread
-from hpctrain.checkpoint.file_bytes import sync_directory
-from hpctrain.checkpoint.replicas import ReplicaCheck
-from hpctrain.checkpoint.save_options import PageCache
-from hpctrain.checkpoint.saving import SaveOptions, Saving
-from hpctrain.checkpoint.snapshot import HostBuffers
+from hpctrain.checkpoint.files.full_io import sync_directory
+from hpctrain.checkpoint.planning.replicas import ReplicaCheck
+from hpctrain.checkpoint.saving.background_thread import BackgroundThread
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.save import SaveOptions, Saving
+from hpctrain.checkpoint.saving.save_options import PageCache
 from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.agreement import agreed, on_rank_0
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
 from hpctrain.errors import CheckpointError, DataError
 
 T = TypeVar("T")

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.bench.data_raw import RawReader
+from hpctrain.bench.data.batch_wait import StepWait, wait_behind
+from hpctrain.bench.data.raw_reads import RawReader
 from hpctrain.bench.page_cache import cached_share, evict
 from hpctrain.bench.spread import Spread, spread_of
-from hpctrain.bench.step_wait import StepWait, wait_behind
 from hpctrain.data import Dataset, EpochOrder, LastBatch, Loader
-from hpctrain.data.loader import PREFETCH_BYTES
+from hpctrain.data.loading.loader import PREFETCH_BYTES
 from hpctrain.errors import UsageError
 
 # Of one reading, unless a number of batches is asked for.

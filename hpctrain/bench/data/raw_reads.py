@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.data import Dataset
-from hpctrain.data.manifest import Manifest, StoredField
+from hpctrain.data.format.manifest import Manifest, StoredField
 from hpctrain.errors import DataError
 
 ReadBatch = Callable[[NDArray[np.int64]], int]

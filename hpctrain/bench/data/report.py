@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpctrain.bench.data import DataAsked, DataMeasured, DataRow
+from hpctrain.bench.data.measure import DataAsked, DataMeasured, DataRow
 from hpctrain.bench.document import document_head
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.bench.spread import describe_spread, show_number

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.bench.spread import Spread, spread_of
-from hpctrain.bench.step_plan import Scaling, StepAsked, StepCell, cells_of, order_of_runs
-from hpctrain.bench.step_run import HowToRun, StepRun, run_once
+from hpctrain.bench.step.plan import Scaling, StepAsked, StepCell, cells_of, order_of_runs
+from hpctrain.bench.step.run import HowToRun, StepRun, run_once
 from hpctrain.errors import LaunchError
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

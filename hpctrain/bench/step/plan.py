@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from hpctrain.errors import UsageError
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 
 
 class Scaling(str, Enum):

@@ -11,13 +11,13 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.bench.document import document_head, write_document
-from hpctrain.bench.step import StepRow, measure_steps, rows_of, runs_as_json
-from hpctrain.bench.step_plan import StepAsked
-from hpctrain.bench.step_run import HowToRun, StepRun
-from hpctrain.bench.step_table import step_table
+from hpctrain.bench.step.measure import StepRow, measure_steps, rows_of, runs_as_json
+from hpctrain.bench.step.plan import StepAsked
+from hpctrain.bench.step.run import HowToRun, StepRun
+from hpctrain.bench.step.table import step_table
 from hpctrain.launch import Launcher, Machine, survey_machine
 from hpctrain.launch.placement import place_ranks
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.record import working_commit
 
 SCHEMA = "hpctrain.bench.step/1"

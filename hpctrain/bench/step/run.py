@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench.step_plan import StepCell, recipe_of
+from hpctrain.bench.step.plan import StepCell, recipe_of
 from hpctrain.errors import HpctrainError, LaunchError, StoppedEarly, from_exit_code
 from hpctrain.launch import Launcher, Machine, plan_launch, run_launch
 from hpctrain.launch.process import resolve_command
-from hpctrain.run.recipe import Recipe
-from hpctrain.run.recipe_file import to_toml
+from hpctrain.run.recipe.load import to_toml
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.telemetry import read_records
 
 LAST_LINES = 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from hpctrain.bench.spread import Spread, describe_spread, show_number
-from hpctrain.bench.step import StepRow
+from hpctrain.bench.step.measure import StepRow
 
 
 def step_table(rows: Sequence[StepRow], *, title: str) -> Table:

@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from hpctrain.checkpoint.batch import Stretch, paced
-from hpctrain.checkpoint.engine import Engine
-from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of
-from hpctrain.checkpoint.mpio_engine import HINTS, files_of, obstacle_to_mpio, own_group, write_together
-from hpctrain.checkpoint.probe import probe
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.striping import alignment_of, stripes_for
-from hpctrain.checkpoint.write_direct import write_direct
-from hpctrain.comm.agreement import all_gather_json, describe_ranks, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.engines.engine_name import Engine
+from hpctrain.checkpoint.engines.engine_probe import probe
+from hpctrain.checkpoint.engines.mpio_engine import (
+    HINTS,
+    files_of,
+    obstacle_to_mpio,
+    own_group,
+    write_together,
+)
+from hpctrain.checkpoint.engines.posix_engine import write_direct
+from hpctrain.checkpoint.engines.write_batch import Stretch, paced
+from hpctrain.checkpoint.files.filesystem_type import Filesystem, filesystem_of
+from hpctrain.checkpoint.files.lustre_striping import alignment_of, stripes_for
+from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.comm.collectives.agreement import all_gather_json, describe_ranks, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, UsageError
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.batch import Stretch
-from hpctrain.checkpoint.file_bytes import explained, read_fully
-from hpctrain.checkpoint.mpio_engine import write_together
-from hpctrain.checkpoint.write_direct import write_direct
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.checkpoint.engines.mpio_engine import write_together
+from hpctrain.checkpoint.engines.posix_engine import write_direct
+from hpctrain.checkpoint.engines.write_batch import Stretch
+from hpctrain.checkpoint.files.full_io import explained, read_fully
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.errors import CheckpointError
 
 # Bytes of each rank. The next size is tried where the last one, four times over, still fits into the time.

@@ -2,7 +2,7 @@
 
 Ranks write in turns (see `turns`), each with a bounded batch. Small pieces that interleave are first brought to the
 rank that writes that part of the file, all that lies there in one. The exchange is ours and not MPI's collective
-writing, which cannot be told to fail on all ranks (see `hpctrain.comm.collective_writing`).
+writing, which cannot be told to fail on all ranks (see `hpctrain.comm.interface.collective_writer`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import final
 from weakref import WeakKeyDictionary
 
-from hpctrain.checkpoint.batch import Batch, Stretch, joined
-from hpctrain.checkpoint.file_bytes import explained, write_fully
-from hpctrain.checkpoint.striping import PAGE_BYTES
-from hpctrain.checkpoint.turns import Reach, dealt, domains, plan_turn
-from hpctrain.checkpoint.write_direct import write_direct
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.collective_writing import CollectiveWriter
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.engines.posix_engine import write_direct
+from hpctrain.checkpoint.engines.two_phase_plan import Reach, dealt, domains, plan_turn
+from hpctrain.checkpoint.engines.write_batch import Batch, Stretch, joined
+from hpctrain.checkpoint.files.full_io import explained, write_fully
+from hpctrain.checkpoint.files.lustre_striping import PAGE_BYTES
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.collective_writer import CollectiveWriter
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, CommunicationError
 
 BATCH_BYTES = 32 << 20

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpctrain.checkpoint.disk import begin_writing_back
-from hpctrain.checkpoint.file_bytes import explained, write_fully
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.uncached import open_uncached, write_uncached
+from hpctrain.checkpoint.files.direct_io import open_uncached, write_uncached
+from hpctrain.checkpoint.files.full_io import explained, write_fully
+from hpctrain.checkpoint.files.syscalls import begin_writing_back
+from hpctrain.checkpoint.files.write_buffers import Staging
 
 # A batch small enough to be in the processor's cache still, where hashing has just brought it.
 _BATCH_BYTES = 1 << 20

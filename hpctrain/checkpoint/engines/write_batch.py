@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.turns import Reach
+from hpctrain.checkpoint.engines.two_phase_plan import Reach
 
 # Where bytes go in the file, and the bytes: one-dimensional, contiguous.
 Stretch: TypeAlias = tuple[int, memoryview]

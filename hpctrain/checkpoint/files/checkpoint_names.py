@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from hpctrain.checkpoint.file_bytes import reason_of
+from hpctrain.checkpoint.files.full_io import reason_of
 from hpctrain.errors import CheckpointError
 
 MAIN_FILE = "data-00000.h5"

@@ -20,9 +20,9 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.file_bytes import write_fully
-from hpctrain.checkpoint.fresh_memory import in_large_pages
-from hpctrain.checkpoint.staging import Staging
+from hpctrain.checkpoint.files.full_io import write_fully
+from hpctrain.checkpoint.files.huge_pages import in_large_pages
+from hpctrain.checkpoint.files.write_buffers import Staging
 
 # Of memory and of file: what filesystems ask of places and lengths. One that asks for more says so (EINVAL).
 BLOCK_BYTES = 4096

@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.dtypes import byte_view, dtype_named, empty_tensor
+from hpctrain.checkpoint.format.dtypes import byte_view, dtype_named, empty_tensor
 from hpctrain.errors import CheckpointError
 
 _LARGE_PAGE_BYTES = 2 << 20

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.filesystem import Filesystem
+from hpctrain.checkpoint.files.filesystem_type import Filesystem
 
 PAGE_BYTES = 4096
 # One extent, the unit of writing, lies on one server; large enough for Lustre's 4 MiB requests.

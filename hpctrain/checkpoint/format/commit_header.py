@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.checkpoint.hashing import hash_of
+from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.errors import CheckpointError
 
 SEAL_BYTES = 4096

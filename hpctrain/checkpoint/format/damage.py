@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.checkpoint.boxes import Box
+from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.errors import CheckpointError
 
 

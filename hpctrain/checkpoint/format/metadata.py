@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.checkpoint.boxes import Box, Steps, TooFragmentedError, cover_exactly
-from hpctrain.checkpoint.collector import collector_paused
-from hpctrain.checkpoint.dtypes import dtype_named
-from hpctrain.checkpoint.hashing import HASH_DIGITS, HASH_NAME
-from hpctrain.checkpoint.seal import SEAL_BYTES
+from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly
+from hpctrain.checkpoint.format.commit_header import SEAL_BYTES
+from hpctrain.checkpoint.format.content_hash import HASH_DIGITS, HASH_NAME
+from hpctrain.checkpoint.format.dtypes import dtype_named
+from hpctrain.checkpoint.format.gc_pause import collector_paused
 from hpctrain.errors import CheckpointError
 
 TENSOR_GROUP = "tensors"

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hpctrain.checkpoint.boxes import Box
-from hpctrain.checkpoint.dtypes import check_plain, dtype_name
+from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.dtypes import check_plain, dtype_name
 from hpctrain.errors import CheckpointError
 
 

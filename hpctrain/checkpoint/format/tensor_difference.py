@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.checkpoint.dtypes import byte_view
+from hpctrain.checkpoint.format.dtypes import byte_view
 
 _CHUNK_ELEMS = 1 << 16  # compared at a time, as float64: a few arrays of 512 KiB stay in the cache
 _BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

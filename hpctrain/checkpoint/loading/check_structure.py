@@ -15,11 +15,11 @@ from pathlib import Path
 
 import xxhash
 
-from hpctrain.checkpoint.file_bytes import explained, read_fully
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.listing import MAIN_FILE, step_of
-from hpctrain.checkpoint.metadata import MAX_METADATA_BYTES, Metadata, decode_metadata
-from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal
+from hpctrain.checkpoint.files.checkpoint_names import MAIN_FILE, step_of
+from hpctrain.checkpoint.files.full_io import explained, read_fully
+from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.format.metadata import MAX_METADATA_BYTES, Metadata, decode_metadata
 from hpctrain.errors import CheckpointError
 
 # HDF5's own structures: a superblock, object headers of a few hundred bytes, padding up to the next page.

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.boxes import Box, whole
-from hpctrain.checkpoint.content import Read, planned, read_region
-from hpctrain.checkpoint.content_files import ContentFiles
-from hpctrain.checkpoint.file_bytes import explained
-from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.metadata import Metadata, StoredTensor, decode_metadata
-from hpctrain.checkpoint.seal import UnknownFormatError
-from hpctrain.checkpoint.structure import Structure, is_checkpoint, read_structure
-from hpctrain.comm.agreement import on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
+from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.format.boxes import Box, whole
+from hpctrain.checkpoint.format.commit_header import UnknownFormatError
+from hpctrain.checkpoint.format.metadata import Metadata, StoredTensor, decode_metadata
+from hpctrain.checkpoint.loading.check_structure import Structure, is_checkpoint, read_structure
+from hpctrain.checkpoint.loading.open_files import ContentFiles
+from hpctrain.checkpoint.loading.verified_content import Read, planned, read_region
+from hpctrain.comm.collectives.agreement import on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 # So few that small ones' plans are still in the processor's caches when they are read, and so many that planning large

@@ -14,16 +14,16 @@ from enum import Enum
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.boxes import whole
-from hpctrain.checkpoint.content import check_stretch, planned_stretch
-from hpctrain.checkpoint.content_files import ContentFiles
-from hpctrain.checkpoint.filesystem import filesystem_of
-from hpctrain.checkpoint.fresh_memory import fresh_tensor, memory_of
-from hpctrain.checkpoint.metadata import StoredPiece, StoredTensor
-from hpctrain.checkpoint.read import Checkpoint
-from hpctrain.checkpoint.stretches import Stretch, flat_start, stretches_of
-from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.filesystem_type import filesystem_of
+from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
+from hpctrain.checkpoint.format.boxes import whole
+from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint
+from hpctrain.checkpoint.loading.open_files import ContentFiles
+from hpctrain.checkpoint.loading.read_ranges import Stretch, flat_start, stretches_of
+from hpctrain.checkpoint.loading.verified_content import check_stretch, planned_stretch
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import UsageError
 
 # What a rank has in flight at once, over all ranks of its node, and as much again on its way in.

@@ -12,9 +12,9 @@ from typing import final
 import numpy as np
 import xxhash
 
-from hpctrain.checkpoint.file_bytes import read_fully
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.structure import open_regular
+from hpctrain.checkpoint.files.full_io import read_fully
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.loading.check_structure import open_regular
 
 _MAX_OPEN = 128
 # Small tensors lie close together: this much is read at once where all of them are wanted.

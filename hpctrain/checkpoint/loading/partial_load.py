@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.dtypes import dtype_name
-from hpctrain.checkpoint.metadata import StoredTensor
-from hpctrain.checkpoint.read import Checkpoint, from_rank_0
-from hpctrain.checkpoint.restore import DoesNotFitError, newest_that, read_together
-from hpctrain.checkpoint.structure import is_checkpoint, read_structure
-from hpctrain.comm.agreement import on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.doing import doing
+from hpctrain.checkpoint.format.dtypes import dtype_name
+from hpctrain.checkpoint.format.metadata import StoredTensor
+from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_structure
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0
+from hpctrain.checkpoint.loading.restore import DoesNotFitError, newest_that, read_together
+from hpctrain.comm.collectives.activity import doing
+from hpctrain.comm.collectives.agreement import on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 MODEL_PREFIX = "model/"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpctrain.checkpoint.boxes import Box
-from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece
+from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import torch
 
-from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.node_sharing import Sharing, nodes_that_share, read_sharing
-from hpctrain.checkpoint.read import Checkpoint, from_rank_0, say_rejected
-from hpctrain.checkpoint.seal import UnknownFormatError
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.doing import doing
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
+from hpctrain.checkpoint.format.commit_header import UnknownFormatError
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0, say_rejected
+from hpctrain.checkpoint.loading.node_sharing import Sharing, nodes_that_share, read_sharing
+from hpctrain.comm.collectives.activity import doing
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 T = TypeVar("T")

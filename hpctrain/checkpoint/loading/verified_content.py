@@ -11,13 +11,13 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.boxes import Box, boxes_of_range, intersection, runs_of
-from hpctrain.checkpoint.content_files import ContentFiles
-from hpctrain.checkpoint.damage import Damage, DamagedContentError
-from hpctrain.checkpoint.fresh_memory import fresh_tensor, memory_of
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece, StoredTensor
-from hpctrain.checkpoint.stretches import Stretch, flat_start, stretches_of
+from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
+from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, intersection, runs_of
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.format.damage import Damage, DamagedContentError
+from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece, StoredTensor
+from hpctrain.checkpoint.loading.open_files import ContentFiles
+from hpctrain.checkpoint.loading.read_ranges import Stretch, flat_start, stretches_of
 
 # Extents of a sharded tensor lie between each other in the file: a stretch that holds whole ones is read into
 # memory and taken apart there, unless it is longer than this.

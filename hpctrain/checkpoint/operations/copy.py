@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.commit import create_file, flush_folder, rename_finished
-from hpctrain.checkpoint.file_bytes import explained, read_fully, write_fully
-from hpctrain.checkpoint.importing import refuse_existing
-from hpctrain.checkpoint.listing import (
+from hpctrain.checkpoint.files.checkpoint_names import (
     file_name,
     folder_name,
     part_path,
     partial_name,
     remove,
 )
-from hpctrain.checkpoint.mapped import map_items, save_in_files
-from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
-from hpctrain.checkpoint.state import State
-from hpctrain.checkpoint.structure import opened
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.full_io import explained, read_fully, write_fully
+from hpctrain.checkpoint.format.state import State
+from hpctrain.checkpoint.loading.check_structure import opened
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
+from hpctrain.checkpoint.operations.import_tensors import refuse_existing
+from hpctrain.checkpoint.operations.mapped_tensors import map_items, save_in_files
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.saving.commit import create_file, flush_folder, rename_finished
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 
 STRETCH_BYTES = 64 << 20  # what one rank copies before the next one's turn

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.amounts import Amount, Tolerance, amount_of
-from hpctrain.checkpoint.boxes import Box, split_box, whole
-from hpctrain.checkpoint.metadata import StoredTensor
-from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
-from hpctrain.comm.agreement import agreed, all_gather_json
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.format.boxes import Box, split_box, whole
+from hpctrain.checkpoint.format.metadata import StoredTensor
+from hpctrain.checkpoint.format.tensor_difference import Amount, Tolerance, amount_of
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 # What is read of each checkpoint at a time. Extents are at most 4 MiB: few are read twice, at the edges of a region.

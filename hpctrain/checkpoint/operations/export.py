@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.boxes import Box, split_box, whole
-from hpctrain.checkpoint.dtypes import byte_view
-from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
-from hpctrain.checkpoint.metadata import StoredTensor
-from hpctrain.checkpoint.read import Checkpoint, open_checkpoint
-from hpctrain.checkpoint.state import encode_document
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.full_io import explained, sync_directory, write_fully
+from hpctrain.checkpoint.format.boxes import Box, split_box, whole
+from hpctrain.checkpoint.format.dtypes import byte_view
+from hpctrain.checkpoint.format.metadata import StoredTensor
+from hpctrain.checkpoint.format.state import encode_document
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 from hpctrain.version import __version__
 

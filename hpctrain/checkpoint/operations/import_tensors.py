@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.file_bytes import explained
-from hpctrain.checkpoint.listing import finished_newest_first, step_of
-from hpctrain.checkpoint.mapped import save_in_files
-from hpctrain.checkpoint.partial import MODEL_PREFIX
-from hpctrain.checkpoint.saving import SaveResult
-from hpctrain.checkpoint.state import Replicated, State
-from hpctrain.checkpoint.structure import is_checkpoint
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, step_of
+from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.format.state import Replicated, State
+from hpctrain.checkpoint.loading.check_structure import is_checkpoint
+from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
+from hpctrain.checkpoint.operations.mapped_tensors import save_in_files
+from hpctrain.checkpoint.saving.save import SaveResult
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, UsageError
 
 INDEX_SUFFIX = ".safetensors.index.json"

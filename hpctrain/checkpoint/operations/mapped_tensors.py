@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.boxes import Box, boxes_of_range, split_box
-from hpctrain.checkpoint.dtypes import dtype_named, empty_tensor
-from hpctrain.checkpoint.file_bytes import explained
-from hpctrain.checkpoint.metadata import StoredPiece, StoredTensor
-from hpctrain.checkpoint.read import Checkpoint
-from hpctrain.checkpoint.saving import SaveResult, save
-from hpctrain.checkpoint.state import Replicated, Shard, State
-from hpctrain.checkpoint.structure import opened
-from hpctrain.comm.agreement import agreed
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, split_box
+from hpctrain.checkpoint.format.dtypes import dtype_named, empty_tensor
+from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
+from hpctrain.checkpoint.format.state import Replicated, Shard, State
+from hpctrain.checkpoint.loading.check_structure import opened
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint
+from hpctrain.checkpoint.saving.save import SaveResult, save
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.collectives.agreement import agreed
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, UsageError
 
 # A rank gets whole shards of at most this size: small against its share, so that the shares come out alike.

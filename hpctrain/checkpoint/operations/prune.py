@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.file_bytes import reason_of
-from hpctrain.checkpoint.listing import finished_newest_first, partial_files, remove
-from hpctrain.checkpoint.retain import deletable, delete_checkpoint
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.agreement import on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, partial_files, remove
+from hpctrain.checkpoint.files.full_io import reason_of
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.retention.delete_old import deletable, delete_checkpoint
+from hpctrain.checkpoint.retention.policy import Retention
+from hpctrain.comm.collectives.agreement import on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 

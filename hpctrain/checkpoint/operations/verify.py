@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.content import find_damage
-from hpctrain.checkpoint.content_files import ContentFiles
-from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.read import from_rank_0
-from hpctrain.checkpoint.structure import is_checkpoint, read_structure
-from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.doing import doing
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
+from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_structure
+from hpctrain.checkpoint.loading.checkpoint import from_rank_0
+from hpctrain.checkpoint.loading.open_files import ContentFiles
+from hpctrain.checkpoint.loading.verified_content import find_damage
+from hpctrain.comm.collectives.activity import doing
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.plan import WritePlan, explain_difference, make_plan
-from hpctrain.checkpoint.state import Header, State, encode_document, header_of
-from hpctrain.comm.agreement import agreed, all_gather_json, describe_ranks
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.format.state import Header, State, encode_document, header_of
+from hpctrain.checkpoint.planning.write_plan import WritePlan, explain_difference, make_plan
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, describe_ranks
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 

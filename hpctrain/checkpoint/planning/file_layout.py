@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.agree_plan import agree_on_plan, document_hash
-from hpctrain.checkpoint.metadata import Metadata, encode_header
-from hpctrain.checkpoint.metadata_text import TensorsText, room_for, tensors_text
-from hpctrain.checkpoint.own_bytes import Group, OwnBytes, own_bytes
-from hpctrain.checkpoint.plan import Files, WritePlan
-from hpctrain.checkpoint.replicas import Replicas
-from hpctrain.checkpoint.seal import empty_part_block
-from hpctrain.checkpoint.skeleton import Skeleton, SkeletonDataset, make_skeleton
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import FromRank0, Item, Shard, State
-from hpctrain.comm.agreement import agreed
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.format.commit_header import empty_part_block
+from hpctrain.checkpoint.format.metadata import Metadata, encode_header
+from hpctrain.checkpoint.format.state import FromRank0, Item, Shard, State
+from hpctrain.checkpoint.planning.agree_plan import agree_on_plan, document_hash
+from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton, SkeletonDataset, make_skeleton
+from hpctrain.checkpoint.planning.metadata_template import TensorsText, room_for, tensors_text
+from hpctrain.checkpoint.planning.rank_extents import Group, OwnBytes, own_bytes
+from hpctrain.checkpoint.planning.replicas import Replicas
+from hpctrain.checkpoint.planning.write_plan import Files, WritePlan
+from hpctrain.comm.collectives.agreement import agreed
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import xxhash
 
-from hpctrain.checkpoint.dtypes import is_raw, storage_dtype
-from hpctrain.checkpoint.file_bytes import reason_of
-from hpctrain.checkpoint.gaps import gaps_between
-from hpctrain.checkpoint.names import MAX_NAME_BYTES, TENSOR_GROUP
-from hpctrain.checkpoint.seal import FORMAT_VERSION, SEAL_BYTES
+from hpctrain.checkpoint.files.full_io import reason_of
+from hpctrain.checkpoint.format.commit_header import FORMAT_VERSION, SEAL_BYTES
+from hpctrain.checkpoint.format.dtypes import is_raw, storage_dtype
+from hpctrain.checkpoint.format.link_names import MAX_NAME_BYTES, TENSOR_GROUP
+from hpctrain.checkpoint.planning.free_ranges import gaps_between
 from hpctrain.errors import CheckpointError
 
 METADATA_DATASET = "metadata"

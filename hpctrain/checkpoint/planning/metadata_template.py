@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.hashing import HASH_DIGITS
-from hpctrain.checkpoint.metadata import (
+from hpctrain.checkpoint.format.content_hash import HASH_DIGITS
+from hpctrain.checkpoint.format.metadata import (
     MAX_METADATA_BYTES,
     StoredExtent,
     StoredPiece,
     StoredTensor,
     encode_tensors,
 )
-from hpctrain.checkpoint.plan import WritePlan
+from hpctrain.checkpoint.planning.write_plan import WritePlan
 from hpctrain.errors import CheckpointError
 
 _OFFSET_DIGITS = 16

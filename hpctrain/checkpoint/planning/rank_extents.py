@@ -12,12 +12,12 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.boxes import Box, runs_of
-from hpctrain.checkpoint.dtypes import byte_view
-from hpctrain.checkpoint.plan import WritePlan
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import Item
-from hpctrain.checkpoint.uncached import BLOCK_BYTES
+from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES
+from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.format.boxes import Box, runs_of
+from hpctrain.checkpoint.format.dtypes import byte_view
+from hpctrain.checkpoint.format.state import Item
+from hpctrain.checkpoint.planning.write_plan import WritePlan
 from hpctrain.errors import CheckpointError
 
 # Small tensors are taken many at once: their calls cost more than their bytes. So many that they stay in the

@@ -16,13 +16,13 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.amounts import Tolerance, amount_of
-from hpctrain.checkpoint.own_bytes import Segment, content_of, laid_end_to_end, view_of
-from hpctrain.checkpoint.plan import EXTENT_BYTES
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import Item, Replicated
-from hpctrain.comm.agreement import all_gather_json, check_same, describe_ranks, raise_together
-from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.format.state import Item, Replicated
+from hpctrain.checkpoint.format.tensor_difference import Tolerance, amount_of
+from hpctrain.checkpoint.planning.rank_extents import Segment, content_of, laid_end_to_end, view_of
+from hpctrain.checkpoint.planning.write_plan import EXTENT_BYTES
+from hpctrain.comm.collectives.agreement import all_gather_json, check_same, describe_ranks, raise_together
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.errors import CheckpointError, UsageError
 
 ReplicaCheck: TypeAlias = Literal["sampled", "full", "off"]

@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpctrain.checkpoint.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
-from hpctrain.checkpoint.dtypes import dtype_named
-from hpctrain.checkpoint.names import dataset_path
-from hpctrain.checkpoint.state import Header
+from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
+from hpctrain.checkpoint.format.dtypes import dtype_named
+from hpctrain.checkpoint.format.link_names import dataset_path
+from hpctrain.checkpoint.format.state import Header
 from hpctrain.errors import CheckpointError
 
 EXTENT_BYTES = 4 << 20

@@ -8,17 +8,17 @@ import shutil
 from functools import lru_cache
 from pathlib import Path
 
-from hpctrain.checkpoint.file_bytes import sync_directory
-from hpctrain.checkpoint.listing import (
+from hpctrain.checkpoint.files.checkpoint_names import (
     finished_newest_first,
     folder_name,
     main_file,
     partial_name,
     step_of,
 )
-from hpctrain.checkpoint.recycling import set_aside
-from hpctrain.checkpoint.retention import Best, Retention, steps_to_delete
-from hpctrain.checkpoint.structure import read_structure
+from hpctrain.checkpoint.files.full_io import sync_directory
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.retention.file_recycling import set_aside
+from hpctrain.checkpoint.retention.policy import Best, Retention, steps_to_delete
 from hpctrain.errors import HpctrainError
 
 

@@ -17,9 +17,9 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.checkpoint.disk import declare_empty
-from hpctrain.checkpoint.file_bytes import sync_directory
-from hpctrain.checkpoint.listing import file_name, is_spare, partial_files, spare_name, step_of
+from hpctrain.checkpoint.files.checkpoint_names import file_name, is_spare, partial_files, spare_name, step_of
+from hpctrain.checkpoint.files.full_io import sync_directory
+from hpctrain.checkpoint.files.syscalls import declare_empty
 from hpctrain.errors import HpctrainError
 
 

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.checkpoint.disk import allocate
-from hpctrain.checkpoint.file_bytes import explained, sync_directory, write_fully
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.listing import (
+from hpctrain.checkpoint.files.checkpoint_names import (
     file_name,
     folder_name,
     remove,
     remove_partial_files,
     replaced_name,
 )
-from hpctrain.checkpoint.recycling import take_spare
-from hpctrain.checkpoint.seal import Seal, encode_seal
-from hpctrain.checkpoint.skeleton import Skeleton
-from hpctrain.checkpoint.structure import check_sealed
+from hpctrain.checkpoint.files.full_io import explained, sync_directory, write_fully
+from hpctrain.checkpoint.files.syscalls import allocate
+from hpctrain.checkpoint.format.commit_header import Seal, encode_seal
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.loading.check_structure import check_sealed
+from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton
+from hpctrain.checkpoint.retention.file_recycling import take_spare
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:

@@ -9,10 +9,10 @@ from typing import final
 
 import torch
 
-from hpctrain.checkpoint.fresh_memory import fresh_tensor
-from hpctrain.checkpoint.own_bytes import Content, OwnBytes, content_in, copy_bytes, copy_to
-from hpctrain.checkpoint.state import Item
-from hpctrain.checkpoint.uncached import BLOCK_BYTES
+from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES
+from hpctrain.checkpoint.files.huge_pages import fresh_tensor
+from hpctrain.checkpoint.format.state import Item
+from hpctrain.checkpoint.planning.rank_extents import Content, OwnBytes, content_in, copy_bytes, copy_to
 from hpctrain.errors import CheckpointError
 
 

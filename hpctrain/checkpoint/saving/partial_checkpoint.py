@@ -6,14 +6,14 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.checkpoint.commit import create_file, make_room
-from hpctrain.checkpoint.engine_choice import EngineChoice
-from hpctrain.checkpoint.layout import Layout
-from hpctrain.checkpoint.listing import part_name, partial_name, remove
-from hpctrain.checkpoint.save_options import SaveOptions
-from hpctrain.checkpoint.striping import set_stripes, stripes_for
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.engines.engine_choice import EngineChoice
+from hpctrain.checkpoint.files.checkpoint_names import part_name, partial_name, remove
+from hpctrain.checkpoint.files.lustre_striping import set_stripes, stripes_for
+from hpctrain.checkpoint.planning.file_layout import Layout
+from hpctrain.checkpoint.saving.commit import create_file, make_room
+from hpctrain.checkpoint.saving.save_options import SaveOptions
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, HpctrainError
 
 

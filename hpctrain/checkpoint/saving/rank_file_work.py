@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.commit import flush_folder, rename_finished, seal_file
-from hpctrain.checkpoint.engine import Engine
-from hpctrain.checkpoint.engine_choice import EngineChoice
-from hpctrain.checkpoint.layout import Layout, NotAsPlannedError
-from hpctrain.checkpoint.listing import part_name, remove
-from hpctrain.checkpoint.metadata import Metadata, StoredPart, encode_header
-from hpctrain.checkpoint.metadata_text import metadata_text
-from hpctrain.checkpoint.own_bytes import Content
-from hpctrain.checkpoint.retain import retain
-from hpctrain.checkpoint.room import file_in, leads_folder
-from hpctrain.checkpoint.save_options import SaveOptions, retention_of
-from hpctrain.checkpoint.seal import SEAL_BYTES, PartSeal, encode_part_seal
-from hpctrain.checkpoint.skeleton import structure_hash
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.engines.engine_choice import EngineChoice
+from hpctrain.checkpoint.engines.engine_name import Engine
+from hpctrain.checkpoint.files.checkpoint_names import part_name, remove
+from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, PartSeal, encode_part_seal
+from hpctrain.checkpoint.format.metadata import Metadata, StoredPart, encode_header
+from hpctrain.checkpoint.planning.file_layout import Layout, NotAsPlannedError
+from hpctrain.checkpoint.planning.hdf5_skeleton import structure_hash
+from hpctrain.checkpoint.planning.metadata_template import metadata_text
+from hpctrain.checkpoint.planning.rank_extents import Content
+from hpctrain.checkpoint.retention.delete_old import retain
+from hpctrain.checkpoint.saving.commit import flush_folder, rename_finished, seal_file
+from hpctrain.checkpoint.saving.partial_checkpoint import file_in, leads_folder
+from hpctrain.checkpoint.saving.save_options import SaveOptions, retention_of
+from hpctrain.comm.interface.communicator import Collective
 
 # Told instead of the hashes: this rank has not written all of its bytes.
 NOT_AS_PLANNED = b""

@@ -25,26 +25,26 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, final
 
-from hpctrain.checkpoint.collector import collector_paused
-from hpctrain.checkpoint.engine import Engine
-from hpctrain.checkpoint.engine_choice import choose_engine
-from hpctrain.checkpoint.file_work import NOT_AS_PLANNED, FileWork
-from hpctrain.checkpoint.layout import distrust, layout_for
-from hpctrain.checkpoint.listing import file_name, folder_name
-from hpctrain.checkpoint.metadata import Metadata
-from hpctrain.checkpoint.own_bytes import content_of
-from hpctrain.checkpoint.replicas import ON_MISMATCH, ReplicaMismatch, compare_replicas
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.room import begin_partial
-from hpctrain.checkpoint.save_options import SaveOptions, check_options, file_of_rank
-from hpctrain.checkpoint.snapshot import HostBuffers, content_copied
-from hpctrain.checkpoint.staging import Staging
-from hpctrain.checkpoint.state import State, encode_document
-from hpctrain.checkpoint.striping import alignment_of
-from hpctrain.checkpoint.work import submit
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.doing import doing
+from hpctrain.checkpoint.engines.engine_choice import choose_engine
+from hpctrain.checkpoint.engines.engine_name import Engine
+from hpctrain.checkpoint.files.checkpoint_names import file_name, folder_name
+from hpctrain.checkpoint.files.lustre_striping import alignment_of
+from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.checkpoint.format.gc_pause import collector_paused
+from hpctrain.checkpoint.format.metadata import Metadata
+from hpctrain.checkpoint.format.state import State, encode_document
+from hpctrain.checkpoint.planning.file_layout import distrust, layout_for
+from hpctrain.checkpoint.planning.rank_extents import content_of
+from hpctrain.checkpoint.planning.replicas import ON_MISMATCH, ReplicaMismatch, compare_replicas
+from hpctrain.checkpoint.retention.policy import Retention
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers, content_copied
+from hpctrain.checkpoint.saving.partial_checkpoint import begin_partial
+from hpctrain.checkpoint.saving.rank_file_work import NOT_AS_PLANNED, FileWork
+from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, file_of_rank
+from hpctrain.checkpoint.saving.submit import submit
+from hpctrain.comm.collectives.activity import doing
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.version import __version__
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from hpctrain.checkpoint.engine import Engine, engine_named
-from hpctrain.checkpoint.filesystem import Filesystem
-from hpctrain.checkpoint.replicas import OnReplicaMismatch, ReplicaCheck
-from hpctrain.checkpoint.retention import Retention
+from hpctrain.checkpoint.engines.engine_name import Engine, engine_named
+from hpctrain.checkpoint.files.filesystem_type import Filesystem
+from hpctrain.checkpoint.planning.replicas import OnReplicaMismatch, ReplicaCheck
+from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.errors import UsageError
 
 MAX_STEP = 10**18 - 1

@@ -19,11 +19,11 @@ from typing import Protocol, final
 
 import torch
 
-from hpctrain.checkpoint.background_thread import BackgroundThread
-from hpctrain.checkpoint.saving import SaveOptions, SaveResult, Saving
-from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.state import State
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.format.state import State
+from hpctrain.checkpoint.saving.background_thread import BackgroundThread
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.save import SaveOptions, SaveResult, Saving
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import HpctrainError, UsageError
 
 

@@ -15,7 +15,7 @@ from typing import final
 
 import xxhash
 
-from hpctrain.checkpoint.file_bytes import explained, reason_of, write_fully
+from hpctrain.checkpoint.files.full_io import explained, reason_of, write_fully
 from hpctrain.errors import CheckpointError
 
 COPY_CHUNK_BYTES = 4 << 20

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.commit import flush_folder, make_room, rename_finished
-from hpctrain.checkpoint.listing import finished_newest_first, folder_name, partial_name, remove
-from hpctrain.checkpoint.seal import UnknownFormatError
-from hpctrain.checkpoint.structure import read_structure
+from hpctrain.checkpoint.files.checkpoint_names import (
+    finished_newest_first,
+    folder_name,
+    partial_name,
+    remove,
+)
+from hpctrain.checkpoint.format.commit_header import UnknownFormatError
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.saving.commit import flush_folder, make_room, rename_finished
 from hpctrain.errors import CheckpointError
 
 

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.file_bytes import explained, sync_directory
-from hpctrain.checkpoint.hashing import HASH_DIGITS
-from hpctrain.checkpoint.listing import folder_name, part_name
-from hpctrain.checkpoint.names import escape
-from hpctrain.checkpoint.partner import Offer
-from hpctrain.checkpoint.partner_wire import PartnerError
+from hpctrain.checkpoint.files.checkpoint_names import folder_name, part_name
+from hpctrain.checkpoint.files.full_io import explained, sync_directory
+from hpctrain.checkpoint.format.content_hash import HASH_DIGITS
+from hpctrain.checkpoint.format.link_names import escape
+from hpctrain.checkpoint.tiers.partner_copy import Offer
+from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
 from hpctrain.errors import CheckpointError
 
 OWN, PARTNER = "own", "partner"

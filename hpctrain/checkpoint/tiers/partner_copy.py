@@ -19,8 +19,8 @@ from typing import Any, Protocol, final
 
 import xxhash
 
-from hpctrain.checkpoint.drain import Copied, NewFile, Pace, pieces_of
-from hpctrain.checkpoint.partner_wire import (
+from hpctrain.checkpoint.tiers.drain import Copied, NewFile, Pace, pieces_of
+from hpctrain.checkpoint.tiers.partner_protocol import (
     PartnerAddress,
     PartnerError,
     accept,
@@ -35,7 +35,7 @@ from hpctrain.checkpoint.partner_wire import (
     receive_some,
     send_message,
 )
-from hpctrain.comm.reach import host_addresses
+from hpctrain.comm.watchdog.host_probe import host_addresses
 from hpctrain.errors import CheckpointError, HpctrainError
 
 _CHUNK_BYTES = 1 << 20

@@ -13,15 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.commit import flush_folder
-from hpctrain.checkpoint.drain import UnreadableError, copy_file
-from hpctrain.checkpoint.drained import Committed, commit_target, discard_target, newest_sound, prepare_target
-from hpctrain.checkpoint.listing import part_path
-from hpctrain.checkpoint.local_store import OWN, Held, held_under
-from hpctrain.checkpoint.tiers import Tiers
-from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.doing import doing
+from hpctrain.checkpoint.files.checkpoint_names import part_path
+from hpctrain.checkpoint.saving.commit import flush_folder
+from hpctrain.checkpoint.tiers.drain import UnreadableError, copy_file
+from hpctrain.checkpoint.tiers.drain_target import (
+    Committed,
+    commit_target,
+    discard_target,
+    newest_sound,
+    prepare_target,
+)
+from hpctrain.checkpoint.tiers.node_store import OWN, Held, held_under
+from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.comm.collectives.activity import doing
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError
 
 

@@ -3,7 +3,7 @@
 A save writes one file per node to node-local storage, which is as fast as the node's disk. Then, in the
 background, each node's leader (its lowest rank) sends its file to another node, so that one lost node loses
 nothing, and copies it into the shared folder, where rank 0 commits the checkpoint as any other. What was not
-drained when a run died is found again by `hpctrain.checkpoint.recover.recover`.
+drained when a run died is found again by `hpctrain.checkpoint.tiers.recover.recover`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import threading
 from pathlib import Path
 from typing import Any, final
 
-from hpctrain.checkpoint.local_store import LocalStore, forget_under, run_key
-from hpctrain.checkpoint.partner import DEFAULT_TIMEOUT_S, PartnerServer, greet
-from hpctrain.checkpoint.partner_wire import PartnerAddress
-from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.communicator import Collective
+from hpctrain.checkpoint.tiers.node_store import LocalStore, forget_under, run_key
+from hpctrain.checkpoint.tiers.partner_copy import DEFAULT_TIMEOUT_S, PartnerServer, greet
+from hpctrain.checkpoint.tiers.partner_protocol import PartnerAddress
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.topology import Topology
 

@@ -11,24 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-from hpctrain.checkpoint.commit import flush_folder
-from hpctrain.checkpoint.drain import Pace, copy_file
-from hpctrain.checkpoint.drained import commit_target, discard_target, prepare_target
-from hpctrain.checkpoint.file_bytes import explained
-from hpctrain.checkpoint.listing import part_path
-from hpctrain.checkpoint.local_store import OWN, own_file
-from hpctrain.checkpoint.partner import Offer, send_file
-from hpctrain.checkpoint.partner_wire import PartnerError
-from hpctrain.checkpoint.retain import retain
-from hpctrain.checkpoint.save_options import SaveOptions, check_options, retention_of
-from hpctrain.checkpoint.saving import SaveResult, Saving
-from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.state import State
-from hpctrain.checkpoint.tiers import Tiers
-from hpctrain.checkpoint.work import submit
-from hpctrain.comm.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.doing import doing
+from hpctrain.checkpoint.files.checkpoint_names import part_path
+from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.format.state import State
+from hpctrain.checkpoint.retention.delete_old import retain
+from hpctrain.checkpoint.saving.commit import flush_folder
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.save import SaveResult, Saving
+from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, retention_of
+from hpctrain.checkpoint.saving.submit import submit
+from hpctrain.checkpoint.tiers.drain import Pace, copy_file
+from hpctrain.checkpoint.tiers.drain_target import commit_target, discard_target, prepare_target
+from hpctrain.checkpoint.tiers.node_store import OWN, own_file
+from hpctrain.checkpoint.tiers.partner_copy import Offer, send_file
+from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
+from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.comm.collectives.activity import doing
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, HpctrainError
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Optional, cast
 
 import typer
 
-from hpctrain.cli.bench_show import show
+from hpctrain.cli.bench.show import show
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.launch import identify
 
 if TYPE_CHECKING:
-    from hpctrain.bench.checkpoint import Mode
+    from hpctrain.bench.checkpoint.measure import Mode
     from hpctrain.run.session import Session
 
 INTERRUPTED = 130
@@ -73,12 +73,12 @@ def checkpoint_command(
     long training stands still for it, beside a memcpy of the rank's part. raw read, load: every rank all of it,
     into fresh memory; load verifies it. "of raw" is the raw time over this one's, round by round, median.
     """
-    from hpctrain.bench.checkpoint import Cache, CheckpointAsked, measure_checkpoint
-    from hpctrain.bench.checkpoint_report import checkpoint_document, checkpoint_table
+    from hpctrain.bench.checkpoint.measure import Cache, CheckpointAsked, measure_checkpoint
+    from hpctrain.bench.checkpoint.report import checkpoint_document, checkpoint_table
     from hpctrain.bench.document import check_writable, write_document
     from hpctrain.bench.progress import Progress
     from hpctrain.bench.sizes import parse_size
-    from hpctrain.checkpoint.save_options import PageCache
+    from hpctrain.checkpoint.saving.save_options import PageCache
     from hpctrain.run.record import working_commit
     from hpctrain.run.session import start
 
@@ -111,7 +111,7 @@ def checkpoint_command(
 
 def _modes(text: str) -> tuple[Mode, ...]:
     """Raises UsageError for a name that is no mode."""
-    from hpctrain.bench.checkpoint import Mode
+    from hpctrain.bench.checkpoint.measure import Mode
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in [mode.value for mode in Mode]]:
@@ -122,7 +122,7 @@ def _modes(text: str) -> tuple[Mode, ...]:
 @contextmanager
 def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
     """A folder of our own that is gone afterwards, also when the measurement is stopped. Collective."""
-    from hpctrain.comm.agreement import on_rank_0
+    from hpctrain.comm.collectives.agreement import on_rank_0
 
     def make() -> str:
         try:

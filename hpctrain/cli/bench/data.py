@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from hpctrain.cli.bench_show import show
+from hpctrain.cli.bench.show import show
 from hpctrain.errors import UsageError
 
 
@@ -62,8 +62,8 @@ def data_command(
     loader: batches as training gets them. gather: the reading in them alone. raw: the same samples' bytes from
     memory maps (chunked data: the stored chunks), nothing else; "of raw" is the raw reading's time over the reader's.
     """
-    from hpctrain.bench.data import Cache, DataAsked, measure_data
-    from hpctrain.bench.data_report import data_document, data_lines, data_table
+    from hpctrain.bench.data.measure import Cache, DataAsked, measure_data
+    from hpctrain.bench.data.report import data_document, data_lines, data_table
     from hpctrain.bench.document import check_writable, write_document
     from hpctrain.bench.progress import Progress
     from hpctrain.run.record import working_commit

@@ -12,9 +12,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from hpctrain.cli.bench_checkpoint import checkpoint_command
-from hpctrain.cli.bench_data import data_command
-from hpctrain.cli.bench_show import show
+from hpctrain.cli.bench.checkpoint import checkpoint_command
+from hpctrain.cli.bench.data import data_command
+from hpctrain.cli.bench.show import show
 from hpctrain.errors import StoppedEarly, UsageError
 from hpctrain.launch import Launcher, identify
 
@@ -80,13 +80,9 @@ def allreduce_command(
     over time, busbw that times 2(N-1)/N, as nccl-tests print them. What cannot run here is named below the table.
     """
     _stop_without_a_trace()
-    from hpctrain.bench.all_reduce import AllReduceAsked
-    from hpctrain.bench.all_reduce_run import all_reduce_document, all_reduce_on, find_link, parse_link
-    from hpctrain.bench.all_reduce_table import all_reduce_table
-    from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.plot import check_plot, plot_all_reduce
-    from hpctrain.bench.progress import Progress
-    from hpctrain.bench.reducers import (
+    from hpctrain.bench.all_reduce.measure import AllReduceAsked
+    from hpctrain.bench.all_reduce.plot import check_plot, plot_all_reduce
+    from hpctrain.bench.all_reduce.reducers import (
         ALGORITHMS,
         USUAL_WIRES,
         WIRES,
@@ -94,6 +90,10 @@ def allreduce_command(
         nccl_to_start,
         parse_names,
     )
+    from hpctrain.bench.all_reduce.run import all_reduce_document, all_reduce_on, find_link, parse_link
+    from hpctrain.bench.all_reduce.table import all_reduce_table
+    from hpctrain.bench.document import check_writable, write_document
+    from hpctrain.bench.progress import Progress
     from hpctrain.bench.sizes import parse_sizes
     from hpctrain.run.record import working_commit
     from hpctrain.run.session import start
@@ -198,8 +198,8 @@ def step_command(
     number of ranks. exposed: time in which a rank stands still for communication.
     """
     from hpctrain.bench.document import check_writable
-    from hpctrain.bench.step_plan import StepAsked, parse_modes, parse_ranks
-    from hpctrain.run.recipe_file import load_recipe
+    from hpctrain.bench.step.plan import StepAsked, parse_modes, parse_ranks
+    from hpctrain.run.recipe.load import load_recipe
 
     asked = StepAsked(
         ranks=parse_ranks(ranks), modes=parse_modes(modes), steps=steps, warmup_steps=warmup_steps, repeats=repeats,
@@ -211,7 +211,7 @@ def step_command(
         raise UsageError(f"--scratch {scratch} is not a directory")
     loaded = load_recipe(recipe, overrides=overrides or [])
 
-    from hpctrain.bench.step_report import bench_step
+    from hpctrain.bench.step.report import bench_step
 
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

@@ -12,7 +12,7 @@ from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import World
+    from hpctrain.comm.interface.communicator import World
 
 
 def export_command(
@@ -39,9 +39,9 @@ def export_command(
     hpctrain checkpoint export runs/lm/checkpoints/step-00005000.h5 --to lm.pt --prefix model/
     mpirun -n 4 hpctrain checkpoint export runs/lm/checkpoints --to everything.safetensors
     """
-    from hpctrain.checkpoint.exporting import export_safetensors, export_state_dict
-    from hpctrain.checkpoint.importing import STATE_DICT_SUFFIXES
-    from hpctrain.checkpoint.partial import MODEL_PREFIX
+    from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
+    from hpctrain.checkpoint.operations.export import export_safetensors, export_state_dict
+    from hpctrain.checkpoint.operations.import_tensors import STATE_DICT_SUFFIXES
 
     if weights and prefix is not None:
         raise UsageError("--weights stands for --prefix model/: give one of them", agreed=True)
@@ -109,7 +109,7 @@ def import_command(
     hpctrain checkpoint import pytorch_model.bin start --step 0 --prefix model/backbone.
     hpctrain checkpoint import training.pt start --step 0 --key state_dict
     """
-    from hpctrain.checkpoint.importing import import_tensors
+    from hpctrain.checkpoint.operations.import_tensors import import_tensors
 
     with all_ranks() as world:
         saved = import_tensors(
@@ -133,7 +133,7 @@ def import_command(
 
 def _refuse_existing(target: Path, *, replace: bool, world: World) -> None:
     """Collective: rank 0 looks."""
-    from hpctrain.comm.agreement import on_rank_0
+    from hpctrain.comm.collectives.agreement import on_rank_0
 
     if not replace and on_rank_0(world, target.exists, os_error=CheckpointError):
         raise UsageError(f"{target} exists: choose another name, or give --replace", agreed=True)

@@ -34,7 +34,7 @@ def copy_command(
     hpctrain checkpoint copy runs/lm/checkpoints/step-00005000 archive --files 1
     mpirun -n 8 hpctrain checkpoint copy runs/lm/checkpoints archive --files 4
     """
-    from hpctrain.checkpoint.copying import copy_checkpoint
+    from hpctrain.checkpoint.operations.copy import copy_checkpoint
 
     with all_ranks() as world, progress("copied", rank=world.rank) as report:
         copied = copy_checkpoint(source, directory, comm=world, files=files, replace=replace, progress=report)

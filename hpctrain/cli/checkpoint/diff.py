@@ -12,7 +12,7 @@ from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.difference import Difference, TensorDifference
+    from hpctrain.checkpoint.operations.diff import Difference, TensorDifference
 
 SHOWN_LINES = 40
 SHOWN_CHARS = 60
@@ -41,8 +41,8 @@ def diff_command(
     hpctrain checkpoint diff step-00000050.h5 step-00000100.h5 --prefix model/ --rtol 1e-5
     mpirun -n 4 hpctrain checkpoint diff one two --json
     """
-    from hpctrain.checkpoint.amounts import Tolerance
-    from hpctrain.checkpoint.difference import compare
+    from hpctrain.checkpoint.format.tensor_difference import Tolerance
+    from hpctrain.checkpoint.operations.diff import compare
 
     if not (absolute >= 0 and relative >= 0):
         raise UsageError(f"--atol {absolute}, --rtol {relative}: a tolerance is 0 or more", agreed=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from hpctrain.cli.checkpoint_convert import export_command, import_command
-from hpctrain.cli.checkpoint_copy import copy_command
-from hpctrain.cli.checkpoint_diff import diff_command
-from hpctrain.cli.checkpoint_life import prune_command, request_command
-from hpctrain.cli.checkpoint_list import list_command, show_command
-from hpctrain.cli.checkpoint_verify import verify_command
+from hpctrain.cli.checkpoint.convert import export_command, import_command
+from hpctrain.cli.checkpoint.copy import copy_command
+from hpctrain.cli.checkpoint.diff import diff_command
+from hpctrain.cli.checkpoint.list_and_show import list_command, show_command
+from hpctrain.cli.checkpoint.prune_and_request import prune_command, request_command
+from hpctrain.cli.checkpoint.verify import verify_command
 
 checkpoint_app = typer.Typer(
     help="""List, show, verify, compare, convert, copy and delete checkpoints; ask a run for one.

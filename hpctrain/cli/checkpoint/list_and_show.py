@@ -14,7 +14,7 @@ from hpctrain.cli.ranks import this_rank
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.metadata import Metadata
+    from hpctrain.checkpoint.format.metadata import Metadata
 
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -29,7 +29,7 @@ def list_command(
     hpctrain checkpoint list runs/digits/checkpoints
     hpctrain checkpoint list runs/digits/checkpoints --json
     """
-    from hpctrain.checkpoint.listing import finished_newest_first, is_spare, partial_files
+    from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
 
     if this_rank() != 0:
         return
@@ -72,9 +72,9 @@ def show_command(
     hpctrain checkpoint show runs/digits/checkpoints/step-00000050.h5
     hpctrain checkpoint show runs/digits/checkpoints --json
     """
-    from hpctrain.checkpoint.pruning import size_of
-    from hpctrain.checkpoint.read import open_checkpoint
-    from hpctrain.comm.serial import SerialWorld
+    from hpctrain.checkpoint.loading.checkpoint import open_checkpoint
+    from hpctrain.checkpoint.operations.prune import size_of
+    from hpctrain.comm.backends.serial_world import SerialWorld
 
     if this_rank() != 0:
         return
@@ -118,10 +118,10 @@ def show_command(
 
 
 def _row(path: Path) -> dict[str, Any]:
-    from hpctrain.checkpoint.file_bytes import explained
-    from hpctrain.checkpoint.listing import step_of
-    from hpctrain.checkpoint.pruning import size_of
-    from hpctrain.checkpoint.structure import read_structure
+    from hpctrain.checkpoint.files.checkpoint_names import step_of
+    from hpctrain.checkpoint.files.full_io import explained
+    from hpctrain.checkpoint.loading.check_structure import read_structure
+    from hpctrain.checkpoint.operations.prune import size_of
 
     row: dict[str, Any] = {
         "path": str(path),

@@ -37,8 +37,8 @@ def prune_command(
     hpctrain checkpoint prune runs/lm/checkpoints --keep 2 --keep-every 10000 --dry-run
     hpctrain checkpoint prune runs/lm/checkpoints --keep 1 --keep-best loss:min
     """
-    from hpctrain.checkpoint.pruning import prune
-    from hpctrain.checkpoint.retention import Best, Retention
+    from hpctrain.checkpoint.operations.prune import prune
+    from hpctrain.checkpoint.retention.policy import Best, Retention
 
     best = None if keep_best is None else Best.parse(keep_best)
     retention = Retention(last=keep, every_steps=keep_every, best=best)
@@ -78,7 +78,7 @@ def request_command(
     \b
     hpctrain checkpoint request runs/lm
     """
-    from hpctrain.checkpoint.requests import ask_for_save
+    from hpctrain.checkpoint.saving.save_requests import ask_for_save
 
     if this_rank() != 0:
         return

@@ -12,7 +12,7 @@ from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.verify import Verified
+    from hpctrain.checkpoint.operations.verify import Verified
 
 SHOWN_DAMAGES = 20
 
@@ -29,7 +29,7 @@ def verify_command(
     hpctrain checkpoint verify runs/digits/checkpoints
     mpirun -n 8 hpctrain checkpoint verify runs/lm/checkpoints/step-00005000.h5
     """
-    from hpctrain.checkpoint.verify import verify
+    from hpctrain.checkpoint.operations.verify import verify
 
     with all_ranks() as world:
         with progress("verified", rank=world.rank) as report:

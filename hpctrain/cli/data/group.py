@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.data_index import index_command
-from hpctrain.cli.data_pack import pack_command
-from hpctrain.cli.data_progress import Meter, summary_of
+from hpctrain.cli.data.index import index_command
+from hpctrain.cli.data.pack import pack_command
+from hpctrain.cli.data.progress import Meter, summary_of
 from hpctrain.cli.ranks import all_ranks, this_rank
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
-    from hpctrain.data.manifest import Manifest
-    from hpctrain.data.verify import Damage
+    from hpctrain.data.format.manifest import Manifest
+    from hpctrain.data.integrity.verify import Damage
 
 data_app = typer.Typer(
     help="""Make, describe and check datasets: HDF5 shards with a manifest.
@@ -46,8 +46,8 @@ def info_command(
     hpctrain data info data/digits
     hpctrain data info data/digits/train --json
     """
-    from hpctrain.data.read import Dataset
-    from hpctrain.data.verify import find_datasets
+    from hpctrain.data.integrity.verify import find_datasets
+    from hpctrain.data.reading.dataset import Dataset
 
     datasets = [Dataset.open(found) for found in find_datasets(directory)]
     if this_rank() != 0:
@@ -79,7 +79,7 @@ def verify_command(
     hpctrain data verify data/digits
     mpirun -n 8 hpctrain data verify data/large
     """
-    from hpctrain.comm.agreement import agreed, all_gather_json
+    from hpctrain.comm.collectives.agreement import agreed, all_gather_json
 
     with all_ranks() as world:
         part = agreed(
@@ -93,7 +93,7 @@ def verify_command(
 
 def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Dataset directory -> damages that this rank found, as JSON."""
-    from hpctrain.data.verify import find_datasets, verify
+    from hpctrain.data.integrity.verify import find_datasets, verify
 
     found: dict[str, list[dict[str, Any]]] = {}
     with Meter() as meter:
@@ -106,7 +106,7 @@ def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, lis
 
 def _join(parts: list[dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
     """The ranks' findings as one; the ranks' parts follow each other, so neighbours join at the borders."""
-    from hpctrain.data.verify import Damage, merge
+    from hpctrain.data.integrity.verify import Damage, merge
 
     joined: dict[str, list[Damage]] = {}
     for part in parts:
@@ -119,7 +119,7 @@ def _report(
     directory: Path, found: dict[str, list[dict[str, Any]]], *, as_json: bool, is_rank_0: bool
 ) -> None:
     """Print the findings on rank 0; on every rank raise DataError if there are any."""
-    from hpctrain.data.verify import Damage
+    from hpctrain.data.integrity.verify import Damage
 
     count = sum(len(damages) for damages in found.values())
     if is_rank_0 and as_json:

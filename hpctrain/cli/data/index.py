@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.cli.data_progress import Meter, summary_of
+from hpctrain.cli.data.progress import Meter, summary_of
 from hpctrain.cli.ranks import all_ranks
 from hpctrain.errors import UsageError
 
@@ -56,9 +56,9 @@ def index_command(
     mpirun -n 8 hpctrain data index 'many/**/*.h5' --fields x=/x --samples file --hash --out data/many
     hpctrain data index 'text/*.h5' --fields tokens=/tokens --tokens 1024 --documents /starts --out data/text
     """
-    from hpctrain.data.index import OldIndex, Paths, Reading, index_files
-    from hpctrain.data.index_request import SampleIs, parse_fields
-    from hpctrain.data.index_tokens import TokenRequest
+    from hpctrain.data.indexing.index_files import OldIndex, Paths, Reading, index_files
+    from hpctrain.data.indexing.request import SampleIs, parse_fields
+    from hpctrain.data.indexing.token_files import TokenRequest
 
     if samples is not None and samples not in [kind.value for kind in SampleIs]:
         raise UsageError(f"--samples {samples}: rows, file or groups is expected")

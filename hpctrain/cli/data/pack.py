@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hpctrain.cli.data_progress import Meter, summary_of
+from hpctrain.cli.data.progress import Meter, summary_of
 from hpctrain.cli.ranks import all_ranks
 from hpctrain.errors import UsageError
 
@@ -78,12 +78,12 @@ def pack_command(
     hpctrain data pack table.parquet data/table --fields x=a+b:float32,y=kind
     mpirun -n 8 hpctrain data pack simulation:samples data/simulated --compress zstd --resume
     """
-    from hpctrain.data.compression import Codec
-    from hpctrain.data.pack import Existing
-    from hpctrain.data.pack_source import pack_source
-    from hpctrain.data.sources import SourceOptions
-    from hpctrain.data.sources_images import Colour, parse_size
-    from hpctrain.data.sources_tables import parse_fields
+    from hpctrain.data.hdf5.encode import Codec
+    from hpctrain.data.packing.pack import Existing
+    from hpctrain.data.packing.pack_source import pack_source
+    from hpctrain.data.sources.images import Colour, parse_size
+    from hpctrain.data.sources.registry import SourceOptions
+    from hpctrain.data.sources.tables import parse_fields
 
     if shard_mb * 1e6 < 1:
         raise UsageError(f"--shard-mb {shard_mb}: a shard holds at least one byte")

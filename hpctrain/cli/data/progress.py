@@ -13,7 +13,7 @@ import typer
 from hpctrain.cli.ranks import LINE_INTERVAL_S
 
 if TYPE_CHECKING:
-    from hpctrain.data.manifest import Manifest
+    from hpctrain.data.format.manifest import Manifest
 
 
 def summary_of(manifest: Manifest) -> str:

@@ -12,13 +12,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, final
 
-from hpctrain.comm.buffers import MAX_CHUNK_ELEMS
-from hpctrain.comm.communicator import Collective, World
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.horovod import RunningHorovod
-from hpctrain.comm.horovod_settings import HorovodBuild, apply_settings, nccl_asked
-from hpctrain.comm.remote_memory import RemoteMemory
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.backends.horovod_environment import HorovodBuild, apply_settings, nccl_asked
+from hpctrain.comm.backends.horovod_world import RunningHorovod
+from hpctrain.comm.interface.buffer_checks import MAX_CHUNK_ELEMS
+from hpctrain.comm.interface.communicator import Collective, World
+from hpctrain.comm.interface.remote_memory import RemoteMemory
+from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.world_forwarding import Forwarding
 from hpctrain.topology import Topology
 
 

@@ -17,7 +17,15 @@ from typing import Any, final
 
 import torch
 
-from hpctrain.comm.buffers import (
+from hpctrain.comm.backends.horovod_environment import (
+    HorovodBuild,
+    apply_settings,
+    can_start_again,
+    has_groups,
+    nccl_asked,
+)
+from hpctrain.comm.backends.serial_world import SerialGroup
+from hpctrain.comm.interface.buffer_checks import (
     MAX_CHUNK_ELEMS,
     as_rows,
     balanced_counts,
@@ -33,20 +41,12 @@ from hpctrain.comm.buffers import (
     widened,
     windows_of,
 )
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.communicator import Collective, ReduceOp
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.gather_bytes import gather_bytes
-from hpctrain.comm.horovod_settings import (
-    HorovodBuild,
-    apply_settings,
-    can_start_again,
-    has_groups,
-    nccl_asked,
-)
-from hpctrain.comm.remote_memory import RemoteMemory
-from hpctrain.comm.serial import SerialGroup
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.gather_bytes import gather_bytes
+from hpctrain.comm.interface.remote_memory import RemoteMemory
+from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.world_forwarding import Forwarding
 from hpctrain.errors import BufferMismatch, CommunicationError, LaunchError
 from hpctrain.topology import Topology
 
@@ -332,7 +332,7 @@ class HorovodGroup:
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
         """MPI's, where Horovod runs over it."""
-        from hpctrain.comm.mpi import open_collective_files
+        from hpctrain.comm.backends.mpi_world import open_collective_files
 
         if not _all_have_mpi(self._hvd, self):
             return None
@@ -341,7 +341,7 @@ class HorovodGroup:
 
 def _all_have_mpi(hvd: Any, group: Collective) -> bool:
     """Whether Horovod runs over MPI, and mpi4py can be used beside it, on all of the group's ranks. Collective."""
-    from hpctrain.comm.mpi import can_open_transport
+    from hpctrain.comm.backends.mpi_world import can_open_transport
 
     mine = bool(hvd.mpi_enabled()) and can_open_transport()
     return all(answer == b"1" for answer in group.all_gather_bytes(b"1" if mine else b"0"))
@@ -503,13 +503,13 @@ class HorovodWorld(Forwarding):
 
     def transport(self, topology: Topology) -> Transport | None:
         """MPI's, where Horovod runs over it: its own operations can only be waited for."""
-        from hpctrain.comm.mpi import open_transport
+        from hpctrain.comm.backends.mpi_world import open_transport
 
         return open_transport(topology) if self._all_have_mpi() else None
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
         """MPI's, where Horovod runs over it."""
-        from hpctrain.comm.mpi import open_remote_memory
+        from hpctrain.comm.backends.mpi_world import open_remote_memory
 
         return open_remote_memory(num_bytes) if self._all_have_mpi() else None
 
@@ -525,7 +525,7 @@ class HorovodWorld(Forwarding):
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(Exception):
-            from hpctrain.comm.mpi import abort_all
+            from hpctrain.comm.backends.mpi_world import abort_all
 
             abort_all(exit_code)
         os._exit(exit_code)

@@ -2,7 +2,8 @@
 
 The libraries are looked at through importlib, so that a missing one is a fact and not an error. MPI is the
 exception among them: loading `mpi4py.MPI` may start it, and a start that fails ends the process. It is
-therefore asked after a world has been opened, or in a process of its own (`python -m hpctrain.comm.probe`).
+therefore asked after a world has been opened, or in a process of its own
+(`python -m hpctrain.comm.backends.library_probe`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def probe_mpi_alone(*, timeout_s: float = 60.0) -> dict[str, Any]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "hpctrain.comm.probe"],
+            [sys.executable, "-m", "hpctrain.comm.backends.library_probe"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,6 +1,6 @@
 """Messages over MPI, and MPI's shared windows within a node.
 
-It gets its communicators from `hpctrain.comm.mpi`, which alone imports mpi4py.
+It gets its communicators from `hpctrain.comm.backends.mpi_world`, which alone imports mpi4py.
 Source of the shared window: MPI 3.1 standard, section 11.2.3 (MPI_Win_allocate_shared).
 """
 
@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from hpctrain.comm.transport import Pending
+from hpctrain.comm.interface.transport import Pending
 from hpctrain.errors import CommunicationError
 from hpctrain.topology import Topology
 

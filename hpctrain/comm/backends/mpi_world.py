@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 
-from hpctrain.comm.buffers import (
+from hpctrain.comm.backends.mpi_transport import MpiTransport
+from hpctrain.comm.interface.buffer_checks import (
     HALF_TYPES,
     MAX_CHUNK_ELEMS,
     balanced_counts,
@@ -38,14 +39,13 @@ from hpctrain.comm.buffers import (
     sum_in_order,
     windows_of,
 )
-from hpctrain.comm.collective_files import CollectiveFiles, MpiCollectiveFiles
-from hpctrain.comm.communicator import Collective, ReduceOp
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.gather_bytes import gather_bytes
-from hpctrain.comm.mpi_transport import MpiTransport
-from hpctrain.comm.remote_memory import MpiRemoteMemory, RemoteMemory
-from hpctrain.comm.staging import on_host, to_host
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.collective_files import CollectiveFiles, MpiCollectiveFiles
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.gather_bytes import gather_bytes
+from hpctrain.comm.interface.host_copies import on_host, to_host
+from hpctrain.comm.interface.remote_memory import MpiRemoteMemory, RemoteMemory
+from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.world_forwarding import Forwarding
 from hpctrain.errors import CommunicationError, LaunchError
 from hpctrain.topology import Topology
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.comm.agreement import all_gather_json, describe_ranks, raise_together
-from hpctrain.comm.communicator import World
-from hpctrain.comm.horovod_settings import NCCL_VARIABLES, HorovodBuild
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.horovod_environment import NCCL_VARIABLES, HorovodBuild
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.collectives.agreement import all_gather_json, describe_ranks, raise_together
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, cross_check, identify
 from hpctrain.launch.yielding import YIELD_VARIABLE, in_effect
@@ -56,7 +56,11 @@ def open_world(
     if identity is None:
         identity = identify(os.environ, socket.gethostname())
     if backend not in BACKENDS:
-        hint = "; threads are for tests: hpctrain.comm.threads.run_threads" if backend == "threads" else ""
+        hint = (
+            "; threads are for tests: hpctrain.comm.backends.threads_world.run_threads"
+            if backend == "threads"
+            else ""
+        )
         raise UsageError(f"no communication backend {backend!r}: choose {', '.join(BACKENDS)}{hint}")
     if backend == "serial" and identity.num_ranks > 1:
         raise LaunchError(
@@ -77,7 +81,7 @@ def open_world(
 
 def why_no_horovod() -> str | None:
     """Why this process cannot load Horovod, or None if it can. Loads it, but does not start it."""
-    from hpctrain.comm.horovod import load_horovod
+    from hpctrain.comm.backends.horovod_world import load_horovod
 
     try:
         load_horovod()
@@ -97,7 +101,7 @@ def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentit
 
 
 def _open_mpi(identity: RankIdentity) -> World:
-    from hpctrain.comm.mpi import MpiWorld
+    from hpctrain.comm.backends.mpi_world import MpiWorld
 
     world = MpiWorld.open()
     # Before the ranks communicate: where each of them is alone in a world of its own, the others would not answer.
@@ -106,7 +110,7 @@ def _open_mpi(identity: RankIdentity) -> World:
 
 
 def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
-    from hpctrain.comm.horovod import load_horovod
+    from hpctrain.comm.backends.horovod_world import load_horovod
 
     yield_while_idle(os.environ, identity=identity, num_cores=os.cpu_count() or 1)
     if _has_mpi4py() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":
@@ -119,15 +123,15 @@ def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
 
 
 def _over_mpi(mpi: World, algorithm: str | None, *, reason: str = "") -> OpenedWorld:
-    from hpctrain.comm.horovod import load_horovod
-    from hpctrain.comm.horovod_over_mpi import HorovodOverMpi
+    from hpctrain.comm.backends.horovod_over_mpi import HorovodOverMpi
+    from hpctrain.comm.backends.horovod_world import load_horovod
 
     world = HorovodOverMpi(mpi, hvd=load_horovod(), algorithm=algorithm)
     return OpenedWorld(world=world, reason=reason, horovod=world.build)
 
 
 def _open_horovod_alone(algorithm: str | None, *, reason: str = "") -> OpenedWorld:
-    from hpctrain.comm.horovod import HorovodWorld
+    from hpctrain.comm.backends.horovod_world import HorovodWorld
 
     world = HorovodWorld.open(algorithm=algorithm)
     return OpenedWorld(world=world, reason=reason, horovod=world.build)
@@ -166,7 +170,7 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
 
 def _why_not_on_gpus() -> str | None:
     """Why Horovod, which loads, gains nothing on GPUs; None if it does. Not collective."""
-    from hpctrain.comm.horovod import load_horovod
+    from hpctrain.comm.backends.horovod_world import load_horovod
 
     hvd = load_horovod()
     if not hvd.nccl_built():

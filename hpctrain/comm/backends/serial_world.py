@@ -10,7 +10,7 @@ from typing import final
 import numpy as np
 import torch
 
-from hpctrain.comm.buffers import (
+from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_counts,
     check_exchange,
@@ -18,11 +18,11 @@ from hpctrain.comm.buffers import (
     check_part,
     check_root,
 )
-from hpctrain.comm.collective_files import CollectiveFiles, LocalFiles
-from hpctrain.comm.communicator import Collective, ReduceOp
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.remote_memory import RemoteMemory, SharedRemoteMemory
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.collective_files import CollectiveFiles, LocalFiles
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.remote_memory import RemoteMemory, SharedRemoteMemory
+from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.world_forwarding import Forwarding
 from hpctrain.topology import Topology
 
 

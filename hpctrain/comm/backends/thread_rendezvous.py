@@ -1,4 +1,4 @@
-"""Where the threads that stand for ranks meet: the means behind `hpctrain.comm.threads`."""
+"""Where the threads that stand for ranks meet: the means behind `hpctrain.comm.backends.threads_world`."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import final
 
 import torch
 
-from hpctrain.comm.meeting import LeftError, Meeting
-from hpctrain.comm.transport import Pending
+from hpctrain.comm.backends.thread_rendezvous import LeftError, Meeting
+from hpctrain.comm.interface.transport import Pending
 from hpctrain.errors import CommunicationError
 from hpctrain.topology import Topology
 

@@ -16,7 +16,9 @@ from typing import Any, NoReturn, TypeVar, final
 import numpy as np
 import torch
 
-from hpctrain.comm.buffers import (
+from hpctrain.comm.backends.thread_rendezvous import LeftError, Meeting, ThreadsRun
+from hpctrain.comm.backends.threads_transport import Mailbox, ThreadsTransport
+from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_counts,
     check_exchange,
@@ -27,13 +29,11 @@ from hpctrain.comm.buffers import (
     offsets_of,
     sum_in_order,
 )
-from hpctrain.comm.collective_files import CollectiveFiles, LocalFiles
-from hpctrain.comm.communicator import Collective, ReduceOp
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.meeting import LeftError, Meeting, ThreadsRun
-from hpctrain.comm.remote_memory import RemoteMemory, SharedRemoteMemory
-from hpctrain.comm.threads_transport import Mailbox, ThreadsTransport
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.collective_files import CollectiveFiles, LocalFiles
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.remote_memory import RemoteMemory, SharedRemoteMemory
+from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.world_forwarding import Forwarding
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, from_exit_code
 from hpctrain.topology import Topology
 

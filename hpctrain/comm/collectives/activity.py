@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
-from hpctrain.comm.communicator import Collective
+from hpctrain.comm.interface.communicator import Collective
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from hpctrain import errors
-from hpctrain.comm.communicator import Collective
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, LaunchError
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.comm.agreement import check_same
-from hpctrain.comm.communicator import Collective
+from hpctrain.comm.collectives.agreement import check_same
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import BufferMismatch
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 
 import torch
 
-from hpctrain.comm.agreement import all_gather_json, check_same, check_same_buffer
-from hpctrain.comm.buffers import HALF_TYPES
-from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.collectives.agreement import all_gather_json, check_same, check_same_buffer
+from hpctrain.comm.interface.buffer_checks import HALF_TYPES
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.errors import BufferMismatch, UsageError
 
 Operation = Literal["sum", "mean", "max"]

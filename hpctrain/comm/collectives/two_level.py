@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.comm.buffers import balanced_counts
-from hpctrain.comm.communicator import Collective, World
+from hpctrain.comm.interface.buffer_checks import balanced_counts
+from hpctrain.comm.interface.communicator import Collective, World
 from hpctrain.errors import CommunicationError, TopologyError
 from hpctrain.topology import Topology
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpctrain.comm.communicator import ReduceOp
+from hpctrain.comm.interface.communicator import ReduceOp
 from hpctrain.errors import BufferMismatch
 
 HALF_TYPES = (torch.float16, torch.bfloat16)

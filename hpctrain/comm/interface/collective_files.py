@@ -16,7 +16,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.collective_writing import CollectiveWriter, MpiCollectiveWriter
+from hpctrain.comm.interface.collective_writer import CollectiveWriter, MpiCollectiveWriter
 from hpctrain.errors import CommunicationError
 
 _MAX_OPEN = 32

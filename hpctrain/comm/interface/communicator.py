@@ -16,9 +16,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.remote_memory import RemoteMemory
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.remote_memory import RemoteMemory
+from hpctrain.comm.interface.transport import Transport
 from hpctrain.topology import Topology
 
 

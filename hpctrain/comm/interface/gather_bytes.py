@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.comm.communicator import Collective
+from hpctrain.comm.interface.communicator import Collective
 
 
 def gather_bytes(comm: Collective, data: bytes) -> list[bytes]:

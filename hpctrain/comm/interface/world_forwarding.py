@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
 
 
 class Forwarding:

@@ -128,14 +128,15 @@ def _speak(words: Sequence[str]) -> None:
     directory, (rank, num_ranks, pid) = Path(words[0]), map(int, words[1:4])
     patience_s, look_s, since = map(float, words[4:7])
     # Without torch, which the packages' own __init__ would load for seconds.
-    root = Path(__file__).resolve().parent
-    for name, path in (("hpctrain", root.parent), ("hpctrain.comm", root)):
+    here = Path(__file__).resolve().parent
+    packages = (("hpctrain", here.parents[1]), ("hpctrain.comm", here.parent))
+    for name, path in packages:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    from hpctrain.comm.links import find_cut
-    from hpctrain.comm.positions import position_path, read_ending, read_positions, write_position
-    from hpctrain.comm.reach import Proof, doors_of_others, host_addresses, knock, ranks_to_read
+    from hpctrain.comm.watchdog.host_probe import Proof, doors_of_others, host_addresses, knock, ranks_to_read
+    from hpctrain.comm.watchdog.network_partition import find_cut
+    from hpctrain.comm.watchdog.rank_status import position_path, read_ending, read_positions, write_position
 
     def written() -> float:
         return position_path(directory, rank=rank).stat().st_mtime

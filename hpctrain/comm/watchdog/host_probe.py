@@ -22,7 +22,7 @@ from typing import final
 
 import psutil
 
-from hpctrain.comm.positions import RankPosition
+from hpctrain.comm.watchdog.rank_status import RankPosition
 
 _GREETING = b"hpctrain "
 _TOKEN_BYTES = 8

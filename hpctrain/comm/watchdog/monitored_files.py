@@ -9,9 +9,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.collective_writing import CollectiveWriter
-from hpctrain.comm.track import Track
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.collective_writer import CollectiveWriter
+from hpctrain.comm.watchdog.operation_state import Track
 
 
 @final

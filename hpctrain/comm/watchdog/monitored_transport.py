@@ -8,8 +8,8 @@ from typing import final
 
 import torch
 
-from hpctrain.comm.track import Track
-from hpctrain.comm.transport import Pending, Transport
+from hpctrain.comm.interface.transport import Pending, Transport
+from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.topology import Topology
 
 

@@ -1,6 +1,6 @@
 """A deadline around any communicator: no rank waits for ever, and the missing ranks are named.
 
-Wraps; changes no result. See `hpctrain.comm.watch` for what happens when an operation is late.
+Wraps; changes no result. See `hpctrain.comm.watchdog.watcher` for what happens when an operation is late.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import final
 
 import torch
 
-from hpctrain.comm.agreement import agreed, check_same, describe_ranks
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.communicator import Collective, ReduceOp, World
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.monitored_files import MonitoredFiles
-from hpctrain.comm.monitored_transport import MonitoredTransport
-from hpctrain.comm.remote_memory import RemoteMemory
-from hpctrain.comm.shared_folder import make_shared_folder
-from hpctrain.comm.track import Track
-from hpctrain.comm.transport import Transport
-from hpctrain.comm.watch import Watcher, exit_now
+from hpctrain.comm.collectives.agreement import agreed, check_same, describe_ranks
+from hpctrain.comm.collectives.shared_folder import make_shared_folder
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.communicator import Collective, ReduceOp, World
+from hpctrain.comm.interface.remote_memory import RemoteMemory
+from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm.interface.world_forwarding import Forwarding
+from hpctrain.comm.watchdog.monitored_files import MonitoredFiles
+from hpctrain.comm.watchdog.monitored_transport import MonitoredTransport
+from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.watcher import Watcher, exit_now
 from hpctrain.errors import BufferMismatch
 from hpctrain.topology import Topology
 

@@ -27,7 +27,7 @@ class GroupPosition:
 class RankPosition:
     """What one rank's file says.
 
-    addresses, port, token: where its watcher listens (`hpctrain.comm.reach`); port None: nowhere.
+    addresses, port, token: where its watcher listens (`hpctrain.comm.watchdog.host_probe`); port None: nowhere.
     reached: other host -> whether it answered when this rank last asked. leaving: it has told what it knows.
     """
 

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from hpctrain.comm.links import find_cut
-from hpctrain.comm.positions import (
+from hpctrain.comm.watchdog.host_probe import Reach, ranks_to_read
+from hpctrain.comm.watchdog.network_partition import find_cut
+from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.rank_status import (
     Absence,
     Ending,
     GroupPosition,
@@ -32,8 +34,6 @@ from hpctrain.comm.positions import (
     read_positions,
     write_position,
 )
-from hpctrain.comm.reach import Reach, ranks_to_read
-from hpctrain.comm.track import Track
 
 # Other hosts' doors are learned when all files are there; so often is looked for them.
 _LEARN_TRIES = 60

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.comm.agreement import describe_ranks
-from hpctrain.comm.positions import Absence, Ending
-from hpctrain.comm.track import Track
+from hpctrain.comm.collectives.agreement import describe_ranks
+from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.rank_status import Absence, Ending
 
 
 def headline(

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, final
 
-from hpctrain.comm.board import Board
-from hpctrain.comm.last_word import LastWord, wind_up
-from hpctrain.comm.links import find_cut
-from hpctrain.comm.positions import Ending
-from hpctrain.comm.reach import Reach
-from hpctrain.comm.track import Track
-from hpctrain.comm.verdict import describe_finding, describe_unknown, headline
+from hpctrain.comm.watchdog.gil_free_timer import LastWord, wind_up
+from hpctrain.comm.watchdog.host_probe import Reach
+from hpctrain.comm.watchdog.network_partition import find_cut
+from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.rank_status import Ending
+from hpctrain.comm.watchdog.status_board import Board
+from hpctrain.comm.watchdog.timeout_report import describe_finding, describe_unknown, headline
 from hpctrain.errors import ExitCode
 
 __all__ = ["Track", "Watcher"]
@@ -120,7 +120,7 @@ class Watcher:
     def lock_may_be_held(self) -> None:
         """From now on a library is in use that may wait with Python's lock held, so that this thread does not run.
 
-        See `hpctrain.comm.last_word`. Once for each use; each ends with `lock_is_free`.
+        See `hpctrain.comm.watchdog.gil_free_timer`. Once for each use; each ends with `lock_is_free`.
         """
         self._num_lock_holders += 1
         self._prepare_last_word()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.manifest_entries import FieldStatistics
+from hpctrain.data.format.manifest_entries import FieldStatistics
 
 # Small enough for the float64 copy of a block to stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 16

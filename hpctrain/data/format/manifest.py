@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from hpctrain.data.manifest_entries import (
+from hpctrain.data.format.manifest_entries import (
     DTYPES,
     LENGTH_SUFFIX,
     NOT_IN_VERSION_1,

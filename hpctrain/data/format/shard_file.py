@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data import hdf5_write
-from hpctrain.data.compression import SMALLEST_SAMPLE_BYTES, Chunks, Compression, compress
-from hpctrain.data.manifest import PARTIAL_SUFFIX, SHARD_PREFIX, ShardEntry, StoredField
+from hpctrain.data.format.manifest import PARTIAL_SUFFIX, SHARD_PREFIX, ShardEntry, StoredField
+from hpctrain.data.hdf5.create import create
+from hpctrain.data.hdf5.encode import SMALLEST_SAMPLE_BYTES, Chunks, Compression, compress
 from hpctrain.errors import DataError
 
 RECORD_SUFFIX = ".json"
@@ -114,7 +114,7 @@ def write_shard(
     chunked = {} if compression is None else _compressed(stored, samples=samples, compression=compression)
     placed = {name: a for name, a in {**stored, **others}.items() if name not in chunked}
     try:
-        offsets = hdf5_write.create(
+        offsets = create(
             partial, datasets={name: (a.shape, a.dtype) for name, a in placed.items()}, chunked=chunked
         )
         descriptor = os.open(partial, os.O_RDWR)

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data.manifest import PARTIAL_SUFFIX, Manifest, WindowList
+from hpctrain.data.format.manifest import PARTIAL_SUFFIX, Manifest, WindowList
 from hpctrain.errors import DataError
 
 WINDOWS_NAME = "windows.npy"

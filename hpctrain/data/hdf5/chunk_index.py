@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5 import ChunkPlace, Layout
+from hpctrain.data.hdf5.layout import ChunkPlace, Layout
 
 # 16 bytes each: a MiB for a dataset of an open file.
 MAX_CHUNKS = 1 << 16

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5 import Filter
+from hpctrain.data.hdf5.layout import Filter
 from hpctrain.errors import DataError
 
 DEFLATE, SHUFFLE, FLETCHER32, BLOSC, ZSTD = 1, 2, 3, 32001, 32015

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5_read import read_elements
+from hpctrain.data.hdf5.read_elements import read_elements
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:

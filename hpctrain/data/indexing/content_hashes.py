@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data.index_inspect import Found, open_to_index, read_blocks
-from hpctrain.data.statistics import Moments, moments_of
+from hpctrain.data.format.field_statistics import Moments, moments_of
+from hpctrain.data.indexing.inspect_file import Found, open_to_index, read_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

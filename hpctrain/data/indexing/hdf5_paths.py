@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpctrain.data.index_request import natural
+from hpctrain.data.indexing.request import natural
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.data.index_content import Content, read_content
-from hpctrain.data.index_fields import Place, all_places, combine, num_samples
-from hpctrain.data.index_inspect import FoundFile, inspect_file
-from hpctrain.data.index_request import FieldRequest, SampleIs, find_files, parse_fields, sample_is
-from hpctrain.data.index_share import Progress, share_work
-from hpctrain.data.index_tokens import CutStream, TokenRequest, check_token_request, cut_stream, token_field
-from hpctrain.data.manifest import (
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
+from hpctrain.data.format.field_statistics import Moments
+from hpctrain.data.format.manifest import (
     MANIFEST_NAME,
     TOKENS_FIELD,
     FieldSpec,
@@ -34,8 +29,19 @@ from hpctrain.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from hpctrain.data.statistics import Moments
-from hpctrain.data.token_windows import write_windows
+from hpctrain.data.format.token_windows import write_windows
+from hpctrain.data.indexing.content_hashes import Content, read_content
+from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file
+from hpctrain.data.indexing.merge_fields import Place, all_places, combine, num_samples
+from hpctrain.data.indexing.request import FieldRequest, SampleIs, find_files, parse_fields, sample_is
+from hpctrain.data.indexing.token_files import (
+    CutStream,
+    TokenRequest,
+    check_token_request,
+    cut_stream,
+    token_field,
+)
+from hpctrain.data.indexing.work_sharing import Progress, share_work
 from hpctrain.errors import DataError, UsageError
 
 BLOCK_BYTES = 1 << 20

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from hpctrain.data.class_names import class_texts
-from hpctrain.data.hdf5_read import MissingFilter, read_elements
-from hpctrain.data.index_links import matches, resolve
-from hpctrain.data.index_request import FieldRequest
-from hpctrain.data.manifest import DTYPES
+from hpctrain.data.format.manifest import DTYPES
+from hpctrain.data.hdf5.read_elements import MissingFilter, read_elements
+from hpctrain.data.hdf5.string_classes import class_texts
+from hpctrain.data.indexing.hdf5_paths import matches, resolve
+from hpctrain.data.indexing.request import FieldRequest
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:

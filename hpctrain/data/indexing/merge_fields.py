@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.data.index_inspect import MAX_CLASSES, Found, FoundFile
-from hpctrain.data.index_request import FieldRequest, SampleIs
-from hpctrain.data.manifest import FieldSpec
+from hpctrain.data.format.manifest import FieldSpec
+from hpctrain.data.indexing.inspect_file import MAX_CLASSES, Found, FoundFile
+from hpctrain.data.indexing.request import FieldRequest, SampleIs
 from hpctrain.errors import DataError
 
 

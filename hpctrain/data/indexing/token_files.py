@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5_read import read_elements
-from hpctrain.data.index_fields import Place
-from hpctrain.data.index_inspect import open_to_index
-from hpctrain.data.index_links import resolve
-from hpctrain.data.index_request import FieldRequest, SampleIs
-from hpctrain.data.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
-from hpctrain.data.token_windows import split_windows
+from hpctrain.data.format.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
+from hpctrain.data.format.token_windows import split_windows
+from hpctrain.data.hdf5.read_elements import read_elements
+from hpctrain.data.indexing.hdf5_paths import resolve
+from hpctrain.data.indexing.inspect_file import open_to_index
+from hpctrain.data.indexing.merge_fields import Place
+from hpctrain.data.indexing.request import FieldRequest, SampleIs
 from hpctrain.errors import DataError, UsageError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpctrain.comm.agreement import agreed, all_gather_json
-from hpctrain.comm.communicator import Collective
-from hpctrain.data.order import rank_share
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json
+from hpctrain.comm.interface.communicator import Collective
+from hpctrain.data.order.epoch_order import rank_share
 from hpctrain.errors import DataError
 
 Item = TypeVar("Item")

@@ -13,16 +13,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data import filters, hdf5
-from hpctrain.data.chunk_cache import ChunkCache
-from hpctrain.data.chunk_sources import StoredChunks
-from hpctrain.data.chunked import ChunkedField
-from hpctrain.data.field_reader import FieldName, Request
-from hpctrain.data.hdf5_read import MissingFilter
-from hpctrain.data.manifest import Manifest, ShardEntry
-from hpctrain.data.open_file import OpenFile
-from hpctrain.data.shard_check import check_shard
-from hpctrain.data.shards import structure_hash
+from hpctrain.data.format.manifest import Manifest, ShardEntry
+from hpctrain.data.format.shard_check import check_shard
+from hpctrain.data.format.shard_file import structure_hash
+from hpctrain.data.hdf5.decode import can_undo
+from hpctrain.data.hdf5.layout import RowReader
+from hpctrain.data.hdf5.read_elements import MissingFilter
+from hpctrain.data.reading.chunk_cache import ChunkCache
+from hpctrain.data.reading.chunk_sources import StoredChunks
+from hpctrain.data.reading.chunked import ChunkedField
+from hpctrain.data.reading.field_reader import FieldName, Request
+from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError
 
 CACHE_BYTES = 32 << 20
@@ -119,16 +120,16 @@ class BlockFile:
         self._layouts = check_shard(directory, manifest=manifest, entry=entry, path=path)
         self._buffers = threading.local()
         self._file = OpenFile(self.path)
-        self._rows: hdf5.RowReader | None = None
+        self._rows: RowReader | None = None
         if not all(self._is_in_place(name) for name in entry.fields):
-            self._rows = hdf5.RowReader(self.path)
+            self._rows = RowReader(self.path)
         self._cache = ChunkCache(capacity_bytes=cache_bytes)
         self._chunked = {name: self._chunked_field(name) for name in entry.fields if self._is_decodable(name)}
 
     def _is_decodable(self, name: str) -> bool:
         layout = self._layouts[name]
         plain = self._entry.fields[name].member is None and self._manifest.fields[name].kind == "array"
-        return plain and layout.chunks is not None and filters.can_undo(layout.filters)
+        return plain and layout.chunks is not None and can_undo(layout.filters)
 
     def _chunked_field(self, name: str) -> ChunkedField:
         assert self._rows is not None

@@ -21,7 +21,10 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.blocks import (
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.format.shard_check import HEADERS_DIFFER, HeadersDamaged
+from hpctrain.data.format.token_windows import read_windows
+from hpctrain.data.integrity.hashed_blocks import (
     CACHE_BYTES,
     BlockFile,
     block_at,
@@ -29,11 +32,8 @@ from hpctrain.data.blocks import (
     is_hashed,
     samples_of,
 )
-from hpctrain.data.manifest import Manifest
-from hpctrain.data.read import Dataset
-from hpctrain.data.shard_check import HEADERS_DIFFER, HeadersDamaged
-from hpctrain.data.token_windows import read_windows
-from hpctrain.data.verify import Damage
+from hpctrain.data.integrity.verify import Damage
+from hpctrain.data.reading.dataset import Dataset
 from hpctrain.errors import DataError
 
 _MAX_OPEN = 256

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.batch_plan import BatchPlan
-from hpctrain.data.integrity import DamagedData
+from hpctrain.data.integrity.read_checker import DamagedData
+from hpctrain.data.order.batch_plan import BatchPlan
 
 T = TypeVar("T")
 

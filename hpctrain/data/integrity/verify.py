@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from hpctrain.data.blocks import Block, BlockFile, blocks_of, samples_of
-from hpctrain.data.manifest import MANIFEST_NAME, ShardEntry, read_manifest
-from hpctrain.data.order import rank_share
-from hpctrain.data.shard_check import HEADERS_DIFFER, HeadersDamaged
-from hpctrain.data.token_windows import read_windows
+from hpctrain.data.format.manifest import MANIFEST_NAME, ShardEntry, read_manifest
+from hpctrain.data.format.shard_check import HEADERS_DIFFER, HeadersDamaged
+from hpctrain.data.format.token_windows import read_windows
+from hpctrain.data.integrity.hashed_blocks import Block, BlockFile, blocks_of, samples_of
+from hpctrain.data.order.epoch_order import rank_share
 from hpctrain.errors import DataError
 
 Progress = Callable[[int, int], None]

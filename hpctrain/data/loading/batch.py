@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hpctrain.data.order import Span, rank_share
+from hpctrain.data.order.epoch_order import Span, rank_share
 from hpctrain.errors import UsageError
 
 

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.data.block_order import BlockOrder
-from hpctrain.data.manifest import Manifest
-from hpctrain.data.order import Order, Span
-from hpctrain.data.read import Dataset
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.order.block_shuffle import BlockOrder
+from hpctrain.data.order.epoch_order import Order, Span
+from hpctrain.data.reading.dataset import Dataset
 
 # The kernel takes no more of one hint than a device's or its own readahead, which is 128 KiB by default.
 _HINT_BYTES = 128 << 10

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from hpctrain.data.batch import Batch
+from hpctrain.data.loading.batch import Batch
 
 T = TypeVar("T")
 

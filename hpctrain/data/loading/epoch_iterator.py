@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpctrain.data.batch import Batch
-from hpctrain.data.in_step import InStep
-from hpctrain.data.order import Order, Span
-from hpctrain.data.order_ahead import ahead_for
-from hpctrain.data.prefetch import Prefetch
-from hpctrain.data.read_ahead import read_ahead_for
+from hpctrain.data.loading.batch import Batch
+from hpctrain.data.loading.block_readahead import read_ahead_for
+from hpctrain.data.loading.lockstep import InStep
+from hpctrain.data.loading.prefetch import Prefetch
+from hpctrain.data.order.cached_order import ahead_for
+from hpctrain.data.order.epoch_order import Order, Span
 
 if TYPE_CHECKING:  # it makes these
-    from hpctrain.data.loader import Loader
+    from hpctrain.data.loading.loader import Loader
 
 MAX_BATCHES_AHEAD = 1024  # what a batch costs beside its tensors is not counted in bytes
 

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.data.batch import Batch
-from hpctrain.data.batch_memory import BatchMemory
-from hpctrain.data.batch_plan import BatchPlan, plan_batch
-from hpctrain.data.batches import Batches
-from hpctrain.data.integrity import BlockChecker, OnDamage
-from hpctrain.data.manifest import FieldSpec
-from hpctrain.data.order import LastBatch, Order, Span, num_batches
-from hpctrain.data.orders import OrderSpec, Sequential, Shuffled
-from hpctrain.data.place import Place
-from hpctrain.data.prefetch import ByteBound
-from hpctrain.data.skipping import read_around_damage
-from hpctrain.data.tensors import WIDENED, as_tensor, torch_dtype
-from hpctrain.data.transform import TransformContext, TransformFunction
-from hpctrain.data.transforming import build_transformer, transformed
+from hpctrain.data.format.manifest import FieldSpec
+from hpctrain.data.integrity.read_checker import BlockChecker, OnDamage
+from hpctrain.data.integrity.skip_damaged import read_around_damage
+from hpctrain.data.loading.batch import Batch
+from hpctrain.data.loading.buffer_pool import BatchMemory
+from hpctrain.data.loading.epoch_iterator import Batches
+from hpctrain.data.loading.loader_state import Place
+from hpctrain.data.loading.prefetch import ByteBound
+from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
+from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
+from hpctrain.data.order.order_spec import OrderSpec, Sequential, Shuffled
+from hpctrain.data.transforms.torch_dtypes import WIDENED, as_tensor, torch_dtype
+from hpctrain.data.transforms.transform import TransformContext, TransformFunction
+from hpctrain.data.transforms.transformer import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
 PREFETCH_BYTES = 64 << 20
@@ -59,11 +59,11 @@ class Loader:
     """Makes the iterators of epochs. One loader serves one rank.
 
     global_batch: samples over all ranks in one step; the ranks' parts differ by at most one.
-    order: which sample when, see `hpctrain.data.orders`; `shuffle` is short for the two simplest ones.
+    order: which sample when, see `hpctrain.data.order.order_spec`; `shuffle` is short for the two simplest ones.
     last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch, or fill it up.
     on_damage: what becomes of samples in blocks that the dataset's checker finds damaged.
     transform: a function over the arrays of a batch, or its name "module:function", see
-    `hpctrain.data.transform`. workers: processes that do it; 0: the threads do.
+    `hpctrain.data.transforms.transform`. workers: processes that do it; 0: the threads do.
     prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
     num_threads: threads that make batches; at least one for each worker.
     pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with its work.

@@ -2,7 +2,7 @@
 
 Threads, not processes: forked workers under MPI hang or corrupt (pytorch#13787, horovod#2898), and gathering
 from a memory map releases the interpreter lock for most of its time. Python that holds the lock has workers
-of its own (`hpctrain.data.workers`), for which each of these threads waits.
+of its own (`hpctrain.data.transforms.worker_pool`), for which each of these threads waits.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hpctrain.data.loader import Loader, Samples
-from hpctrain.data.place import Place
-from hpctrain.data.read import Dataset, Verify
-from hpctrain.data.tensors import as_tensor
+from hpctrain.data.loading.loader import Loader, Samples
+from hpctrain.data.loading.loader_state import Place
+from hpctrain.data.reading.dataset import Dataset, Verify
+from hpctrain.data.transforms.torch_dtypes import as_tensor
 from hpctrain.errors import DataError, UsageError
 
 Sample = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]

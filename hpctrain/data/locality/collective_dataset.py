@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.comm.agreement import agreed, check_same, raise_together
-from hpctrain.comm.collective_files import CollectiveFiles
-from hpctrain.comm.communicator import ReduceOp, World
-from hpctrain.data.manifest import FieldSpec, Manifest, ShardEntry
-from hpctrain.data.read import Dataset
-from hpctrain.data.shards import read_fully
+from hpctrain.comm.collectives.agreement import agreed, check_same, raise_together
+from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.communicator import ReduceOp, World
+from hpctrain.data.format.manifest import FieldSpec, Manifest, ShardEntry
+from hpctrain.data.format.shard_file import read_fully
+from hpctrain.data.reading.dataset import Dataset
 from hpctrain.errors import DataError, HpctrainError
 
 # MPI counts are 32-bit: a rank reads at most this of a file in one operation.

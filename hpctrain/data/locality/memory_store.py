@@ -16,12 +16,12 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.agreement import agreed, check_same
-from hpctrain.comm.communicator import World
-from hpctrain.comm.remote_memory import RemoteMemory
-from hpctrain.data.loader import Samples
-from hpctrain.data.manifest import FieldSpec
-from hpctrain.data.order import Span, rank_share
+from hpctrain.comm.collectives.agreement import agreed, check_same
+from hpctrain.comm.interface.communicator import World
+from hpctrain.comm.interface.remote_memory import RemoteMemory
+from hpctrain.data.format.manifest import FieldSpec
+from hpctrain.data.loading.loader import Samples
+from hpctrain.data.order.epoch_order import Span, rank_share
 from hpctrain.errors import DataError, HpctrainError
 
 Progress = Callable[[int, int], None]

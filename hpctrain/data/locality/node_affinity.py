@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.order import rank_share
+from hpctrain.data.order.epoch_order import rank_share
 from hpctrain.errors import DataError, RecipeError
 from hpctrain.topology import Topology
 

@@ -18,7 +18,7 @@ from typing import final
 
 import xxhash
 
-from hpctrain.data.manifest import Manifest, ShardEntry, write_manifest
+from hpctrain.data.format.manifest import Manifest, ShardEntry, write_manifest
 from hpctrain.errors import DataError
 
 PREFIX = "hpctrain-stage-"

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import final
 
-from hpctrain.data.manifest import Manifest
-from hpctrain.data.stage_copy import CopyStopped, copy_file
-from hpctrain.data.stage_folder import COPYING, LEAVING, StagedFile, StageFolder, remove_unread
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.locality.node_folder import COPYING, LEAVING, StagedFile, StageFolder, remove_unread
+from hpctrain.data.locality.verified_copy import CopyStopped, copy_file
 from hpctrain.errors import DataError
 
 _LOOK_AGAIN_S = 0.2

@@ -18,10 +18,10 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.manifest import FieldSpec, Manifest, ShardEntry
-from hpctrain.data.read import Dataset, Verify
-from hpctrain.data.stage_folder import StageFolder, clean_up, hold, plan_files, staged_manifest
-from hpctrain.data.stager import Stager
+from hpctrain.data.format.manifest import FieldSpec, Manifest, ShardEntry
+from hpctrain.data.locality.node_folder import StageFolder, clean_up, hold, plan_files, staged_manifest
+from hpctrain.data.locality.stage_copier import Stager
+from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.errors import DataError, RecipeError
 
 _LOOK_EVERY_S = 0.25

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from hpctrain.data.manifest import Manifest, ShardEntry
-from hpctrain.data.shards import block_ranges, read_fully, write_fully
+from hpctrain.data.format.manifest import Manifest, ShardEntry
+from hpctrain.data.format.shard_file import block_ranges, read_fully, write_fully
 from hpctrain.errors import DataError
 
 _PIECE_BYTES = 1 << 20
@@ -44,7 +44,7 @@ def copy_file(
             # A full disk is met here, not in the middle of the copy.
             os.posix_fallocate(written, 0, status.st_size)
             _copy(descriptor, written, source=source, manifest=manifest, entries=entries, stop=stop)
-            # The time of use is 0 until somebody reads it: see `hpctrain.data.stager`.
+            # The time of use is 0 until somebody reads it: see `hpctrain.data.locality.stage_copier`.
             os.utime(written, ns=(0, status.st_mtime_ns))
         except BaseException:
             target.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.order import LastBatch, Order, Span, rank_share
+from hpctrain.data.order.epoch_order import LastBatch, Order, Span, rank_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

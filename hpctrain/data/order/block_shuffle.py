@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.feistel import MAX_GROUP_VALUES, Direction, epoch_key, permute, permute_groups
-from hpctrain.data.order import Span, check_order, positions
+from hpctrain.data.order.epoch_order import Span, check_order, positions
+from hpctrain.data.order.permutation import MAX_GROUP_VALUES, Direction, epoch_key, permute, permute_groups
 from hpctrain.errors import RecipeError
 
 _BLOCKS, _SAMPLES = 1, 2  # purposes of keys

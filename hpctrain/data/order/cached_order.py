@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.order import Order
+from hpctrain.data.order.epoch_order import Order
 
 _BLOCK_POSITIONS = 4096
 # Batches are made by several threads, around the border of two blocks.

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.feistel import MAX_VALUES, epoch_key, permute
+from hpctrain.data.order.permutation import MAX_VALUES, epoch_key, permute
 from hpctrain.errors import DataError, RecipeError
 
 # A checkpoint that keeps a place in the data can record this: positions of another order mean other samples.

@@ -9,10 +9,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpctrain.data.block_order import BlockOrder
-from hpctrain.data.order import ORDER_NAME, EpochOrder, Order
-from hpctrain.data.stratified_order import Strata, StratifiedOrder
-from hpctrain.data.weighted_order import WeightedOrder, cumulative_weights
+from hpctrain.data.order.block_shuffle import BlockOrder
+from hpctrain.data.order.epoch_order import ORDER_NAME, EpochOrder, Order
+from hpctrain.data.order.stratified import Strata, StratifiedOrder
+from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
 from hpctrain.errors import DataError, RecipeError
 
 BLOCK_BYTES = 4 << 20

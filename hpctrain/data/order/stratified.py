@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.feistel import epoch_key, hashes, permute_groups
-from hpctrain.data.order import check_order, positions
+from hpctrain.data.order.epoch_order import check_order, positions
+from hpctrain.data.order.permutation import epoch_key, hashes, permute_groups
 from hpctrain.errors import DataError
 
 _PHASES, _MEMBERS = 4, 5  # purposes of keys

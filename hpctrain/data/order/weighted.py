@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.feistel import epoch_key, hashes
-from hpctrain.data.order import check_order, positions
+from hpctrain.data.order.epoch_order import check_order, positions
+from hpctrain.data.order.permutation import epoch_key, hashes
 from hpctrain.errors import DataError
 
 _DRAWS = 3  # purpose of the key

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.manifest import (
+from hpctrain.data.format.field_statistics import statistics_of
+from hpctrain.data.format.manifest import (
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
     FieldSpec,
@@ -21,7 +22,9 @@ from hpctrain.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from hpctrain.data.packing_record import (
+from hpctrain.data.format.shard_file import is_shard_name, shard_number
+from hpctrain.data.format.token_windows import write_windows
+from hpctrain.data.packing.resume_record import (
     OWN_NAMES,
     PLAN_NAME,
     Plan,
@@ -30,9 +33,6 @@ from hpctrain.data.packing_record import (
     read_record,
     write_plan,
 )
-from hpctrain.data.shards import is_shard_name, shard_number
-from hpctrain.data.statistics import statistics_of
-from hpctrain.data.token_windows import write_windows
 from hpctrain.errors import DataError, UsageError
 
 # An attribute that is not known before a stream was read.

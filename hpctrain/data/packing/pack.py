@@ -13,19 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm.agreement import agreed, check_same
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.data.compression import Compression
-from hpctrain.data.documents import Documents, check_token_dtype
-from hpctrain.data.manifest import Kind, Manifest, TokenWindows
-from hpctrain.data.manifest_entries import Boundaries
-from hpctrain.data.pack_directory import (
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.collectives.agreement import agreed, check_same
+from hpctrain.comm.interface.communicator import Collective
+from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
+from hpctrain.data.format.manifest_entries import Boundaries
+from hpctrain.data.hdf5.encode import Compression
+from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
     prepare_directory,
 )
-from hpctrain.data.pack_shards import (
+from hpctrain.data.packing.shard_makers import (
     DOCUMENTS_DATASET,
     DocumentShards,
     Progress,
@@ -33,9 +32,10 @@ from hpctrain.data.pack_shards import (
     WindowPlan,
     plan_windows,
 )
-from hpctrain.data.packing import write_dataset
-from hpctrain.data.rows import ArrayRows, Rows
-from hpctrain.data.streams import IteratorShards, Sample, StreamShards
+from hpctrain.data.packing.stream_shards import IteratorShards, Sample, StreamShards
+from hpctrain.data.packing.token_documents import Documents, check_token_dtype
+from hpctrain.data.packing.write_dataset import write_dataset
+from hpctrain.data.sources.row_source import ArrayRows, Rows
 from hpctrain.errors import DataError, UsageError
 
 SHARD_BYTES = 256 << 20

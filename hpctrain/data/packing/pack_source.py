@@ -8,13 +8,14 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from hpctrain.comm.agreement import agreed, on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.data.compression import Codec, Compression
-from hpctrain.data.manifest import FieldSpec, Manifest
-from hpctrain.data.manifest_entries import Boundaries
-from hpctrain.data.pack import (
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.comm.interface.communicator import Collective
+from hpctrain.data.format.manifest import FieldSpec, Manifest
+from hpctrain.data.format.manifest_entries import Boundaries
+from hpctrain.data.hdf5.encode import Codec, Compression
+from hpctrain.data.packing.directory import check_free
+from hpctrain.data.packing.pack import (
     SHARD_BYTES,
     Existing,
     Progress,
@@ -22,10 +23,9 @@ from hpctrain.data.pack import (
     pack_iterator,
     pack_rows,
 )
-from hpctrain.data.pack_directory import check_free
-from hpctrain.data.rows import ArrayRows
-from hpctrain.data.sources import ArraySource, IteratorSource, RowSource, SourceOptions, open_source
-from hpctrain.data.sources_text import TextDocuments, TextSource
+from hpctrain.data.sources.registry import ArraySource, IteratorSource, RowSource, SourceOptions, open_source
+from hpctrain.data.sources.row_source import ArrayRows
+from hpctrain.data.sources.text import TextDocuments, TextSource
 from hpctrain.errors import DataError, UsageError
 
 DEFAULT_WINDOW = 128

@@ -16,10 +16,10 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import JsonValue, ValidationError
 
-from hpctrain.data.manifest import MANIFEST_NAME, PARTIAL_SUFFIX, FieldSpec, ShardEntry
-from hpctrain.data.shards import record_name
-from hpctrain.data.statistics import Moments, moments_of
-from hpctrain.data.token_windows import WINDOWS_NAME
+from hpctrain.data.format.field_statistics import Moments, moments_of
+from hpctrain.data.format.manifest import MANIFEST_NAME, PARTIAL_SUFFIX, FieldSpec, ShardEntry
+from hpctrain.data.format.shard_file import record_name
+from hpctrain.data.format.token_windows import WINDOWS_NAME
 
 PLAN_NAME = ".packing.json"
 # What a dataset's directory may hold beside shards and their records.

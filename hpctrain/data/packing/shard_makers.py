@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.comm.agreement import agreed, all_gather_json
-from hpctrain.comm.communicator import Collective
-from hpctrain.data.compression import Compression
-from hpctrain.data.documents import Documents, read_stream
-from hpctrain.data.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
-from hpctrain.data.packing_record import Plan, ShardRecord, make_record, read_record, write_record
-from hpctrain.data.rows import Rows
-from hpctrain.data.shards import is_as_written, shard_name, write_shard
-from hpctrain.data.token_windows import split_windows
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json
+from hpctrain.comm.interface.communicator import Collective
+from hpctrain.data.format.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
+from hpctrain.data.format.shard_file import is_as_written, shard_name, write_shard
+from hpctrain.data.format.token_windows import split_windows
+from hpctrain.data.hdf5.encode import Compression
+from hpctrain.data.packing.resume_record import Plan, ShardRecord, make_record, read_record, write_record
+from hpctrain.data.packing.token_documents import Documents, read_stream
+from hpctrain.data.sources.row_source import Rows
 from hpctrain.errors import DataError
 
 Progress = Callable[[int, int | None], None]

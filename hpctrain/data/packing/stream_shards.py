@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.documents import as_tokens
-from hpctrain.data.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
-from hpctrain.data.pack_shards import ShardContent
-from hpctrain.data.rows import field_spec
-from hpctrain.data.shards import shard_name
+from hpctrain.data.format.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
+from hpctrain.data.format.shard_file import shard_name
+from hpctrain.data.packing.shard_makers import ShardContent
+from hpctrain.data.packing.token_documents import as_tokens
+from hpctrain.data.sources.row_source import field_spec
 from hpctrain.errors import DataError, HpctrainError
 
 Sample = Mapping[str, Any]

@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm.agreement import on_rank_0
-from hpctrain.comm.communicator import Collective
-from hpctrain.data.compression import Compression
-from hpctrain.data.manifest import Kind, Manifest, TokenWindows
-from hpctrain.data.pack_directory import (
+from hpctrain.comm.collectives.agreement import on_rank_0
+from hpctrain.comm.interface.communicator import Collective
+from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
+from hpctrain.data.hdf5.encode import Compression
+from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
     finish,
     finished_already,
     prepare_directory,
 )
-from hpctrain.data.pack_shards import Progress, ShardMaker, make_shards, write_together
-from hpctrain.data.packing_record import Plan
+from hpctrain.data.packing.resume_record import Plan
+from hpctrain.data.packing.shard_makers import Progress, ShardMaker, make_shards, write_together
 from hpctrain.errors import DataError
 
 

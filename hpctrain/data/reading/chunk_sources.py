@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data import filters, hdf5
-from hpctrain.data.chunk_cache import Chunk
-from hpctrain.data.chunk_index import ChunkIndex, read_chunk_index
-from hpctrain.data.class_names import class_texts
-from hpctrain.data.open_file import OpenFile
+from hpctrain.data.hdf5.chunk_index import ChunkIndex, read_chunk_index
+from hpctrain.data.hdf5.decode import DEFLATE, Bytes, undo
+from hpctrain.data.hdf5.layout import ChunkPlace, Layout, RowReader
+from hpctrain.data.hdf5.string_classes import class_texts
+from hpctrain.data.reading.chunk_cache import Chunk
+from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError
 
 # Where the index cannot be read, HDF5 is asked. 1.10 looks through all chunks for each; from so many on it is asked
@@ -29,11 +30,11 @@ class StoredChunks:
 
     def __init__(
         self,
-        reader: hdf5.RowReader,
+        reader: RowReader,
         *,
         file: OpenFile,
         dataset: str,
-        layout: hdf5.Layout,
+        layout: Layout,
         mapped: mmap.mmap | None = None,
     ) -> None:
         """mapped: the whole of the file, if it is mapped. It must not become shorter while chunks are read."""
@@ -49,10 +50,10 @@ class StoredChunks:
         self._look_up = layout.num_chunks <= _MAX_LOOKED_UP and not reader.user_block_bytes
         self._index: ChunkIndex | None = None
         self._index_is_read = False
-        self._places: dict[tuple[int, ...], hdf5.ChunkPlace | None] = {}
+        self._places: dict[tuple[int, ...], ChunkPlace | None] = {}
         self._lock = threading.Lock()
         codes = [each.code for each in layout.filters]
-        self._only_deflated = codes == [filters.DEFLATE] and layout.dtype.isnative and layout.chunks[0] == 1
+        self._only_deflated = codes == [DEFLATE] and layout.dtype.isnative and layout.chunks[0] == 1
         self._no_other = (0,) * (len(layout.chunks) - 1)
         self._chunk_bytes = int(np.prod(layout.chunks, dtype=np.int64)) * layout.dtype.itemsize
 
@@ -64,7 +65,7 @@ class StoredChunks:
             fill = self._reader.fill_value(self._dataset)
             return Chunk(values=np.full(self.chunk_shape, fill, dtype=dtype.newbyteorder("=")))
         mask, data = stored
-        decoded = filters.undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
+        decoded = undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
         if isinstance(decoded, memoryview) and self._mapped is not None:
             decoded = bytes(decoded)  # the cache would keep the map, and with it the file open
         values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
@@ -80,7 +81,7 @@ class StoredChunks:
                 begin, num_bytes = index.offsets[row], index.sizes[row]
                 if begin < 0 or index.masks[row]:
                     return None
-                stored: filters.Bytes
+                stored: Bytes
                 if self._mapped is not None:
                     stored = self._mapped[begin : begin + num_bytes]
                 else:
@@ -95,7 +96,7 @@ class StoredChunks:
             return None
         return data if len(data) == self._chunk_bytes else None
 
-    def _stored(self, first: tuple[int, ...]) -> tuple[int, filters.Bytes] | None:
+    def _stored(self, first: tuple[int, ...]) -> tuple[int, Bytes] | None:
         if not self._index_is_read:
             self._read_index()
         if self._index is None and not self._look_up:
@@ -141,7 +142,7 @@ class StoredChunks:
                 )
                 self._index_is_read = True
 
-    def _place(self, first: tuple[int, ...]) -> hdf5.ChunkPlace | None:
+    def _place(self, first: tuple[int, ...]) -> ChunkPlace | None:
         if self._index is not None:
             return self._index.place(tuple(f // c for f, c in zip(first, self.chunk_shape, strict=True)))
         if first in self._places:  # nothing is ever taken out
@@ -165,7 +166,7 @@ class NumberBlocks:
 
     def __init__(
         self,
-        reader: hdf5.RowReader,
+        reader: RowReader,
         *,
         dataset: str,
         member: str | None,

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.chunk_cache import Chunk, ChunkCache, ChunkKey
-from hpctrain.data.decode_threads import Task
-from hpctrain.data.field_reader import ROW_COPY_BYTES, FieldName, Request
+from hpctrain.data.reading.chunk_cache import Chunk, ChunkCache, ChunkKey
+from hpctrain.data.reading.decode_pool import Task
+from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
 from hpctrain.errors import DataError
 
 # Samples of a batch are handed to the threads in so many parts.

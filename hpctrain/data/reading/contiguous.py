@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.decode_threads import Task
-from hpctrain.data.field_reader import ROW_COPY_BYTES, FieldName, Request
-from hpctrain.data.hdf5 import Layout
-from hpctrain.data.open_file import OpenFile
+from hpctrain.data.hdf5.layout import Layout
+from hpctrain.data.reading.decode_pool import Task
+from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
+from hpctrain.data.reading.shared_descriptor import OpenFile
 
 # Buffers of one preadv; POSIX promises 16, Linux takes 1024.
 _MAX_BUFFERS = 512

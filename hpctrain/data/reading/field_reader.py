@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.decode_threads import Task
+from hpctrain.data.reading.decode_pool import Task
 from hpctrain.errors import DataError
 
 # From this size on, one copy a sample costs less than gathering into a buffer and scattering from there.

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data import filters, hdf5
-from hpctrain.data.chunk_cache import ChunkCache
-from hpctrain.data.chunk_sources import ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
-from hpctrain.data.chunked import ChunkedField
-from hpctrain.data.contiguous import MappedField, ReadField
-from hpctrain.data.decode_threads import Task
-from hpctrain.data.field_reader import FieldName, FieldReader, Request
-from hpctrain.data.io_mode import IoMode
-from hpctrain.data.manifest import LENGTH_SUFFIX, Manifest
-from hpctrain.data.open_file import OpenFile
-from hpctrain.data.shard_check import check_unchanged, cut_short
+from hpctrain.data.format.manifest import LENGTH_SUFFIX, Manifest
+from hpctrain.data.format.shard_check import check_unchanged, cut_short
+from hpctrain.data.hdf5.decode import can_undo
+from hpctrain.data.hdf5.layout import Layout, RowReader
+from hpctrain.data.reading.chunk_cache import ChunkCache
+from hpctrain.data.reading.chunk_sources import ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
+from hpctrain.data.reading.chunked import ChunkedField
+from hpctrain.data.reading.contiguous import MappedField, ReadField
+from hpctrain.data.reading.decode_pool import Task
+from hpctrain.data.reading.field_reader import FieldName, FieldReader, Request
+from hpctrain.data.reading.io_mode import IoMode
+from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError
 
 
@@ -38,7 +39,7 @@ class OpenShard:
         *,
         index: int,
         manifest: Manifest,
-        layouts: Mapping[str, hdf5.Layout],
+        layouts: Mapping[str, Layout],
         io: IoMode,
         cache: ChunkCache,
         windows: NDArray[np.int64] | None,
@@ -52,7 +53,7 @@ class OpenShard:
         self._cache = cache
         self._windows = windows
         self._is_copy = is_copy
-        self._reader: hdf5.RowReader | None = None
+        self._reader: RowReader | None = None
         self._map: mmap.mmap | None = None
         ends = [
             layout.offset + int(np.prod(layout.shape, dtype=np.int64)) * layout.dtype.itemsize
@@ -156,10 +157,10 @@ class OpenShard:
                 return MappedField(self._map, layout=layout)
             return ReadField(self._file, layout=layout, name=field)
         if self._reader is None:
-            self._reader = hdf5.RowReader(self.path)
+            self._reader = RowReader(self.path)
         source: StoredChunks | NumberBlocks
         plain = stored.member is None and not layout.dtype.hasobject and spec.kind != "classes"
-        if plain and layout.chunks is not None and filters.can_undo(layout.filters):
+        if plain and layout.chunks is not None and can_undo(layout.filters):
             source = StoredChunks(
                 self._reader, file=self._file, mapped=self._map, dataset=stored.dataset, layout=layout
             )
@@ -189,5 +190,5 @@ class OpenShard:
         return NumberBlocks(self._reader, shape=shape, **options)
 
 
-def _as_one_row(layout: hdf5.Layout) -> hdf5.Layout:
-    return hdf5.Layout(shape=(1,), dtype=layout.dtype, offset=layout.offset)
+def _as_one_row(layout: Layout) -> Layout:
+    return Layout(shape=(1,), dtype=layout.dtype, offset=layout.offset)

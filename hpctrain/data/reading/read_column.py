@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.manifest import Manifest
-from hpctrain.data.read import Dataset
+from hpctrain.data.format.manifest import Manifest
+from hpctrain.data.reading.dataset import Dataset
 from hpctrain.errors import DataError
 
 _ROWS_AT_ONCE = 1 << 18

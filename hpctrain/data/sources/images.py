@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.manifest import FieldSpec
-from hpctrain.data.source_files import files_below, identity_of
-from hpctrain.data.sources_numpy import class_folders
+from hpctrain.data.format.manifest import FieldSpec
+from hpctrain.data.sources.files import files_below, identity_of
+from hpctrain.data.sources.numpy_files import class_folders
 from hpctrain.errors import DataError, UsageError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.manifest import FieldSpec
-from hpctrain.data.rows import ArrayRows, Rows, field_spec
-from hpctrain.data.source_files import files_below, identity_of
+from hpctrain.data.format.manifest import FieldSpec
+from hpctrain.data.sources.files import files_below, identity_of
+from hpctrain.data.sources.row_source import ArrayRows, Rows, field_spec
 from hpctrain.errors import DataError
 
 _ARRAY_SUFFIXES = frozenset({".npy", ".npz"})

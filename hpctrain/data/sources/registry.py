@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.rows import ArrayRows, Rows, split_rows
-from hpctrain.data.source_files import identity_of
-from hpctrain.data.sources_images import Colour, ImageFolder
-from hpctrain.data.sources_iterator import TARGET, IteratorSource, iterator_source
-from hpctrain.data.sources_numpy import FileRows, array_directory, npy_file, npz_arrays
-from hpctrain.data.sources_tables import (
+from hpctrain.data.sources.files import identity_of
+from hpctrain.data.sources.images import Colour, ImageFolder
+from hpctrain.data.sources.iterator import TARGET, IteratorSource, iterator_source
+from hpctrain.data.sources.numpy_files import FileRows, array_directory, npy_file, npz_arrays
+from hpctrain.data.sources.row_source import ArrayRows, Rows, split_rows
+from hpctrain.data.sources.tables import (
     CSV_SUFFIXES,
     PARQUET_SUFFIXES,
     Column,
@@ -27,7 +27,7 @@ from hpctrain.data.sources_tables import (
     csv_rows,
     parquet_files,
 )
-from hpctrain.data.sources_text import TextSource, python_source, read_tokens, text_directory
+from hpctrain.data.sources.text import TextSource, python_source, read_tokens, text_directory
 from hpctrain.errors import UsageError
 
 __all__ = [

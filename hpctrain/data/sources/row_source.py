@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue, ValidationError
 
-from hpctrain.data.manifest import DTYPES, FieldSpec
-from hpctrain.data.order import EpochOrder
+from hpctrain.data.format.manifest import DTYPES, FieldSpec
+from hpctrain.data.order.epoch_order import EpochOrder
 from hpctrain.errors import DataError, UsageError
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

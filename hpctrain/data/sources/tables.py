@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.manifest import DTYPES, FieldSpec
-from hpctrain.data.rows import ArrayRows, Rows, field_spec
-from hpctrain.data.source_files import files_below, identity_of
+from hpctrain.data.format.manifest import DTYPES, FieldSpec
+from hpctrain.data.sources.files import files_below, identity_of
+from hpctrain.data.sources.row_source import ArrayRows, Rows, field_spec
 from hpctrain.errors import DataError, UsageError
 
 CSV_SUFFIXES = frozenset({".csv", ".tsv"})

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.data.source_files import identity_of
+from hpctrain.data.sources.files import identity_of
 from hpctrain.errors import DataError, UsageError
 
 # A byte that no text holds ends each file, so that a model can see where one begins.

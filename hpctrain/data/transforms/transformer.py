@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.data.tensors import as_tensor
-from hpctrain.data.transform import (
+from hpctrain.data.transforms.torch_dtypes import as_tensor
+from hpctrain.data.transforms.transform import (
     Arrays,
     BatchTransform,
     TransformContext,
@@ -16,7 +16,7 @@ from hpctrain.data.transform import (
     find_transform,
     name_of,
 )
-from hpctrain.data.workers import WorkerPool
+from hpctrain.data.transforms.worker_pool import WorkerPool
 from hpctrain.errors import RecipeError
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.data import shared_arrays
-from hpctrain.data.transform import Arrays
+from hpctrain.data.transforms import shared_memory
+from hpctrain.data.transforms.transform import Arrays
 from hpctrain.errors import DataError
 
 _LOOK_S = 0.5
@@ -56,7 +56,7 @@ import hpctrain
 package = types.ModuleType("hpctrain.data")
 package.__path__ = [os.path.join(path, "data") for path in hpctrain.__path__]
 sys.modules[package.__name__] = package
-from hpctrain.data.worker_process import main
+from hpctrain.data.transforms.worker_process import main
 del sys.modules[package.__name__]
 sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
 """
@@ -69,7 +69,7 @@ class WorkerDied(Exception):
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """A worker's environment: the parent's without what launchers set, and with one compute thread."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
-    package_root = str(Path(shared_arrays.__file__).resolve().parents[2])
+    package_root = str(Path(shared_memory.__file__).resolve().parents[3])
     searched = [package_root, *filter(None, [environ.get("PYTHONPATH")])]
     return {**_KEPT_MEMORY, **kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(searched)}
 
@@ -97,7 +97,7 @@ class Worker:
         self._ended = False
         self._is_ready = False
         with contextlib.suppress(OSError):  # it died already: seen when it is waited for
-            shared_arrays.send(self._control, {"transform": transform, "sys_path": sys.path})
+            shared_memory.send(self._control, {"transform": transform, "sys_path": sys.path})
 
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
         """Raises WorkerDied; DataError for what the transform itself raised."""
@@ -105,7 +105,7 @@ class Worker:
             self._receive()
             self._is_ready = True
         try:
-            shared_arrays.send(self._control, request, descriptors=(descriptor,))
+            shared_memory.send(self._control, request, descriptors=(descriptor,))
         except OSError:
             raise self._death() from None
         message, descriptors = self._receive()
@@ -120,7 +120,7 @@ class Worker:
         # The socket of a dead worker tells its end at once, but not while a fork of this process has it too.
         while not waiting.poll(_LOOK_S * 1000) and self.process.poll() is None:
             pass
-        received = shared_arrays.receive(self._control) if waiting.poll(0) else None
+        received = shared_memory.receive(self._control) if waiting.poll(0) else None
         if received is None:
             raise self._death()
         if "error" in received[0]:
@@ -150,7 +150,7 @@ class Worker:
         os.close(self._lifeline)
 
 
-def _arrays(descriptor: int, description: shared_arrays.Description) -> Arrays:
+def _arrays(descriptor: int, description: shared_memory.Description) -> Arrays:
     """Arrays in the shared memory itself, where no copy is cheaper. The last of them frees it."""
     num_bytes = os.fstat(descriptor).st_size
     # torch maps the memory and keeps no descriptor, which mmap does: thousands of batches may be alive.

@@ -12,10 +12,10 @@ import sys
 import threading
 import weakref
 
-from hpctrain.data import shared_arrays
-from hpctrain.data.shared_arrays import INDICES
-from hpctrain.data.transform import Arrays, TransformContext
-from hpctrain.data.worker_handle import Worker, WorkerDied
+from hpctrain.data.transforms import shared_memory
+from hpctrain.data.transforms.shared_memory import INDICES
+from hpctrain.data.transforms.transform import Arrays, TransformContext
+from hpctrain.data.transforms.worker_handle import Worker, WorkerDied
 from hpctrain.errors import DataError, RecipeError
 
 MAX_REMAKES = 3
@@ -48,7 +48,7 @@ def _end_all(places: _Places) -> None:
 class WorkerPool:
     """Workers that all do one transform. Each thread that calls the pool keeps one of them busy.
 
-    transform: "module:function", see `hpctrain.data.transform`.
+    transform: "module:function", see `hpctrain.data.transforms.transform`.
     The processes start when the first batch comes, and end on `close()`, when the pool is collected, when
     the interpreter ends, and when this process is killed.
     """
@@ -75,7 +75,7 @@ class WorkerPool:
 
         Raises DataError if the transform raises, or if `MAX_REMAKES` more workers died of this batch.
         """
-        descriptor, description = shared_arrays.write_arrays({**arrays, INDICES: context.indices})
+        descriptor, description = shared_memory.write_arrays({**arrays, INDICES: context.indices})
         request = {
             "arrays": description, "seed": context.seed, "epoch": context.epoch, "start": context.start,
         }  # fmt: skip

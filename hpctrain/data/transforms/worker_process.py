@@ -1,7 +1,7 @@
 """A worker: receives batches, transforms them, sends them back. Knows no MPI, and ends with its parent.
 
-Started by `hpctrain.data.workers`, without the rest of the package: it imports numpy, the user's module, and
-what that imports.
+Started by `hpctrain.data.transforms.worker_pool`, without the rest of the package: it imports numpy, the user's module,
+and what that imports.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.shared_arrays import INDICES, map_arrays, receive, send, write_arrays
-from hpctrain.data.transform import BatchTransform, TransformContext, find_transform
+from hpctrain.data.transforms.shared_memory import INDICES, map_arrays, receive, send, write_arrays
+from hpctrain.data.transforms.transform import BatchTransform, TransformContext, find_transform
 from hpctrain.errors import HpctrainError
 
 _LONGEST_TEXT = 5000  # two of them, six bytes a character at worst, fit into a message of 64 KiB

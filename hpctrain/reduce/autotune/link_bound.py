@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.levels import Level
+from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.link_speed import Level
 from hpctrain.topology import Topology
 
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}

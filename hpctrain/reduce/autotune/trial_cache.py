@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.reduce.choice import measurements_from_json, measurements_to_json
-from hpctrain.reduce.cost import Candidate, Measurement
-from hpctrain.reduce.levels import Level, levels_from_json, levels_to_json
+from hpctrain.reduce.autotune.cost_model import Candidate, Measurement
+from hpctrain.reduce.autotune.decision import measurements_from_json, measurements_to_json
+from hpctrain.reduce.autotune.link_speed import Level, levels_from_json, levels_to_json
 from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
 

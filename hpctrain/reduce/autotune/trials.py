@@ -17,11 +17,11 @@ import torch
 
 from hpctrain.comm import Collective, ReduceOp
 from hpctrain.errors import CommunicationError, UsageError
-from hpctrain.reduce.buckets import Bucket, Slot
-from hpctrain.reduce.cost import Candidate, Cost, Measurement
-from hpctrain.reduce.link_floor import LinkFloor
-from hpctrain.reduce.patience import run_to_end
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
+from hpctrain.reduce.autotune.link_bound import LinkFloor
+from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.contract.polling import run_to_end
 
 # (algorithm, wire) -> a reducer in a message space of its own. Collective. UsageError, the same on every rank,
 # where the two cannot be had.

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World, broadcast_json, on_rank_0
-from hpctrain.comm.probe import probe_started_mpi
+from hpctrain.comm.backends.library_probe import probe_started_mpi
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce.calibration import MakeReducer, calibrate
-from hpctrain.reduce.calibration_file import CalibrationKey, Kept, read_calibration, write_calibration
-from hpctrain.reduce.choice import EXACTNESS, Choice, roundings
-from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.levels import Level, levels_to_json, measure_levels
-from hpctrain.reduce.link_floor import LinkFloor
+from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.decision import EXACTNESS, Choice, roundings
+from hpctrain.reduce.autotune.link_bound import LinkFloor
+from hpctrain.reduce.autotune.link_speed import Level, levels_to_json, measure_levels
+from hpctrain.reduce.autotune.trial_cache import CalibrationKey, Kept, read_calibration, write_calibration
+from hpctrain.reduce.autotune.trials import MakeReducer, calibrate
 from hpctrain.topology import Topology
 from hpctrain.version import __version__
 

@@ -9,13 +9,19 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
-from hpctrain.reduce.add import in_order
-from hpctrain.reduce.auto_choice import AutoChoice
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.calibration import MakeReducer
-from hpctrain.reduce.cost import Candidate
-from hpctrain.reduce.reducer import BucketReducer, InBackground, Numbers, StateTensor, StepSums
-from hpctrain.reduce.same_plan import check_same_plan
+from hpctrain.reduce.autotune.cost_model import Candidate
+from hpctrain.reduce.autotune.trials import MakeReducer
+from hpctrain.reduce.autotune.tune import AutoChoice
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import (
+    BucketReducer,
+    InBackground,
+    Numbers,
+    StateTensor,
+    StepSums,
+)
+from hpctrain.reduce.contract.plan_agreement import check_same_plan
+from hpctrain.reduce.shared_memory.summation import in_order
 
 
 @final

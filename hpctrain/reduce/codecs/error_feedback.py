@@ -12,8 +12,8 @@ from typing import final
 import torch
 
 from hpctrain.errors import CheckpointError
-from hpctrain.reduce.buckets import Bucket, Slot
-from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
 
 NAME = "residual"
 # The same of the engine's codecs, in rows by node: see `EngineReducer.state`.

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.scratch import PIECE, scratch
+from hpctrain.reduce.codecs.cache_scratch import PIECE, scratch
 
 BLOCK = 256
 LEVELS = 127  # symmetric: -128 is not used

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.codec import Codec
+from hpctrain.reduce.codecs.codec import Codec
 
 
 @final

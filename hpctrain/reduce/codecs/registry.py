@@ -7,9 +7,9 @@ from typing import final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.block_codec import BlockCodec
-from hpctrain.reduce.codec import Codec
-from hpctrain.reduce.scratch import PIECE, scratch
+from hpctrain.reduce.codecs.cache_scratch import PIECE, scratch
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.int8_blocks import BlockCodec
 
 CODEC_NAMES = ("fp32", "fp16", "bf16", "int8")
 

@@ -8,7 +8,7 @@ from typing import Protocol, final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.contract.bucket_plan import Bucket
 
 
 class StartSum(Protocol):

@@ -13,15 +13,19 @@ import torch
 
 from hpctrain.comm import Collective, TwoLevel
 from hpctrain.errors import UsageError
-from hpctrain.reduce import slice_sum
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.cast_sum import CastSum
-from hpctrain.reduce.codec import Codec
-from hpctrain.reduce.reducer import StateTensor
-from hpctrain.reduce.residuals import Residuals
-from hpctrain.reduce.ring_bytes import all_reduce_bytes, num_ranks_elsewhere, successor_is_elsewhere
-from hpctrain.reduce.same_plan import check_same_plan
-from hpctrain.reduce.slice_sum import SliceSum
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.error_feedback import Residuals
+from hpctrain.reduce.collective_reducers import sliced_sum
+from hpctrain.reduce.collective_reducers.cast_sum import CastSum
+from hpctrain.reduce.collective_reducers.sliced_sum import SliceSum
+from hpctrain.reduce.collective_reducers.traffic_bounds import (
+    all_reduce_bytes,
+    num_ranks_elsewhere,
+    successor_is_elsewhere,
+)
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.plan_agreement import check_same_plan
 from hpctrain.topology import Topology
 
 
@@ -129,7 +133,7 @@ class CollectiveReducer:
         topology: Topology,
         codec: Codec,
         feedback: bool = False,
-        piece_elems: int = slice_sum.PIECE_ELEMS,
+        piece_elems: int = sliced_sum.PIECE_ELEMS,
     ) -> CollectiveReducer:
         """By slices, encoded by any codec: see `slice_sum`. feedback: keep what a lossy codec loses."""
         residuals = None

@@ -21,12 +21,12 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket, Slot
-from hpctrain.reduce.low_rank_memory import FactoredBucket, FactoredMatrix
-from hpctrain.reduce.reducer import StateTensor
-from hpctrain.reduce.residuals import Residuals
-from hpctrain.reduce.ring_bytes import all_reduce_bytes, successor_is_elsewhere
-from hpctrain.reduce.same_plan import check_dtypes, check_same_plan
+from hpctrain.reduce.codecs.error_feedback import Residuals
+from hpctrain.reduce.collective_reducers.power_sgd_factors import FactoredBucket, FactoredMatrix
+from hpctrain.reduce.collective_reducers.traffic_bounds import all_reduce_bytes, successor_is_elsewhere
+from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
 from hpctrain.topology import Topology
 
 FACTORS = "low_rank/factors"

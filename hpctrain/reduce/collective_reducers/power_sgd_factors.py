@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.buckets import Bucket, Slot
+from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 
 # A matrix is sent as factors if they have at most 1/MIN_SAVING of its elements: for less, the work and the
 # error of an approximation buy nothing.

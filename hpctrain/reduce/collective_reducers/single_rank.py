@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
 
 
 @final

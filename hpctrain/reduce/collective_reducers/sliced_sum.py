@@ -19,12 +19,12 @@ from typing import final
 import torch
 
 from hpctrain.comm import Collective
-from hpctrain.comm.buffers import balanced_counts
-from hpctrain.comm.staging import to_host
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.codec import Codec
-from hpctrain.reduce.residuals import Residuals
-from hpctrain.reduce.ring_bytes import all_gather_bytes, successor_is_elsewhere
+from hpctrain.comm.interface.buffer_checks import balanced_counts
+from hpctrain.comm.interface.host_copies import to_host
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.error_feedback import Residuals
+from hpctrain.reduce.collective_reducers.traffic_bounds import all_gather_bytes, successor_is_elsewhere
+from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.topology import Topology
 
 # Elements of a bucket that are under way at once: bounds the memory for encoded slices, and their number of

@@ -16,11 +16,15 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.reducer import StateTensor
-from hpctrain.reduce.residuals import Residuals
-from hpctrain.reduce.ring_bytes import all_gather_bytes, all_reduce_bytes, successor_is_elsewhere
-from hpctrain.reduce.same_plan import check_dtypes, check_same_plan
+from hpctrain.reduce.codecs.error_feedback import Residuals
+from hpctrain.reduce.collective_reducers.traffic_bounds import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    successor_is_elsewhere,
+)
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
 from hpctrain.topology import Topology
 
 STEPS = "top_k/steps"

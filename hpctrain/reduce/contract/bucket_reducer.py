@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.contract.bucket_plan import Bucket
 
 Numbers: TypeAlias = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm import Collective, check_same
 from hpctrain.errors import BufferMismatch, UsageError
-from hpctrain.reduce.buckets import Bucket
+from hpctrain.reduce.contract.bucket_plan import Bucket
 
 
 def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) -> None:

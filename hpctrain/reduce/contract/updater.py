@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hpctrain.reduce.reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,13 +14,20 @@ import torch
 
 from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket, Milestone, completed_order, milestones, plan_buckets
-from hpctrain.reduce.gradient_memory import GradientMemory, describe_gradient
-from hpctrain.reduce.patience import run_to_end
-from hpctrain.reduce.pipeline import ReductionPipeline
-from hpctrain.reduce.reducer import BucketReducer, Chooser, InBackground, Numbers, StateTensor, StepSums
-from hpctrain.reduce.scale import LossScale
-from hpctrain.reduce.updater import StepOutcome
+from hpctrain.reduce.contract.bucket_plan import Bucket, Milestone, completed_order, milestones, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import (
+    BucketReducer,
+    Chooser,
+    InBackground,
+    Numbers,
+    StateTensor,
+    StepSums,
+)
+from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.contract.updater import StepOutcome
+from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient
+from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 
 # Gradients of which it is worth saying that they are there: 128 KB of float32.
 _SAID_ELEMS = 1 << 15

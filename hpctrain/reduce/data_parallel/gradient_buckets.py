@@ -11,8 +11,8 @@ from typing import final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, sum_dtype
-from hpctrain.reduce.norm import in_rows, square_of
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
+from hpctrain.reduce.data_parallel.gradient_norm import in_rows, square_of
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.patience import LONGEST_WAIT_S, SHORTEST_WAIT_S, Patience
+from hpctrain.reduce.contract.polling import LONGEST_WAIT_S, SHORTEST_WAIT_S, Patience
 
 Reduce = Callable[[int], Iterator[bool]]
 # As many as `Collective.start_all_reduce` allows at once.

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, Protocol, final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.hvd_int8 import Int8Compression
-from hpctrain.reduce.hvd_parameters import GradientOwners
-from hpctrain.reduce.hvd_residuals import HvdResiduals, largest_magnitude
+from hpctrain.reduce.horovod_compression.error_feedback import HvdResiduals, largest_magnitude
+from hpctrain.reduce.horovod_compression.int8 import Int8Compression
+from hpctrain.reduce.horovod_compression.parameter_lookup import GradientOwners
 
 # What the ranks' values may add up to. Half of the range of float16: each addition may round up.
 SAFE_SUM = 2.0**15

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.hvd_parameters import GradientOwners
+from hpctrain.reduce.horovod_compression.parameter_lookup import GradientOwners
 
 
 @final

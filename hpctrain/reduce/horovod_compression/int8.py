@@ -22,9 +22,9 @@ from typing import Any, final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.hvd_packing import num_words, pack, unpack
-from hpctrain.reduce.hvd_parameters import GradientOwners
-from hpctrain.reduce.hvd_residuals import HvdResiduals, largest_magnitude
+from hpctrain.reduce.horovod_compression.error_feedback import HvdResiduals, largest_magnitude
+from hpctrain.reduce.horovod_compression.int8_packing import num_words, pack, unpack
+from hpctrain.reduce.horovod_compression.parameter_lookup import GradientOwners
 
 LARGEST = 127
 SCALE_BITS = 32

@@ -213,9 +213,9 @@ done:
 }
 
 static PyMethodDef methods[] = {
-    {"add", add, METH_VARARGS, "add(parts, into, num_squared, factor): see hpctrain.reduce.add."},
-    {"fill", fill, METH_VARARGS, "fill(flags, count): what was written before is there; see hpctrain.reduce.node_sum."},
-    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.node_sum."},
+    {"add", add, METH_VARARGS, "add(parts, into, num_squared, factor): see hpctrain.reduce.shared_memory.summation."},
+    {"fill", fill, METH_VARARGS, "fill(flags, count): what was written before is there; see hpctrain.reduce.shared_memory.work_shared_sum."},
+    {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.shared_memory.work_shared_sum."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,7 +1,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.reduce.add import Array, Counts
+from hpctrain.reduce.shared_memory.summation import Array, Counts
 
 VERSION: int
 

@@ -19,22 +19,22 @@ from typing import final
 import torch
 
 from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.transport import NUM_TAGS, Pending, Transport
+from hpctrain.comm.interface.transport import NUM_TAGS, Pending, Transport
 from hpctrain.errors import CheckpointError
-from hpctrain.reduce.add import COMPILED, in_order
-from hpctrain.reduce.between import Part, Wire, direct, ring
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.chunk_memory import ChunkMemory
-from hpctrain.reduce.codec import Codec
-from hpctrain.reduce.codec_feedback import CodecFeedback, NoFeedback
-from hpctrain.reduce.node_memory import MAX_NUMBERS, Flag, NodeMemory
-from hpctrain.reduce.node_sum import NodeSum, Progress, sum_into, tally_bytes
-from hpctrain.reduce.reducer import Numbers, StateTensor
-from hpctrain.reduce.residuals import LOST
-from hpctrain.reduce.residuals import NAME as RESIDUAL
-from hpctrain.reduce.same_plan import check_same_plan
-from hpctrain.reduce.spans import Place, Span, chunks_of, cut
-from hpctrain.reduce.tiles import tiles
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.error_feedback import LOST
+from hpctrain.reduce.codecs.error_feedback import NAME as RESIDUAL
+from hpctrain.reduce.codecs.part_feedback import CodecFeedback, NoFeedback
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import Numbers, StateTensor
+from hpctrain.reduce.contract.plan_agreement import check_same_plan
+from hpctrain.reduce.shared_memory.gradient_slices import tiles
+from hpctrain.reduce.shared_memory.inter_node import Part, Wire, direct, ring
+from hpctrain.reduce.shared_memory.message_buffers import ChunkMemory
+from hpctrain.reduce.shared_memory.partition import Place, Span, chunks_of, cut
+from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS, Flag, NodeMemory
+from hpctrain.reduce.shared_memory.summation import COMPILED, in_order
+from hpctrain.reduce.shared_memory.work_shared_sum import NodeSum, Progress, sum_into, tally_bytes
 from hpctrain.topology import Topology
 
 EXCHANGES = {"direct": direct, "ring": ring}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.spans import Span
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.shared_memory.partition import Span
 
 
 @dataclass(frozen=True, slots=True)

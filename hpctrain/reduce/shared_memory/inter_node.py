@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm.transport import Pending, Transport
-from hpctrain.reduce.codec import Codec
+from hpctrain.comm.interface.transport import Pending, Transport
+from hpctrain.reduce.codecs.codec import Codec
 
 
 class Feedback(Protocol):

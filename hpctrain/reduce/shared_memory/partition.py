@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from hpctrain.comm.buffers import balanced_counts
+from hpctrain.comm.interface.buffer_checks import balanced_counts
 from hpctrain.topology import Topology
 
 

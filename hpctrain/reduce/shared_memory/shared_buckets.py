@@ -9,10 +9,10 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from hpctrain.comm.transport import Transport
+from hpctrain.comm.interface.transport import Transport
 from hpctrain.errors import BufferMismatch
-from hpctrain.reduce.add import Counts
-from hpctrain.reduce.spans import Place
+from hpctrain.reduce.shared_memory.partition import Place
+from hpctrain.reduce.shared_memory.summation import Counts
 
 _ALIGNMENT = 64
 # A cache line for each flag: ranks that look at one do not slow the writing of another.

@@ -52,7 +52,7 @@ class Compiled:
 
 def _compiled() -> Compiled | None:
     try:
-        from hpctrain.reduce import _add as module
+        from hpctrain.reduce.shared_memory import _add as module
     except ImportError:
         return None
     # What an old checkout has left behind may be called in another way: better slow than wrong.

@@ -15,9 +15,9 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.add import Compiled, add, in_order
-from hpctrain.reduce.node_memory import Flag, NodeMemory
-from hpctrain.reduce.spans import Span, cut
+from hpctrain.reduce.shared_memory.partition import Span, cut
+from hpctrain.reduce.shared_memory.shared_buckets import Flag, NodeMemory
+from hpctrain.reduce.shared_memory.summation import Compiled, add, in_order
 
 # What a rank that is in the middle of a piece keeps the others waiting for: some 25 us.
 PIECE_ELEMS = 1 << 15

@@ -1,6 +1,6 @@
 """What the doctor says about the facts it found. Pure: facts in, findings out.
 
-`facts` are what `hpctrain.run.inspection.inspect_rank` gathers on one rank: JSON values by topic.
+`facts` are what `hpctrain.run.doctor.probes.inspect_rank` gathers on one rank: JSON values by topic.
 """
 
 from __future__ import annotations

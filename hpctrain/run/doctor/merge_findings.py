@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpctrain.comm.agreement import describe_ranks
-from hpctrain.run.findings import Facts, Finding, Level, judge
+from hpctrain.comm.collectives.agreement import describe_ranks
+from hpctrain.run.doctor.findings import Facts, Finding, Level, judge
 from hpctrain.topology import Topology
 
 # What must be the same on every rank: topic, what it is called, how it is read from a rank's facts.

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from hpctrain.comm.probe import probe_horovod, probe_mpi4py
+from hpctrain.comm.backends.library_probe import probe_horovod, probe_mpi4py
 from hpctrain.errors import LaunchError
 from hpctrain.launch.identity import RankIdentity, identify
 from hpctrain.launch.yielding import find_library, in_effect
@@ -74,7 +74,10 @@ def _torch() -> dict[str, Any]:
 
 def _sums() -> dict[str, Any]:
     try:
-        return {"compiled": importlib.import_module("hpctrain.reduce.add").COMPILED is not None}
+        return {
+            "compiled": importlib.import_module("hpctrain.reduce.shared_memory.summation").COMPILED
+            is not None
+        }
     except Exception as error:  # without torch there is nothing to sum
         return {"error": f"cannot be loaded: {error}".splitlines()[0]}
 

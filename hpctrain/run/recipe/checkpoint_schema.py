@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from hpctrain.run.recipe_section import Section
+from hpctrain.run.recipe.section import Section
 
 
 class CheckpointSection(Section):

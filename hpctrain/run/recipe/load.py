@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.errors import RecipeError
-from hpctrain.run.recipe import Recipe
+from hpctrain.run.recipe.schema import Recipe
 
 if sys.version_info >= (3, 11):
     import tomllib

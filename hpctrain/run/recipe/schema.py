@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from hpctrain.run.device import DEVICE_NAMES
-from hpctrain.run.recipe_checkpoint import CheckpointSection
-from hpctrain.run.recipe_section import Section
+from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
+from hpctrain.run.recipe.section import Section
 
 
 class RunSection(Section):

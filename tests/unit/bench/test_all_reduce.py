@@ -14,24 +14,24 @@ import pytest
 import torch
 from rich.console import Console
 
-from hpctrain.bench.all_reduce import (
+from hpctrain.bench.all_reduce.cells import bucket_of, buckets_of
+from hpctrain.bench.all_reduce.link_rate import measure_link
+from hpctrain.bench.all_reduce.measure import (
     AllReduceAsked,
     AllReduceMeasured,
     groups_that_fit,
     measure_all_reduce,
     notes_of,
 )
-from hpctrain.bench.all_reduce_table import all_reduce_table
-from hpctrain.bench.cells import bucket_of, buckets_of
-from hpctrain.bench.link import measure_link
-from hpctrain.bench.plot import check_plot, plot_all_reduce
-from hpctrain.bench.reducers import check_runs, nccl_to_start
+from hpctrain.bench.all_reduce.plot import check_plot, plot_all_reduce
+from hpctrain.bench.all_reduce.reducers import check_runs, nccl_to_start
+from hpctrain.bench.all_reduce.table import all_reduce_table
 from hpctrain.comm import World
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithm import Algorithm, Means
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.algorithms import Algorithm, Means
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
 
 TWO_NODES = Topology.from_node_names(["a", "a", "b", "b"])

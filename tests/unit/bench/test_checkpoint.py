@@ -10,12 +10,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.bench.checkpoint import Cache, CheckpointAsked, measure_checkpoint, take_turns
-from hpctrain.bench.checkpoint_raw import RawShare, make_state
-from hpctrain.bench.checkpoint_ways import Loading, SyncSaving, Turn
+from hpctrain.bench.checkpoint.measure import Cache, CheckpointAsked, measure_checkpoint, take_turns
+from hpctrain.bench.checkpoint.methods import Loading, SyncSaving, Turn
+from hpctrain.bench.checkpoint.raw_io import RawShare, make_state
 from hpctrain.bench.page_cache import cached_share
-from hpctrain.cli.bench import bench_app
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.cli.bench.group import bench_app
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError, UsageError
 
 

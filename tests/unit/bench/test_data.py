@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.bench.data import Cache, DataAsked, Reader, batches_to_read, measure_data
-from hpctrain.bench.data_raw import RawReader
-from hpctrain.bench.data_report import data_document, data_lines, data_table
+from hpctrain.bench.data.batch_wait import wait_behind
+from hpctrain.bench.data.measure import Cache, DataAsked, Reader, batches_to_read, measure_data
+from hpctrain.bench.data.raw_reads import RawReader
+from hpctrain.bench.data.report import data_document, data_lines, data_table
 from hpctrain.bench.page_cache import cached_share, evict
-from hpctrain.bench.step_wait import wait_behind
-from hpctrain.cli.bench import bench_app
+from hpctrain.cli.bench.group import bench_app
 from hpctrain.data import Dataset, pack_arrays, pack_tokens
 from hpctrain.errors import DataError, UsageError
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.bench.all_reduce_run import parse_link
-from hpctrain.bench.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
-from hpctrain.bench.reducers import ALGORITHMS, parse_names
+from hpctrain.bench.all_reduce.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
+from hpctrain.bench.all_reduce.reducers import ALGORITHMS, parse_names
+from hpctrain.bench.all_reduce.run import parse_link
 from hpctrain.bench.sizes import describe_bytes, parse_size, parse_sizes
 from hpctrain.bench.spread import describe_spread, show_number, spread_of
 from hpctrain.errors import UsageError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpctrain.bench.step import StepRow, rows_of, runs_as_json
-from hpctrain.bench.step_plan import (
+from hpctrain.bench.step.measure import StepRow, rows_of, runs_as_json
+from hpctrain.bench.step.plan import (
     Scaling,
     StepAsked,
     StepCell,
@@ -22,11 +22,11 @@ from hpctrain.bench.step_plan import (
     parse_ranks,
     recipe_of,
 )
-from hpctrain.bench.step_run import StepRun, read_run
-from hpctrain.bench.step_table import step_table
+from hpctrain.bench.step.run import StepRun, read_run
+from hpctrain.bench.step.table import step_table
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.run import Recipe, load_recipe, parse_recipe
-from hpctrain.run.recipe_file import to_toml
+from hpctrain.run.recipe.load import to_toml
 
 BOTH = (Scaling.STRONG, Scaling.WEAK)
 

@@ -12,7 +12,7 @@ from benchmarks import results_file
 from benchmarks.checkpoint import figures, page
 from benchmarks.results_file import figure_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SAVES = {
     "raw write": [0.4, 0.3, 0.2], "disk, O_DIRECT": [0.4, 0.4, 0.1],
     "save in a run, auto": [0.25, 0.2, 0.05], "save, auto": [0.5, 0.4, 0.1], "save, direct": [0.5, 0.4, 0.1],

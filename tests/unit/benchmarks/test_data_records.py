@@ -17,7 +17,7 @@ from benchmarks.data.child import Child, ReaderFailed
 from benchmarks.data.kinds import blocks, kinds, numbers_of, stream
 from benchmarks.results_file import figure_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 PEERS = {"h5py": [10.0, 12.0, 11.0], "streaming": [7.0], "webdataset": [9.0]}
 RAW = {"memmap": [400.0, 500.0], "memmap-buffer": [700.0], "preadv": [350.0]}
 WARM = {

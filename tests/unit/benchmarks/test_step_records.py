@@ -31,7 +31,7 @@ from benchmarks.step.variants import (
     default_of,
     finalists,
 )
-from hpctrain.run.recipe_file import load_recipe
+from hpctrain.run.recipe.load import load_recipe
 from tests.ranks_launcher import REPOSITORY
 
 DIGITS = CELLS["digits-2"]

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.comm.communicator import World
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError, ExitCode
-from tests.unit.checkpoint_states import state_of, whole_tensors
+from tests.unit.checkpoint.states import state_of, whole_tensors
 
 with warnings.catch_warnings():
     # typer itself uses names that newer releases of click deprecate.
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner
 
-    from hpctrain.cli.checkpoint import checkpoint_app
+    from hpctrain.cli.checkpoint.group import checkpoint_app
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"

@@ -12,19 +12,19 @@ import safetensors.torch
 import torch
 
 from hpctrain.checkpoint import Replicated, State, save
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from tests.ranks_launcher import run_command
-from tests.unit.checkpoint_states import state_of, whole_tensors
+from tests.unit.checkpoint.states import state_of, whole_tensors
 
 with warnings.catch_warnings():
     # typer itself uses names that newer releases of click deprecate.
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner, Result
 
-    from hpctrain.cli.checkpoint import checkpoint_app
+    from hpctrain.cli.checkpoint.group import checkpoint_app
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"

@@ -16,12 +16,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner
 
-    from hpctrain.cli.checkpoint import checkpoint_app
+    from hpctrain.cli.checkpoint.group import checkpoint_app
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"
 )
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "checkpoint-commands.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "checkpoint-commands.md"
 
 
 def blocks(language: str) -> list[str]:

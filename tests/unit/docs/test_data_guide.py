@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "data.md"
 
 
 def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

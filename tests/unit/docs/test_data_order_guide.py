@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.order import quality_rows
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-order.md"
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "data-order.md"
 
 
 def test_the_python_of_the_guide_to_orders_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

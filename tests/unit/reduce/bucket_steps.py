@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from hpctrain.comm.threads import run_threads
-from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.reducer import BucketReducer, StateTensor
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, StateTensor
 
 CPU = torch.device("cpu")
 SHAPES = ((24, 20), (20,), (16, 3, 6), (30, 18), (5,))

@@ -9,10 +9,10 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.errors import BufferMismatch, CheckpointError, UsageError
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology
-from tests.unit.bucket_steps import (
+from tests.unit.reduce.bucket_steps import (
     CPU,
     SHAPES,
     Gradients,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithm import (
+from hpctrain.reduce.algorithms import (
     CODEC_WIRES,
     NCCL_ALGORITHMS,
     SPARSE_WIRES,

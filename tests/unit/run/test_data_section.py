@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import Dataset, pack_arrays, pack_tokens
-from hpctrain.data.column import read_column
-from hpctrain.data.orders import BLOCK_BYTES
+from hpctrain.data.order.order_spec import BLOCK_BYTES
+from hpctrain.data.reading.read_column import read_column
 from hpctrain.errors import CheckpointError, DataError, RecipeError, StoppedEarly
 from hpctrain.run import parse_recipe
 from hpctrain.run.data import default_block, order_of
-from hpctrain.run.recipe import DataSection
-from tests.unit.test_training_run import SAMPLES, Task, run, where  # noqa: F401
+from hpctrain.run.recipe.schema import DataSection
+from tests.unit.run.test_training import SAMPLES, Task, run, where  # noqa: F401
 
 ORDERS: dict[str, dict[str, Any]] = {
     "shuffle": {},

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpctrain.run.findings import Finding, Level, judge, worst
-from hpctrain.run.inspection import identity_of, inspect_rank
-from hpctrain.run.merging import merge
+from hpctrain.run.doctor.findings import Finding, Level, judge, worst
+from hpctrain.run.doctor.merge_findings import merge
+from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
 MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "4",

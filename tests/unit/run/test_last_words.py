@@ -18,7 +18,7 @@ with LastWords("what I knew", timeout_s=float(sys.argv[3])):
     exec(sys.argv[2])
 print("came back")
 """
-MODULE = Path(hpctrain.__file__).parent / "run" / "last_words.py"
+MODULE = Path(hpctrain.__file__).parent / "run" / "doctor" / "exit_notice.py"
 
 
 def run(statement: str, *, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import ExitCode, RecipeError
-from hpctrain.run.recipe_file import load_recipe, parse_recipe, to_toml
+from hpctrain.run.recipe.load import load_recipe, parse_recipe, to_toml
 from tests.ranks_launcher import REPOSITORY
 
 

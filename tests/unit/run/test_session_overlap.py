@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.comm import World
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from tests.sessions import session_over
 
 

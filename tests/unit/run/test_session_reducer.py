@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm import World
-from hpctrain.comm.threads import run_threads
-from hpctrain.reduce.algorithm import ALGORITHM_NAMES
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.reduce.algorithms import ALGORITHM_NAMES
 from tests.sessions import session_over
 
 # By layout: what runs where a two-level sum is asked for, and why not another.

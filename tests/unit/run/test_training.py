@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from hpctrain.comm import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.resilience import StopRequest

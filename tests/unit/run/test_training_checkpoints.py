@@ -17,21 +17,21 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from hpctrain.checkpoint import load, open_checkpoint
-from hpctrain.checkpoint.filesystem import filesystem_of
-from hpctrain.checkpoint.interval import advise
-from hpctrain.checkpoint.listing import finished_newest_first, is_spare, partial_files
-from hpctrain.checkpoint.requests import FILE_NAME
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
+from hpctrain.checkpoint.files.filesystem_type import filesystem_of
+from hpctrain.checkpoint.retention.save_interval import advise
+from hpctrain.checkpoint.saving.save_requests import FILE_NAME
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, RecipeError, StoppedEarly
 from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run import parse_recipe
-from hpctrain.run.starting_state import renamed
+from hpctrain.run.initial_state import renamed
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from hpctrain.train import CheckpointPolicy
 from tests.sessions import session_over
-from tests.unit.test_checkpoint_recycling import identity
+from tests.unit.checkpoint.retention.test_file_recycling import identity
 
 STEPS = 10
 BACKGROUND = {"mode": "async", "limit_mb_per_s": 0.05}  # 24 kB: half a second, many steps long

@@ -21,7 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = REPOSITORY / "scripts" / "setup.sh"
 TOOLS = """
     awk basename bash cat chmod cp cut date dirname env flock grep head id kill ln make mkdir mktemp mv nproc printf

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import open_checkpoint, save
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.train.resumption import Resumed, resume
+from hpctrain.train.resume import Resumed, resume
 from hpctrain.train.state import Position, TrainingState
-from tests.unit.updater_cases import reducer_for
+from tests.unit.reduce.data_parallel.updater_cases import reducer_for
 
 IDENTITY = {"dataset": "none"}
 

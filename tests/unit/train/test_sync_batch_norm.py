@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpctrain.comm import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import UsageError
 from hpctrain.train.sync_batch_norm import (
     SyncBatchNorm,

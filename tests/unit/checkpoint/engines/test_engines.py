@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.checkpoint.batch import Batch, joined, paced
-from hpctrain.checkpoint.engine import Engine
-from hpctrain.checkpoint.engine_choice import choose_engine
-from hpctrain.checkpoint.filesystem import Filesystem, filesystem_of, kind_in
-from hpctrain.checkpoint.save_options import PageCache, SaveOptions
-from hpctrain.checkpoint.striping import Stripes, alignment_of, set_stripes, stripes_for
-from hpctrain.checkpoint.turns import Reach, dealt, domains, plan_turn
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.engines.engine_choice import choose_engine
+from hpctrain.checkpoint.engines.engine_name import Engine
+from hpctrain.checkpoint.engines.two_phase_plan import Reach, dealt, domains, plan_turn
+from hpctrain.checkpoint.engines.write_batch import Batch, joined, paced
+from hpctrain.checkpoint.files.filesystem_type import Filesystem, filesystem_of, kind_in
+from hpctrain.checkpoint.files.lustre_striping import Stripes, alignment_of, set_stripes, stripes_for
+from hpctrain.checkpoint.saving.save_options import PageCache, SaveOptions
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError, UsageError
 
 LUSTRE = Filesystem(kind="lustre")

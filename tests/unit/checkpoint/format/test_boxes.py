@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.boxes import (
+from hpctrain.checkpoint.format.boxes import (
     Box,
     Steps,
     TooFragmentedError,

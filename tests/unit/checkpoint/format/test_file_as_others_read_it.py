@@ -13,12 +13,12 @@ import h5py
 import pytest
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.seal import SEAL_BYTES
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.comm.serial import SerialWorld
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from hpctrain.checkpoint.format.commit_header import SEAL_BYTES
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.comm.backends.serial_world import SerialWorld
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "checkpoint-format.md"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_loading_needs_no_hdf5_library(path: Path) -> None:
 import sys
 sys.modules["h5py"] = None
 from hpctrain.checkpoint import load_newest_good
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 restored = load_newest_good({str(path.parent)!r}, comm=SerialWorld())
 assert restored.checkpoint.step == 50 and len(restored.tensors) == {len(whole_tensors())}
 assert "mpi4py.MPI" not in sys.modules

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.names import escape, unescape
+from hpctrain.checkpoint.format.link_names import escape, unescape
 
 any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=30)
 

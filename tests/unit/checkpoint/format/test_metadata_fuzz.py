@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[4]
 EXAMPLES = max(80, 10 * int(os.environ.get("HPCTRAIN_TRIALS", "0")))
 
 

@@ -23,18 +23,18 @@ from hpctrain.checkpoint import (
     open_checkpoint,
     save,
 )
-from hpctrain.checkpoint.boxes import Box
-from hpctrain.checkpoint.metadata import StoredExtent, StoredPiece
-from hpctrain.checkpoint.node_sharing import divide, units_of
-from hpctrain.checkpoint.stretches import flat_start, stretches_of
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.loading.node_sharing import divide, units_of
+from hpctrain.checkpoint.loading.read_ranges import flat_start, stretches_of
+from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.comm import Monitored
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError, CommunicationError
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 NUM_RANKS = 4
 WHOLE = whole_tensors()

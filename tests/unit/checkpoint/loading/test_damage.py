@@ -15,20 +15,20 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
-from hpctrain.checkpoint.boxes import Box, runs_of, whole
-from hpctrain.checkpoint.content import read_region
-from hpctrain.checkpoint.content_files import ContentFiles
-from hpctrain.checkpoint.damage import DamagedContentError
-from hpctrain.checkpoint.hashing import hash_of
-from hpctrain.checkpoint.metadata import decode_metadata
-from hpctrain.checkpoint.seal import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.structure import content_places, hash_structure, read_structure
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.format.boxes import Box, runs_of, whole
+from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal, encode_seal
+from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.format.damage import DamagedContentError
+from hpctrain.checkpoint.format.metadata import decode_metadata
+from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure, read_structure
+from hpctrain.checkpoint.loading.open_files import ContentFiles
+from hpctrain.checkpoint.loading.verified_content import read_region
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 TRIALS = 250
 

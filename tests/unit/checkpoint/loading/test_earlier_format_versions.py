@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Restored, load_newest_good
-from hpctrain.comm.communicator import World
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 
-KEPT = sorted(Path(__file__).parents[1].glob("fixtures/checkpoint-*/expected.json"))
+KEPT = sorted(Path(__file__).parents[3].glob("fixtures/checkpoint-*/expected.json"))
 
 
 def digest(tensor: torch.Tensor) -> str:

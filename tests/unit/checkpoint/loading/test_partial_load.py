@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import PartialLoad, Replicated, Shard, State, load_partial, load_weights, save
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
-from tests.unit.checkpoint_states import same_bits
+from tests.unit.checkpoint.states import same_bits
 
 
 def network(*, hidden: int = 4, seed: int = 1) -> torch.nn.Sequential:

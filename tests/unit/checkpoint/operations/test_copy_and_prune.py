@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, load, save
-from hpctrain.checkpoint.copying import copy_checkpoint
-from hpctrain.checkpoint.difference import compare
-from hpctrain.checkpoint.pruning import prune
-from hpctrain.checkpoint.retention import Best, Retention
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.operations.copy import copy_checkpoint
+from hpctrain.checkpoint.operations.diff import compare
+from hpctrain.checkpoint.operations.prune import prune
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.retention.policy import Best, Retention
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError, UsageError
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 SERIAL = SerialWorld()
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "checkpoint-v1" / "step-00000007.h5"
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "checkpoint-v1" / "step-00000007.h5"
 
 
 def saved(directory: Path, *, files: int = 1, ranks: int = 3, step: int = 50) -> Path:
@@ -53,7 +53,7 @@ def file_bytes(path: Path) -> dict[str, bytes]:
 def test_a_copy_has_the_same_bytes_in_both_forms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.copying.STRETCH_BYTES", 1 << 20)
+    monkeypatch.setattr("hpctrain.checkpoint.operations.copy.STRETCH_BYTES", 1 << 20)
     for files, step in ((1, 50), (3, 60)):
         path = saved(tmp_path / "run", files=files, step=step)
         copies = run_threads(
@@ -73,7 +73,7 @@ def test_a_copy_has_the_same_bytes_in_both_forms(
 def test_a_copy_in_other_files_has_the_same_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, before: int, after: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.mapped.SHARD_BYTES", 1 << 16)
+    monkeypatch.setattr("hpctrain.checkpoint.operations.mapped_tensors.SHARD_BYTES", 1 << 16)
     path = saved(tmp_path / "run", files=before)
     copies = run_threads(
         num_ranks,

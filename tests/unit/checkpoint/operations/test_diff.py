@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, State, save
-from hpctrain.checkpoint.amounts import Amount, Tolerance
-from hpctrain.checkpoint.difference import Difference, compare, compare_documents
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.format.tensor_difference import Amount, Tolerance
+from hpctrain.checkpoint.operations.diff import Difference, compare, compare_documents
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
-from tests.unit.checkpoint_states import state_of, whole_tensors
+from tests.unit.checkpoint.states import state_of, whole_tensors
 
 
 def saved(directory: Path, tensors: dict[str, torch.Tensor], *, step: int = 1, **document: object) -> Path:
@@ -74,7 +74,7 @@ def test_damage_in_what_is_read_is_an_error(tmp_path: Path) -> None:
 def test_how_much_is_said_in_numbers_and_is_the_same_at_any_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.difference.REGION_BYTES", 4096)  # several regions a tensor
+    monkeypatch.setattr("hpctrain.checkpoint.operations.diff.REGION_BYTES", 4096)  # several regions a tensor
     made = torch.Generator().manual_seed(1)
     first = torch.randn(40, 70, generator=made, dtype=torch.float64)
     second = first.clone()

@@ -15,17 +15,17 @@ import torch
 from safetensors import safe_open
 
 from hpctrain.checkpoint import Replicated, State, load, save
-from hpctrain.checkpoint.copying import copy_checkpoint
-from hpctrain.checkpoint.difference import compare
-from hpctrain.checkpoint.exporting import SAFETENSORS_DTYPES, export_safetensors, export_state_dict
-from hpctrain.checkpoint.importing import import_tensors
-from hpctrain.checkpoint.partial import load_weights
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.loading.partial_load import load_weights
+from hpctrain.checkpoint.operations.copy import copy_checkpoint
+from hpctrain.checkpoint.operations.diff import compare
+from hpctrain.checkpoint.operations.export import SAFETENSORS_DTYPES, export_safetensors, export_state_dict
+from hpctrain.checkpoint.operations.import_tensors import import_tensors
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError, UsageError
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 SERIAL = SerialWorld()
 
@@ -59,7 +59,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_safetensors_file_has_every_bit_and_makes_the_same_checkpoint(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.exporting.REGION_BYTES", 1 << 16)  # several regions a tensor
+    monkeypatch.setattr(
+        "hpctrain.checkpoint.operations.export.REGION_BYTES", 1 << 16
+    )  # several regions a tensor
     target = tmp_path / "all.safetensors"
     run_threads(num_ranks, lambda world: export_safetensors(folder, target, comm=world), timeout_s=60)
     assert_same(safetensors.torch.load_file(target), whole_tensors())

@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hpctrain.checkpoint import FromRank0, Replicated, State, load, model_items, save
-from hpctrain.checkpoint import replicas as module
-from hpctrain.checkpoint.replicas import MAX_SAMPLED_BYTES, MAX_SAMPLED_TENSORS, SAMPLED_PART, Replicas
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.checkpoint.planning import replicas as module
+from hpctrain.checkpoint.planning.replicas import (
+    MAX_SAMPLED_BYTES,
+    MAX_SAMPLED_TENSORS,
+    SAMPLED_PART,
+    Replicas,
+)
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError
-from tests.unit.checkpoint_states import same_bits
+from tests.unit.checkpoint.states import same_bits
 
 LARGE = 9 << 30
 

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.boxes import Box, runs_of
-from hpctrain.checkpoint.plan import CUT_BYTES, EXTENT_BYTES, Files, WritePlan, explain_difference, make_plan
-from hpctrain.checkpoint.state import Header
+from hpctrain.checkpoint.format.boxes import Box, runs_of
+from hpctrain.checkpoint.format.state import Header
+from hpctrain.checkpoint.planning.write_plan import (
+    CUT_BYTES,
+    EXTENT_BYTES,
+    Files,
+    WritePlan,
+    explain_difference,
+    make_plan,
+)
 from hpctrain.errors import CheckpointError
 
 dtypes = st.sampled_from(["uint8", "bfloat16", "float32", "complex128", "bool"])

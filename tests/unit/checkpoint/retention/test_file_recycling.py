@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State, load, save
-from hpctrain.checkpoint.disk import allocate, declare_empty
-from hpctrain.checkpoint.filesystem import filesystem_of
-from hpctrain.checkpoint.listing import (
+from hpctrain.checkpoint.files.checkpoint_names import (
     file_name,
     finished_newest_first,
     is_spare,
@@ -24,18 +22,20 @@ from hpctrain.checkpoint.listing import (
     partial_name,
     spare_name,
 )
-from hpctrain.checkpoint.recycling import remove_spares, take_spare
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.verify import verify
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.checkpoint.files.filesystem_type import filesystem_of
+from hpctrain.checkpoint.files.syscalls import allocate, declare_empty
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.retention.file_recycling import remove_spares, take_spare
+from hpctrain.checkpoint.retention.policy import Retention
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 
 with warnings.catch_warnings():
     # typer itself uses names that newer releases of click deprecate.
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner
 
-    from hpctrain.cli.checkpoint import checkpoint_app
+    from hpctrain.cli.checkpoint.group import checkpoint_app
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"
@@ -179,7 +179,7 @@ def test_who_opens_the_file_at_that_moment_does_not_end_the_process(
             tried.append(spare)
         return result
 
-    monkeypatch.setattr("hpctrain.checkpoint.recycling.fcntl.fcntl", slow)
+    monkeypatch.setattr("hpctrain.checkpoint.retention.file_recycling.fcntl.fcntl", slow)
     kept = signal.signal(signal.SIGIO, lambda number, frame: signals.append(number))
     try:
         save(state_at(3), directory=directory, step=3, comm=SerialWorld(), keep=1, recycle=True)
@@ -285,7 +285,9 @@ def test_what_only_looks_like_a_spare_file_is_not_written_to(directory: Path, tm
 def test_a_filesystem_that_cannot_declare_a_file_empty_gets_a_new_one(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.recycling.declare_empty", lambda fd, *, num_bytes: False)
+    monkeypatch.setattr(
+        "hpctrain.checkpoint.retention.file_recycling.declare_empty", lambda fd, *, num_bytes: False
+    )
     save_steps(directory, range(1, 5))
     check(directory / file_name(4), step=4)
     assert len(list(directory.iterdir())) == 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.retention import Best, Retention, steps_to_delete
+from hpctrain.checkpoint.retention.policy import Best, Retention, steps_to_delete
 from hpctrain.errors import UsageError
 
 LOSS = Best(metric="loss", mode="min")

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.interval import Costs, advise, daly_interval_s, in_words
-from hpctrain.checkpoint.requests import FILE_NAME, SaveRequests, ask_for_save
+from hpctrain.checkpoint.retention.save_interval import Costs, advise, daly_interval_s, in_words
+from hpctrain.checkpoint.saving.save_requests import FILE_NAME, SaveRequests, ask_for_save
 from hpctrain.errors import UsageError
 from hpctrain.resilience import SaveSignal
 

@@ -22,13 +22,13 @@ from hpctrain.checkpoint import (
     open_checkpoint,
     save,
 )
-from hpctrain.checkpoint.dtypes import _BY_NAME, byte_view
-from hpctrain.checkpoint.names import escape
-from hpctrain.comm.communicator import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.format.dtypes import _BY_NAME, byte_view
+from hpctrain.checkpoint.format.link_names import escape
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError, UsageError
-from tests.unit.checkpoint_states import SHARDED, same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import SHARDED, same_bits, state_of, whole_tensors
 
 TIMEOUT_S = 60
 

@@ -17,24 +17,24 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from hpctrain.checkpoint import HostBuffers, Replicated, SaveOptions, Saving, State, load, save
-from hpctrain.checkpoint import saving as saving_module
-from hpctrain.checkpoint.commit import rename_finished
-from hpctrain.checkpoint.listing import (
+from hpctrain.checkpoint.files.checkpoint_names import (
     finished_newest_first,
     folder_name,
     partial_files,
     partial_name,
     replaced_name,
 )
-from hpctrain.checkpoint.retain import delete_checkpoint
-from hpctrain.checkpoint.structure import read_structure
-from hpctrain.checkpoint.verify import verify
+from hpctrain.checkpoint.loading.check_structure import read_structure
+from hpctrain.checkpoint.operations.verify import verify
+from hpctrain.checkpoint.retention.delete_old import delete_checkpoint
+from hpctrain.checkpoint.saving.commit import rename_finished
+from hpctrain.checkpoint.saving.save import save as saving_module
 from hpctrain.comm import World
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
-from tests.unit.test_checkpoint_format import DOCUMENT
+from tests.unit.checkpoint.format.test_file_as_others_read_it import DOCUMENT
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +495,7 @@ def test_a_limit_on_file_sizes_is_an_error_and_the_process_goes_on(tmp_path: Pat
 def test_metadata_that_no_reader_takes_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.metadata_text.MAX_METADATA_BYTES", 20_000)
+    monkeypatch.setattr("hpctrain.checkpoint.planning.metadata_template.MAX_METADATA_BYTES", 20_000)
 
     def rank_main(world: ThreadsWorld) -> None:
         def state(note: str) -> State:
@@ -528,7 +528,7 @@ def test_a_rank_without_memory_for_the_copy_is_an_error_on_all_of_them(
     def no_memory(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
         raise CheckpointError("there is no memory for a tensor")
 
-    monkeypatch.setattr("hpctrain.checkpoint.snapshot.fresh_tensor", no_memory)
+    monkeypatch.setattr("hpctrain.checkpoint.saving.host_snapshot.fresh_tensor", no_memory)
 
     def rank_main(world: ThreadsWorld) -> None:
         buffers = HostBuffers()

@@ -23,12 +23,12 @@ from hpctrain.checkpoint import (
     load_newest_good,
     open_checkpoint,
 )
-from hpctrain.checkpoint.background_thread import BackgroundThread
-from hpctrain.checkpoint.listing import finished_newest_first
-from hpctrain.checkpoint.saver import Saved, SaveMode, Saver, WhenBusy, saving_into
-from hpctrain.comm.communicator import Collective
-from hpctrain.comm.serial import SerialWorld
-from hpctrain.comm.threads import run_threads
+from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
+from hpctrain.checkpoint.saving.background_thread import BackgroundThread
+from hpctrain.checkpoint.saving.saver import Saved, SaveMode, Saver, WhenBusy, saving_into
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import CheckpointError, StoppedEarly, UsageError
 from tests.ranks_launcher import REPOSITORY
 
@@ -264,8 +264,8 @@ def test_after_it_was_closed_nothing_is_saved(tmp_path: Path) -> None:
 SCRIPT = """
 import sys, torch
 from hpctrain.checkpoint import Replicated, SaveOptions, State
-from hpctrain.checkpoint.saver import Saver, saving_into
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.checkpoint.saving.saver import Saver, saving_into
+from hpctrain.comm.backends.serial_world import SerialWorld
 
 comm = SerialWorld()
 saver = Saver(saving_into(sys.argv[1], comm=comm, options=SaveOptions(limit_mb_per_s=10)), comm=comm, mode="async")

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from hpctrain.checkpoint import drain
-from hpctrain.checkpoint.drain import NewFile, Pace, UnreadableError, copy_file
-from hpctrain.checkpoint.local_store import LocalStore, forget_under, held_under
-from hpctrain.checkpoint.partner import Offer, PartnerServer, greet, send_file
-from hpctrain.checkpoint.partner_wire import PartnerAddress, PartnerError, connect, send_message
+from hpctrain.checkpoint.tiers import drain
+from hpctrain.checkpoint.tiers.drain import NewFile, Pace, UnreadableError, copy_file
+from hpctrain.checkpoint.tiers.node_store import LocalStore, forget_under, held_under
+from hpctrain.checkpoint.tiers.partner_copy import Offer, PartnerServer, greet, send_file
+from hpctrain.checkpoint.tiers.partner_protocol import PartnerAddress, PartnerError, connect, send_message
 from hpctrain.errors import CheckpointError
 
 TOKEN = secrets.token_bytes(32)

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from hpctrain.checkpoint import load_newest_good
-from hpctrain.checkpoint.local_store import Held
-from hpctrain.checkpoint.partner import Offer
-from hpctrain.checkpoint.recover import Recovered, plan_recovery, recover
-from hpctrain.checkpoint.retention import Retention
-from hpctrain.checkpoint.saving import SaveOptions, SaveResult
-from hpctrain.checkpoint.snapshot import HostBuffers
-from hpctrain.checkpoint.tiers import Tiers
-from hpctrain.checkpoint.two_tier import TwoTier
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.checkpoint.retention.policy import Retention
+from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
+from hpctrain.checkpoint.saving.save import SaveOptions, SaveResult
+from hpctrain.checkpoint.tiers.node_store import Held
+from hpctrain.checkpoint.tiers.partner_copy import Offer
+from hpctrain.checkpoint.tiers.recover import Recovered, plan_recovery, recover
+from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.topology import Topology
-from tests.unit.checkpoint_states import same_bits, state_of, whole_tensors
+from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 
 class Machines:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.comm.horovod_settings import (
+from hpctrain.comm.backends.horovod_environment import (
     HorovodBuild,
     apply_settings,
     nccl_asked,

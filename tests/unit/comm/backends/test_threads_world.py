@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm import World, make_two_level, raise_together
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import BufferMismatch, CommunicationError, DataError, DivergedError
 from hpctrain.topology import Topology
 

@@ -9,8 +9,8 @@ import torch
 
 from hpctrain import start
 from hpctrain.comm import World
-from hpctrain.comm.threads import run_threads
-from hpctrain.comm.totals import all_reduce_values
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.collectives.reduce_values import all_reduce_values
 from hpctrain.errors import BufferMismatch, UsageError
 
 

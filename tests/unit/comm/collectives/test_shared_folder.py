@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm import World, make_shared_folder, shared_folder
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm import World, make_shared_folder
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.collectives import shared_folder
 from hpctrain.errors import LaunchError
 
 

@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm import describe_ranks
-from hpctrain.comm.buffers import as_rows, balanced_counts, pack, reordered, sum_in_order, windows_of
-from hpctrain.comm.horovod_settings import apply_settings, can_start_again, has_groups
-from hpctrain.comm.positions import (
+from hpctrain.comm.backends.horovod_environment import apply_settings, can_start_again, has_groups
+from hpctrain.comm.backends.open_world import open_world, yield_while_idle
+from hpctrain.comm.interface.buffer_checks import (
+    as_rows,
+    balanced_counts,
+    pack,
+    reordered,
+    sum_in_order,
+    windows_of,
+)
+from hpctrain.comm.watchdog.rank_status import (
     GroupPosition,
     RankPosition,
     find_absent,
@@ -21,7 +29,6 @@ from hpctrain.comm.positions import (
     read_positions,
     write_position,
 )
-from hpctrain.comm.select import open_world, yield_while_idle
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.launch.yielding import YIELD_VARIABLE

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.launches
 _RANK = """
 import ctypes, sys, time
 from pathlib import Path
-from hpctrain.comm.watch import Watcher, exit_now
+from hpctrain.comm.watchdog.watcher import Watcher, exit_now
 watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
 watcher.lock_may_be_held()
 track = watcher.track(group="world", members=(0, 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm import Monitored, World
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import CommunicationError
 
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpctrain.comm.links import find_cut, name_hosts
-from hpctrain.comm.positions import RankPosition
-from hpctrain.comm.reach import (
+from hpctrain.comm.watchdog.host_probe import (
     Door,
     Listener,
     Proof,
@@ -22,6 +20,8 @@ from hpctrain.comm.reach import (
     knock,
     ranks_to_read,
 )
+from hpctrain.comm.watchdog.network_partition import find_cut, name_hosts
+from hpctrain.comm.watchdog.rank_status import RankPosition
 
 
 def all_to_all(hosts: str, *, cut: str = "") -> dict[str, dict[str, bool]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.comm.positions import (
+from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.rank_status import (
     Ending,
     GroupPosition,
     RankPosition,
@@ -22,8 +23,7 @@ from hpctrain.comm.positions import (
     read_positions,
     write_position,
 )
-from hpctrain.comm.track import Track
-from hpctrain.comm.watch import Watcher
+from hpctrain.comm.watchdog.watcher import Watcher
 
 FOUR, SEVEN = "all_reduce (4 x float32) sum", "all_reduce (7 x float32) sum"
 

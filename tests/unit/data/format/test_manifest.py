@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hpctrain.data.manifest import FieldSpec, Manifest
+from hpctrain.data.format.manifest import FieldSpec, Manifest
 
 DOCUMENT: dict[str, Any] = {
     "kind": "samples",

@@ -1,6 +1,6 @@
 """Every way into an HDF5 file that is indexed in place, each in a process of its own that has not loaded hdf5plugin.
 
-    python -m tests.unit.filter_ways DIRECTORY [without]
+    python -m tests.unit.data.hdf5.filter_readers DIRECTORY [without]
 
 Each file of the directory goes each way, in a fork of this process. `without`: as if hdf5plugin and numcodecs were not
 installed. Prints one JSON object: file -> way -> "ok", or the class and text of the error.
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import Dataset, verify
-from hpctrain.data.index import OldIndex, Reading, index_files
-from hpctrain.data.index_tokens import TokenRequest
-from hpctrain.data.integrity import check_while_reading
-from hpctrain.data.memory_store import MemoryStore
-from hpctrain.data.staging import StagedDataset
+from hpctrain.data.indexing.index_files import OldIndex, Reading, index_files
+from hpctrain.data.indexing.token_files import TokenRequest
+from hpctrain.data.integrity.read_checker import check_while_reading
+from hpctrain.data.locality.memory_store import MemoryStore
+from hpctrain.data.locality.staged_dataset import StagedDataset
 
 NUM_SAMPLES = 40
 IMAGES = np.random.default_rng(5).integers(0, 50, (NUM_SAMPLES, 12, 16)).astype(np.float32)

@@ -13,20 +13,20 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import hdf5
-from hpctrain.data.chunk_index import ChunkIndex, read_chunk_index
+from hpctrain.data.hdf5.chunk_index import ChunkIndex, read_chunk_index
+from hpctrain.data.hdf5.layout import RowReader, inspect
 
 VALUES = np.random.default_rng(0).integers(0, 9, (3000, 8, 6), dtype=np.uint8)
 
 
 def index_of(path: Path, name: str = "x") -> ChunkIndex | None:
-    reader = hdf5.RowReader(path)
+    reader = RowReader(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return read_chunk_index(
             descriptor,
             header=reader.header_offset(name),
-            layout=hdf5.inspect(path, names=[name])[name],
+            layout=inspect(path, names=[name])[name],
             base=reader.user_block_bytes,
         )
     finally:
@@ -101,7 +101,7 @@ def test_other_indexes_and_too_many_chunks_are_left_to_hdf5(
     assert index_of(tmp_path / "new.h5") is None
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=VALUES, chunks=(1, 8, 6))
-    monkeypatch.setattr("hpctrain.data.chunk_index.MAX_CHUNKS", 2999)
+    monkeypatch.setattr("hpctrain.data.hdf5.chunk_index.MAX_CHUNKS", 2999)
     assert index_of(tmp_path / "a.h5") is None
 
 
@@ -109,8 +109,8 @@ def test_a_damaged_index_ends_in_nothing_or_in_places_within_the_file(tmp_path: 
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=VALUES[:300], chunks=(1, 8, 6), compression="gzip")
-    header = hdf5.RowReader(path).header_offset("x")
-    layout = hdf5.inspect(path, names=["x"])["x"]
+    header = RowReader(path).header_offset("x")
+    layout = inspect(path, names=["x"])["x"]
     content = path.read_bytes()
     chance, unknown = random.Random(0), 0
     nodes = [place for place in range(len(content)) if content.startswith(b"TREE\x01", place)]
@@ -137,10 +137,10 @@ def test_nodes_that_refer_to_the_same_ones_over_and_over_are_given_up(tmp_path: 
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("x", data=VALUES[:300], chunks=(1, 8, 6), compression="gzip")
-    reader = hdf5.RowReader(path)
+    reader = RowReader(path)
     header = reader.header_offset("x")
     reader.close()
-    layout = hdf5.inspect(path, names=["x"])["x"]
+    layout = inspect(path, names=["x"])["x"]
     content = bytearray(path.read_bytes())
     nodes = [place for place in range(len(content)) if content.startswith(b"TREE\x01", place)]
     child = next(place for place in nodes if content[place + 5] == 0)

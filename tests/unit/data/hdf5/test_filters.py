@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.ranks_launcher import REPOSITORY
-from tests.unit.filter_ways import IMAGES, SITES, STARTS, TOKENS, WAYS
+from tests.unit.data.hdf5.filter_readers import IMAGES, SITES, STARTS, TOKENS, WAYS
 
 FILTERS: dict[str, dict[str, Any]] = {
     "bitshuffle": {**hdf5plugin.Bitshuffle()},
@@ -40,7 +40,15 @@ def write(directory: Path, *names: str) -> None:
 def each_way(directory: Path, *words: str) -> dict[str, dict[str, str]]:
     # hdf5plugin was imported here; nothing of it may reach the process that reads.
     environ = {**os.environ, "HDF5_PLUGIN_PATH": str(directory), "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-W", "error", "-m", "tests.unit.filter_ways", str(directory), *words]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "tests.unit.data.hdf5.filter_readers",
+        str(directory),
+        *words,
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=REPOSITORY
     )

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, Loader, verify
-from hpctrain.data.index import Reading, index_files
-from hpctrain.data.index_request import SampleIs
+from hpctrain.data.indexing.index_files import Reading, index_files
+from hpctrain.data.indexing.request import SampleIs
 from hpctrain.errors import DataError
 
 with warnings.catch_warnings():
@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from typer.testing import CliRunner
 
-    from hpctrain.cli.data import data_app
+    from hpctrain.cli.data.group import data_app
 
 
 def opened(out: Path, *, files: list[str], fields: str, **options: Any) -> Dataset:
@@ -224,7 +224,7 @@ def test_the_command_indexes_verifies_and_says_what_is_wrong(tmp_path: Path) -> 
 
 
 def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-index.md"
+    guide = Path(__file__).resolve().parents[4] / "docs" / "guides" / "data-index.md"
     (block,) = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(block, str(guide), "exec"), {})

@@ -11,12 +11,12 @@ import hdf5plugin
 import numpy as np
 import pytest
 
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.data import Dataset, read_manifest, verify
-from hpctrain.data.index import OldIndex, Paths, Reading, index_files
-from hpctrain.data.index_request import SampleIs, find_files, parse_fields
-from hpctrain.data.index_tokens import TokenRequest
-from hpctrain.data.token_windows import split_windows
+from hpctrain.data.format.token_windows import split_windows
+from hpctrain.data.indexing.index_files import OldIndex, Paths, Reading, index_files
+from hpctrain.data.indexing.request import SampleIs, find_files, parse_fields
+from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.errors import DataError, UsageError
 
 IMAGES = np.random.default_rng(3).integers(0, 255, (30, 6, 5)).astype(np.uint8)

@@ -27,12 +27,12 @@ from hpctrain.data import (
     read_manifest,
     verify,
 )
-from hpctrain.data.batch_plan import plan_batch
-from hpctrain.data.compression import Codec, Compression
-from hpctrain.data.integrity import CheckMode, DamagedData, check_while_reading, make_checker
-from hpctrain.data.skipping import read_around_damage
+from hpctrain.data.hdf5.encode import Codec, Compression
+from hpctrain.data.integrity.read_checker import CheckMode, DamagedData, check_while_reading, make_checker
+from hpctrain.data.integrity.skip_damaged import read_around_damage
+from hpctrain.data.order.batch_plan import plan_batch
 from hpctrain.errors import DataError, RecipeError
-from tests.unit.test_data_verify import flip_bit
+from tests.unit.data.integrity.test_verify import flip_bit
 
 SAMPLES, SHARD_SAMPLES, IMAGE_BYTES, BLOCK_BYTES = 90, 35, 256, 1024
 
@@ -396,7 +396,7 @@ def test_skipping_without_looking_is_refused(images: Path) -> None:
 
 def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-integrity.md"
+    guide = Path(__file__).resolve().parents[4] / "docs" / "guides" / "data-integrity.md"
     names: dict[str, object] = {}
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
     assert len(blocks) == 2

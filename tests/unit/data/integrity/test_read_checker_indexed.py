@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, read_manifest, verify
-from hpctrain.data.index import Reading, index_files
-from hpctrain.data.index_request import SampleIs
-from hpctrain.data.index_tokens import TokenRequest
-from hpctrain.data.integrity import DamagedData, check_while_reading
+from hpctrain.data.indexing.index_files import Reading, index_files
+from hpctrain.data.indexing.request import SampleIs
+from hpctrain.data.indexing.token_files import TokenRequest
+from hpctrain.data.integrity.read_checker import DamagedData, check_while_reading
 from hpctrain.errors import DataError
-from tests.unit.test_data_verify import flip_bit
+from tests.unit.data.integrity.test_verify import flip_bit
 
 IMAGES = np.random.default_rng(3).normal(size=(24, 9, 7)).astype(np.float32)
 BLOCK_BYTES = 1024  # 4.06 images

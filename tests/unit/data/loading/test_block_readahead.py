@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Blocks, Dataset, Loader, Shuffled, pack_arrays, pack_tokens
-from hpctrain.data.block_order import BlockOrder
-from hpctrain.data.order import Span
-from hpctrain.data.read_ahead import ReadAhead, read_ahead_for
+from hpctrain.data.loading.block_readahead import ReadAhead, read_ahead_for
+from hpctrain.data.order.block_shuffle import BlockOrder
+from hpctrain.data.order.epoch_order import Span
 
 
 def test_the_bytes_asked_for_are_those_of_the_windows_samples(tmp_path: Path) -> None:
@@ -39,7 +39,9 @@ def test_a_loader_asks_once_for_each_window_and_one_window_ahead(
     pack_arrays(tmp_path, {"x": np.arange(120, dtype=np.int64)}, shard_samples=50)
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(length // 8))
-    monkeypatch.setattr("hpctrain.data.read_ahead._is_cached", lambda descriptor, part: False)  # just written
+    monkeypatch.setattr(
+        "hpctrain.data.loading.block_readahead._is_cached", lambda descriptor, part: False
+    )  # just written
     dataset = Dataset.open(tmp_path)
     loader = Loader(dataset, global_batch=20, order=Blocks(block_samples=10, window_blocks=2))
     spans = [Span(first, first + 20) for first in range(0, 120, 20)]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays
-from hpctrain.data.batch_memory import BatchMemory
-from hpctrain.data.order_ahead import OrderAhead, ahead_for
+from hpctrain.data.loading.buffer_pool import BatchMemory
+from hpctrain.data.order.cached_order import OrderAhead, ahead_for
 from hpctrain.errors import DataError
 
 

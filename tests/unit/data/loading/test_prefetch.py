@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, Loader, pack_arrays
-from hpctrain.data.prefetch import ByteBound, Prefetch
+from hpctrain.data.loading.prefetch import ByteBound, Prefetch
 
 
 class Maker:

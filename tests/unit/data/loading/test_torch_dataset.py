@@ -21,7 +21,7 @@ from hpctrain.data import (
     torch_iterable_dataset,
     torch_map_dataset,
 )
-from hpctrain.data.device_copy import one_ahead
+from hpctrain.data.loading.device_prefetch import one_ahead
 from hpctrain.errors import DataError, UsageError
 
 NUM_SAMPLES = 50
@@ -136,7 +136,7 @@ def test_each_workers_state_goes_on_at_its_own_next_batch(
     whole = labels(torch_iterable_dataset(directory, global_batch=8))
 
     def worker(number: int) -> TorchIterableDataset:
-        monkeypatch.setattr("hpctrain.data.torch_dataset._worker", lambda: (number, 3))
+        monkeypatch.setattr("hpctrain.data.loading.torch_dataset._worker", lambda: (number, 3))
         return torch_iterable_dataset(directory, global_batch=8)
 
     for number in range(3):
@@ -148,7 +148,7 @@ def test_each_workers_state_goes_on_at_its_own_next_batch(
         after = worker(number)
         after.load_state_dict(state)
         assert labels(after) == own[1:]
-    monkeypatch.setattr("hpctrain.data.torch_dataset._worker", lambda: (0, 2))
+    monkeypatch.setattr("hpctrain.data.loading.torch_dataset._worker", lambda: (0, 2))
     with pytest.raises(DataError, match="by 3 workers, there are 2"):
         torch_iterable_dataset(directory, global_batch=8).load_state_dict(state)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data.node_blocks import NodeBlocks, NodeOrder, measure
-from hpctrain.data.order import EpochOrder, rank_share
+from hpctrain.data.locality.node_affinity import NodeBlocks, NodeOrder, measure
+from hpctrain.data.order.epoch_order import EpochOrder, rank_share
 from hpctrain.errors import DataError, RecipeError
 from hpctrain.topology import Topology
 

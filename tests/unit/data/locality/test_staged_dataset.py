@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, Loader, pack_arrays, read_manifest
-from hpctrain.data.manifest import write_manifest
-from hpctrain.data.stage_folder import PREFIX, clean_up
-from hpctrain.data.staging import StagedDataset
+from hpctrain.data.format.manifest import write_manifest
+from hpctrain.data.locality.node_folder import PREFIX, clean_up
+from hpctrain.data.locality.staged_dataset import StagedDataset
 from hpctrain.errors import DataError, RecipeError
 from tests.ranks_launcher import REPOSITORY
 
@@ -95,7 +95,7 @@ def test_a_damaged_shard_is_not_staged_and_the_rest_is(dataset: Path, tmp_path: 
         byte = os.pread(descriptor, 1, place)[0] ^ 1
         os.pwrite(descriptor, bytes([byte]), place)
         os.close(descriptor)
-    # The reader's checks are another matter: see `hpctrain.data.integrity`.
+    # The reader's checks are another matter: see `hpctrain.data.integrity.read_checker`.
     original = Dataset.open(dataset, verify="nothing")
     with StagedDataset.open(original, directory=tmp_path / "local", max_bytes=LARGE) as staged:
         eventually(lambda: len(staged.problems) == 2 and len(list(staged.folder.glob("*.h5"))) == 4)
@@ -189,7 +189,7 @@ def test_a_copy_that_another_process_reads_stays(dataset: Path, tmp_path: Path) 
 KILLED = """
 import sys, time
 from hpctrain.data import Dataset
-from hpctrain.data.staging import StagedDataset
+from hpctrain.data.locality.staged_dataset import StagedDataset
 staged = StagedDataset.open(Dataset.open(sys.argv[1]), directory=sys.argv[2], max_bytes=1 << 30)
 staged.wait_until_staged(timeout_s=30)
 print("staged", flush=True)

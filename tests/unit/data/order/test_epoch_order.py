@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.data.order import EpochOrder, LastBatch, batch_spans, num_batches, rank_share
+from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, batch_spans, num_batches, rank_share
 from hpctrain.errors import DataError, RecipeError
 
 

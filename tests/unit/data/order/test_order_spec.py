@@ -30,12 +30,12 @@ from hpctrain.data import (
     Weighted,
     pack_arrays,
 )
-from hpctrain.data.batch_plan import plan_batch
-from hpctrain.data.block_order import BlockOrder
-from hpctrain.data.feistel import Direction, epoch_key, permute
-from hpctrain.data.order import EpochOrder, Order, batch_spans, rank_share
-from hpctrain.data.stratified_order import Strata, StratifiedOrder
-from hpctrain.data.weighted_order import WeightedOrder, cumulative_weights
+from hpctrain.data.order.batch_plan import plan_batch
+from hpctrain.data.order.block_shuffle import BlockOrder
+from hpctrain.data.order.epoch_order import EpochOrder, Order, batch_spans, rank_share
+from hpctrain.data.order.permutation import Direction, epoch_key, permute
+from hpctrain.data.order.stratified import Strata, StratifiedOrder
+from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
 from hpctrain.errors import DataError, RecipeError
 
 KINDS = ("shuffle", "sequential", "blocks", "stratified", "weighted", "fixed")

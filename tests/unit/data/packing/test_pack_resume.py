@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
-from hpctrain.data.compression import Codec, Compression
-from hpctrain.data.documents import TokenArrays
-from hpctrain.data.pack import pack_documents, pack_iterator
-from hpctrain.data.statistics import Moments, moments_of
+from hpctrain.data.format.field_statistics import Moments, moments_of
+from hpctrain.data.hdf5.encode import Codec, Compression
+from hpctrain.data.packing.pack import pack_documents, pack_iterator
+from hpctrain.data.packing.token_documents import TokenArrays
 from hpctrain.errors import DataError, UsageError
 
 
@@ -280,7 +280,7 @@ def test_samples_that_make_no_dataset_are_refused(tmp_path: Path, yielded: Any, 
 
 def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-packing.md"
+    guide = Path(__file__).resolve().parents[4] / "docs" / "guides" / "data-packing.md"
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
     assert len(blocks) == 3
     names: dict[str, Any] = {}

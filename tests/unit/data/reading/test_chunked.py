@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, pack_arrays, pack_tokens
-from hpctrain.data import chunk_sources as sources
-from hpctrain.data.chunk_cache import Chunk, ChunkCache, ChunkKey
-from hpctrain.data.filters import fletcher32
-from hpctrain.data.index import index_files
-from hpctrain.data.manifest import Manifest, WindowList, write_manifest
-from hpctrain.data.token_windows import write_windows
+from hpctrain.data.format.manifest import Manifest, WindowList, write_manifest
+from hpctrain.data.format.token_windows import write_windows
+from hpctrain.data.hdf5.decode import fletcher32
+from hpctrain.data.indexing.index_files import index_files
+from hpctrain.data.reading import chunk_sources as sources
+from hpctrain.data.reading.chunk_cache import Chunk, ChunkCache, ChunkKey
 from hpctrain.errors import DataError, UsageError
 
 NUM_SAMPLES = 90

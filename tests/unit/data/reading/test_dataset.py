@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, Verify, pack_arrays, pack_tokens, read_manifest, verify
-from hpctrain.data.decode_threads import Task
-from hpctrain.data.index import index_files
-from hpctrain.data.manifest import _checksum
-from hpctrain.data.open_file import OpenFile
+from hpctrain.data.format.manifest import _checksum
+from hpctrain.data.indexing.index_files import index_files
+from hpctrain.data.reading.decode_pool import Task
+from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError, ExitCode
 
 NUM_SAMPLES = 100

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, Loader, pack_arrays, pack_tokens
-from hpctrain.data.io_mode import IoMode, choose, remote_type
-from hpctrain.data.manifest import Manifest, read_manifest, write_manifest
-from hpctrain.data.shard_check import check_shard
+from hpctrain.data.format.manifest import Manifest, read_manifest, write_manifest
+from hpctrain.data.format.shard_check import check_shard
+from hpctrain.data.reading.io_mode import IoMode, choose, remote_type
 from hpctrain.errors import DataError, ExitCode
 
 NUM_SAMPLES = 100
@@ -181,7 +181,7 @@ def test_auto_maps_what_fits_and_reads_the_rest(packed: Path) -> None:
 
 
 def test_a_remote_filesystem_is_read(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.data.io_mode.remote_type", lambda path: "lustre")
+    monkeypatch.setattr("hpctrain.data.reading.io_mode.remote_type", lambda path: "lustre")
     assert Dataset.open(packed).io is IoMode.READ
 
 
@@ -225,7 +225,7 @@ def test_an_indexed_file_is_trusted_while_it_is_as_it_was(
     dataset = Dataset.open(indexed)
     assert np.array_equal(dataset.gather(np.arange(NUM_SAMPLES))["large"], arrays()["large"])
     with monkeypatch.context() as patched:  # its place is in the manifest: HDF5 is not asked
-        patched.setattr("hpctrain.data.hdf5.inspect", None)
+        patched.setattr("hpctrain.data.hdf5.layout.inspect", None)
         layouts = check_shard(indexed, manifest=manifest, entry=manifest.shards[1])
     assert layouts["large"].shape == (15, 40, 32)
     os.utime(packed / "shard-00001.h5")

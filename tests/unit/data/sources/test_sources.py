@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from hpctrain.data import Dataset, Manifest
-from hpctrain.data.compression import Codec
-from hpctrain.data.pack_source import pack_source
-from hpctrain.data.sources import SourceOptions
-from hpctrain.data.sources_images import Colour, parse_size
-from hpctrain.data.sources_tables import parse_fields
-from hpctrain.data.sources_text import TextDocuments
+from hpctrain.data.hdf5.encode import Codec
+from hpctrain.data.packing.pack_source import pack_source
+from hpctrain.data.sources.images import Colour, parse_size
+from hpctrain.data.sources.registry import SourceOptions
+from hpctrain.data.sources.tables import parse_fields
+from hpctrain.data.sources.text import TextDocuments
 from hpctrain.errors import DataError, UsageError
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from hpctrain.data import Batch, Dataset, Loader, TransformContext, WorkerPool, pack_arrays
-from hpctrain.data.shared_arrays import map_arrays, write_arrays
-from hpctrain.data.worker_handle import worker_environment
+from hpctrain.data.transforms.shared_memory import map_arrays, write_arrays
+from hpctrain.data.transforms.worker_handle import worker_environment
 from hpctrain.errors import DataError, ExitCode, RecipeError
-from tests.unit import worker_transforms
+from tests.unit.data.transforms import worker_transforms
 
 NUM_SAMPLES = 60
-BY_NAME = "tests.unit.worker_transforms:"
+BY_NAME = "tests.unit.data.transforms.worker_transforms:"
 
 
 @pytest.fixture(scope="module")
@@ -246,13 +246,13 @@ def test_workers_end_and_memory_is_freed_when_their_parent_is_killed(
         "import sys\n"
         "from hpctrain.data import Dataset, Loader\n"
         "loader = Loader(Dataset.open(sys.argv[1]), global_batch=4,"
-        " transform='tests.unit.worker_transforms:slow', workers=1)\n"
+        " transform='tests.unit.data.transforms.worker_transforms:slow', workers=1)\n"
         "next(loader.epoch(0))\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program, str(dataset.directory)],
         env={**os.environ, "HPCTRAIN_TEST_MARK": str(mark)},
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=Path(__file__).resolve().parents[4],
     )
     try:
         assert wait_until(lambda: mark.exists() and mark.read_text(), timeout_s=30)
@@ -321,7 +321,7 @@ def test_shared_arrays_are_private_to_the_process_that_maps_them() -> None:
 
 
 def test_the_python_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "data-workers.md"
+    guide = Path(__file__).resolve().parents[4] / "docs" / "guides" / "data-workers.md"
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.transform import TransformContext
+from hpctrain.data.transforms.transform import TransformContext
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.choice import (
+from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
+from hpctrain.reduce.autotune.decision import (
     LEAST_BUCKETS,
     SMALLEST_BUCKET_BYTES,
     Choice,
@@ -17,7 +18,6 @@ from hpctrain.reduce.choice import (
     measurements_from_json,
     measurements_to_json,
 )
-from hpctrain.reduce.cost import Candidate, Cost, Measurement
 
 SIZES = st.integers(1, 1 << 26)
 SECONDS = st.floats(1e-7, 10)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpctrain.comm import Collective, ReduceOp, World
-from hpctrain.comm.forwarding import Forwarding
-from hpctrain.comm.threads import run_threads
-from hpctrain.reduce.levels import SOME_BYTES, Level, measure_levels
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.comm.interface.world_forwarding import Forwarding
+from hpctrain.reduce.autotune.link_speed import SOME_BYTES, Level, measure_levels
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")

@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from hpctrain.comm import World
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.errors import BufferMismatch, CheckpointError, CommunicationError, UsageError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.auto_choice import AutoChoice, CalibrationFiles, Measured, bucket_sizes, find_choice
-from hpctrain.reduce.auto_reducer import AutoReducer
-from hpctrain.reduce.buckets import Bucket, GradientSpec, Slot, plan_buckets
-from hpctrain.reduce.calibration import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Calibration, calibrate
-from hpctrain.reduce.choice import Choice
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.cost import Candidate, Measurement
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.link_floor import LinkFloor
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.patience import run_to_end
-from hpctrain.reduce.reducer import BucketReducer, StateTensor
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.autotune.cost_model import Candidate, Measurement
+from hpctrain.reduce.autotune.decision import Choice
+from hpctrain.reduce.autotune.link_bound import LinkFloor
+from hpctrain.reduce.autotune.trials import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Calibration, calibrate
+from hpctrain.reduce.autotune.tune import AutoChoice, CalibrationFiles, Measured, bucket_sizes, find_choice
+from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
+from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, StateTensor
+from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")
@@ -244,7 +244,7 @@ CANDIDATES = (Candidate("flat", "fp32"), Candidate("direct", "fp32"))
 
 
 def make_real(world: World, topology: Topology, *, made: list[str]) -> Callable[[str, str], BucketReducer]:
-    from hpctrain.reduce.codecs import codec_named
+    from hpctrain.reduce.codecs.registry import codec_named
 
     def make(algorithm: str, wire: str) -> BucketReducer:
         made.append(algorithm)

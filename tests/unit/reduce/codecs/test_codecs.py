@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.codec import Codec
-from hpctrain.reduce.codecs import CODEC_NAMES, codec_named
-from hpctrain.reduce.scratch import PIECE
+from hpctrain.reduce.codecs.cache_scratch import PIECE
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.registry import CODEC_NAMES, codec_named
 
 DTYPES = (torch.float32, torch.float64)
 # None, one, around a block, around what is worked on at a time.

@@ -10,10 +10,10 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.errors import UsageError
-from hpctrain.reduce.low_rank import LowRankReducer
-from hpctrain.reduce.low_rank_memory import matrix_shape
+from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
+from hpctrain.reduce.collective_reducers.power_sgd_factors import matrix_shape
 from hpctrain.topology import Topology
-from tests.unit.bucket_steps import (
+from tests.unit.reduce.bucket_steps import (
     SHAPES,
     Gradients,
     Steps,
@@ -24,7 +24,7 @@ from tests.unit.bucket_steps import (
     true_sums,
     whole_state,
 )
-from tests.unit.error_feedback_cases import RANK_COUNTS, ErrorFeedbackCases
+from tests.unit.reduce.error_feedback_cases import RANK_COUNTS, ErrorFeedbackCases
 
 
 class TestLowRank(ErrorFeedbackCases):

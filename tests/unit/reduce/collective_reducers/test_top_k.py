@@ -9,10 +9,10 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import Bucket, Slot
-from hpctrain.reduce.top_k import TopKMessage, TopKReducer
+from hpctrain.reduce.collective_reducers.top_k import TopKMessage, TopKReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.topology import Topology
-from tests.unit.bucket_steps import (
+from tests.unit.reduce.bucket_steps import (
     Steps,
     buckets_of,
     in_gradient_space,
@@ -20,7 +20,7 @@ from tests.unit.bucket_steps import (
     random_gradients,
     true_sums,
 )
-from tests.unit.error_feedback_cases import RANK_COUNTS, ErrorFeedbackCases
+from tests.unit.reduce.error_feedback_cases import RANK_COUNTS, ErrorFeedbackCases
 
 
 class TestTopK(ErrorFeedbackCases):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.buckets import GradientSpec, completed_order, plan_buckets
+from hpctrain.reduce.contract.bucket_plan import GradientSpec, completed_order, plan_buckets
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 SPECS = st.lists(st.builds(GradientSpec, st.integers(0, 300), DTYPES), min_size=1, max_size=30)

@@ -13,10 +13,10 @@ from torch.nn import functional
 from hpctrain.comm import World
 from hpctrain.errors import DivergedError, UsageError
 from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.make import ReducerMaker
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
-from tests.unit.updater_cases import (
+from tests.unit.reduce.data_parallel.updater_cases import (
     Net,
     Watched,
     batch,

@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from hpctrain.comm import World
-from hpctrain.comm.serial import SerialWorld
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.local_reducer import LocalReducer
-from hpctrain.reduce.reducer import BucketReducer
-from tests.unit.updater_cases import Net, batch, make, on_threads, reducer_for
+from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from tests.unit.reduce.data_parallel.updater_cases import Net, batch, make, on_threads, reducer_for
 
 VIEWED = [torch.float32, torch.float64]
 COPIED = [torch.bfloat16, torch.float16, torch.complex64, torch.complex128]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import DivergedError, ExitCode
-from hpctrain.reduce.scale import LARGEST, SMALLEST, LossScale
+from hpctrain.reduce.data_parallel.loss_scale import LARGEST, SMALLEST, LossScale
 
 
 def test_an_overflow_halves_the_scale_and_good_steps_double_it() -> None:

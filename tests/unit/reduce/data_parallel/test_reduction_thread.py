@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.errors import CommunicationError
-from hpctrain.reduce.pipeline import MAX_IN_BACKGROUND, ReductionPipeline
+from hpctrain.reduce.data_parallel.reduction_thread import MAX_IN_BACKGROUND, ReductionPipeline
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,12 @@ import torch
 from hpctrain.checkpoint import Checkpoint, load, save
 from hpctrain.comm import World
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.codecs import codec_named
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology
 from hpctrain.train.state import Position, TrainingState
-from tests.unit.updater_cases import Watched, on_threads, reducer_for
+from tests.unit.reduce.data_parallel.updater_cases import Watched, on_threads, reducer_for
 
 IDENTITY = {"dataset": "none"}
 

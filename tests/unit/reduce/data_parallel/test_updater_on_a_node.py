@@ -14,17 +14,17 @@ import torch
 from hpctrain.comm import World
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce import add as add_module
-from hpctrain.reduce import engine as engine_module
-from hpctrain.reduce import make as make_module
-from hpctrain.reduce.add import add_in_numpy
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.buckets import FLAG_GAP, Bucket
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.make import ReducerMaker
-from hpctrain.reduce.reducer import Numbers
+from hpctrain.reduce import factory as make_module
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.contract.bucket_plan import FLAG_GAP, Bucket
+from hpctrain.reduce.contract.bucket_reducer import Numbers
+from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.shared_memory import engine_reducer as engine_module
+from hpctrain.reduce.shared_memory import summation as add_module
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.summation import add_in_numpy
 from hpctrain.topology import Topology
-from tests.unit.updater_cases import closeness, on_threads, plain_torch, train
+from tests.unit.reduce.data_parallel.updater_cases import closeness, on_threads, plain_torch, train
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -11,8 +11,8 @@ import torch
 from hpctrain.comm import World
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.reducer import StateTensor
-from tests.unit.updater_cases import Watched, on_threads, reducer_for
+from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from tests.unit.reduce.data_parallel.updater_cases import Watched, on_threads, reducer_for
 
 
 class Crossed(torch.nn.Module):

@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional
 
 from hpctrain.comm import World, make_two_level
-from hpctrain.comm.threads import run_threads
+from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.buckets import Bucket
-from hpctrain.reduce.collective_reducer import CollectiveReducer
-from hpctrain.reduce.local_reducer import LocalReducer
-from hpctrain.reduce.reducer import BucketReducer
+from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
+from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology
 
 BATCH = 24

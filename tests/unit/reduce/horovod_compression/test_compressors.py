@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import hpctrain
 from hpctrain.errors import UsageError
-from hpctrain.reduce.hvd_compression import Compression, HvdCompression
-from hpctrain.reduce.hvd_packing import pack, unpack
+from hpctrain.reduce.horovod_compression.compressors import Compression, HvdCompression
+from hpctrain.reduce.horovod_compression.int8_packing import pack, unpack
 
 Make = Callable[..., HvdCompression]
 KINDS: dict[str, Make] = {"fp16": Compression.fp16, "int8": Compression.int8}

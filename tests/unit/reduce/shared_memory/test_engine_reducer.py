@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch, CheckpointError
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.codecs import codec_named
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.reducer import BucketReducer, StateTensor
-from hpctrain.reduce.spans import Place, Span, chunks_of, cut, one_rank_nodes
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer, StateTensor
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.partition import Place, Span, chunks_of, cut, one_rank_nodes
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.threads import ThreadsWorld, run_threads
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch
-from hpctrain.reduce.add import PIECE_ELEMS
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.buckets import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.node_memory import MAX_NUMBERS
-from hpctrain.reduce.norm import ROW_ELEMS
-from hpctrain.reduce.patience import run_to_end
-from tests.unit.test_engine import CPU, engine, sum_all, topology_of, values_of
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
+from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.data_parallel.gradient_norm import ROW_ELEMS
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS
+from hpctrain.reduce.shared_memory.summation import PIECE_ELEMS
+from tests.unit.reduce.shared_memory.test_engine_reducer import CPU, engine, sum_all, topology_of, values_of
 
 SIZES = [1, 2, 5, ROW_ELEMS - 1, ROW_ELEMS, 3 * ROW_ELEMS + 17, PIECE_ELEMS + 1, 4 * PIECE_ELEMS + ROW_ELEMS]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.reduce import add as add_module
-from hpctrain.reduce.add import COMPILED, PIECE_ELEMS, add, add_in_numpy
+from hpctrain.reduce.shared_memory import summation as add_module
+from hpctrain.reduce.shared_memory.summation import COMPILED, PIECE_ELEMS, add, add_in_numpy
 
 compiled = pytest.mark.skipif(COMPILED is None, reason="hpctrain was installed without a compiler")
 # On both sides of what the compiled sum takes at a time, and of what numpy does.
@@ -98,7 +98,7 @@ def test_squares_beyond_float32_are_numbers() -> None:
     ],
 )
 def test_arrays_that_are_not_alike_are_refused(parts: list[Any], into: list[Any]) -> None:
-    from hpctrain.reduce._add import add as compiled_add
+    from hpctrain.reduce.shared_memory._add import add as compiled_add
 
     with pytest.raises(ValueError):
         compiled_add(tuple(parts), tuple(into), 0, 1.0)
@@ -106,7 +106,7 @@ def test_arrays_that_are_not_alike_are_refused(parts: list[Any], into: list[Any]
 
 @compiled
 def test_memory_that_is_only_to_be_read_is_not_written_to() -> None:
-    from hpctrain.reduce._add import add as compiled_add
+    from hpctrain.reduce.shared_memory._add import add as compiled_add
 
     closed = np.zeros(3, dtype=np.float32)
     closed.flags.writeable = False

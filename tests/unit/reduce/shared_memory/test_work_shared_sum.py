@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.threads import ThreadsWorld, run_threads
-from hpctrain.reduce import add as add_module
-from hpctrain.reduce import engine as engine_module
-from hpctrain.reduce.add import COMPILED
-from hpctrain.reduce.algorithm import Algorithm
-from hpctrain.reduce.buckets import Bucket, GradientSpec, milestones, plan_buckets
-from hpctrain.reduce.engine import EngineReducer
-from hpctrain.reduce.node_sum import PIECE_ELEMS
+from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
+from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, milestones, plan_buckets
+from hpctrain.reduce.shared_memory import engine_reducer as engine_module
+from hpctrain.reduce.shared_memory import summation as add_module
+from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
+from hpctrain.reduce.shared_memory.summation import COMPILED
+from hpctrain.reduce.shared_memory.work_shared_sum import PIECE_ELEMS
 from tests.uneven_ranks import fill_and_sum
-from tests.unit.test_engine import CPU, engine, topology_of, values_of
+from tests.unit.reduce.shared_memory.test_engine_reducer import CPU, engine, topology_of, values_of
 
 compiled = pytest.mark.skipif(COMPILED is None, reason="hpctrain was installed without a compiler")
 SIZES = [0, 1, 1000, PIECE_ELEMS, PIECE_ELEMS + 1, 3 * PIECE_ELEMS, 7 * PIECE_ELEMS + 5]
@@ -177,7 +177,7 @@ def test_milestones_are_of_the_last_bucket_of_each_dtype() -> None:
 
 @compiled
 def test_a_compiled_file_of_an_earlier_version_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpctrain.reduce import _add
+    from hpctrain.reduce.shared_memory import _add
 
     assert add_module._compiled() is not None
     monkeypatch.setattr(_add, "VERSION", add_module.VERSION - 1)
@@ -207,7 +207,7 @@ def test_a_compiled_file_of_an_earlier_version_is_not_taken(monkeypatch: pytest.
     ],
 )
 def test_what_the_compiled_sum_is_not_made_for_is_refused(changed: str, value: Any) -> None:
-    from hpctrain.reduce._add import take
+    from hpctrain.reduce.shared_memory._add import take
 
     arguments: dict[str, Any] = {
         "parts": (np.zeros(4, np.float32), np.zeros(4, np.float32)),
@@ -228,7 +228,7 @@ def test_what_the_compiled_sum_is_not_made_for_is_refused(changed: str, value: A
 @compiled
 @pytest.mark.parametrize("flags", [np.zeros(15, np.int64), np.zeros(16), np.zeros((1, 16), np.int64)])
 def test_only_flags_are_filled(flags: Any) -> None:
-    from hpctrain.reduce._add import fill
+    from hpctrain.reduce.shared_memory._add import fill
 
     with pytest.raises(ValueError):
         fill(flags, 1)

@@ -1,0 +1,1 @@
+"""`hpctrain bench checkpoint`: how fast state is saved and loaded, against plain reads and writes."""

@@ -1,0 +1,1 @@
+"""`hpctrain bench data`: how fast a dataset is read, against plain reads of its bytes."""

@@ -1,0 +1,1 @@
+"""`hpctrain bench step`: training steps by number of ranks."""

@@ -1,0 +1,1 @@
+"""What a checkpoint is, as values: state, boxes, dtypes, link names, hashes, commit header, metadata."""

@@ -1,0 +1,1 @@
+"""Which checkpoints are kept, deleted or recycled, and how often to save."""

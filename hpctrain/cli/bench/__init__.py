@@ -1,0 +1,1 @@
+"""`hpctrain bench`: the group, and its commands."""

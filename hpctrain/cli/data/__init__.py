@@ -1,0 +1,1 @@
+"""`hpctrain data`: the group, and its commands."""

@@ -1,0 +1,1 @@
+"""Horovod, MPI, threads, serial; opening one of them; probing the libraries."""

@@ -1,0 +1,1 @@
+"""The dataset directory on disk: manifest, shard files, token windows, statistics."""

@@ -1,0 +1,1 @@
+"""Block hashes: checked while training and offline; damaged samples are skipped."""

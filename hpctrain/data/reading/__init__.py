@@ -1,0 +1,1 @@
+"""Samples by index into arrays: `Dataset`, open shards, field readers, the decode pool."""

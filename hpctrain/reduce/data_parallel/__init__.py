@@ -1,0 +1,1 @@
+"""The all-reduce updater: gradients as views of buckets, loss scale, reduction thread, norm."""

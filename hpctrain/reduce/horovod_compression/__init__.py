@@ -1,0 +1,1 @@
+"""`Compression` for scripts that stay plain Horovod. Imports nothing else of `hpctrain.reduce`."""

@@ -1,0 +1,1 @@
+"""The engine: buckets in memory that a node's ranks share, chunks between nodes, compiled sums."""

@@ -1,0 +1,1 @@
+"""What `hpctrain doctor` examines on a rank, and what it says about the facts of all ranks."""

@@ -1,0 +1,1 @@
+"""The recipe: its sections as validated values, read from a TOML file."""
