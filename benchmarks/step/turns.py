@@ -62,6 +62,17 @@ def samples_per_s(ranks: Sequence[StepRecords], *, first: int, last: int) -> flo
     return samples / max(sum(rank.steps[step]["seconds"]["step"] for step in steps) for rank in ranks)
 
 
+def samples_per_s_apart(
+    ranks: Sequence[StepRecords], *, firsts: Sequence[int], lasts: Sequence[int]
+) -> float:
+    """Of ranks that do not wait for each other: each one's samples over its own time, added up."""
+    total = 0.0
+    for rank, first, last in zip(ranks, firsts, lasts, strict=True):
+        steps = [rank.steps[step] for step in range(first, last + 1)]
+        total += sum(s["samples"] for s in steps) / sum(s["seconds"]["step"] for s in steps)
+    return total
+
+
 class Run:
     """One training run. start_s: how long it may take until the first steps; turn_s: how long a turn may."""
 
@@ -116,8 +127,9 @@ class Run:
 
         at_most_s: after that the turn ends with fewer steps, but not with none.
         """
-        before = self._read()
-        first = before + settle + 1
+        firsts = [rank.read() + settle + 1 for rank in self._ranks]
+        first = max(firsts)
+        before = first - settle - 1
         self._signal(signal.SIGCONT)
         try:
             began_s = time.monotonic()
@@ -125,6 +137,10 @@ class Run:
             self._wait_for(before + settle + steps, until_s=began_s + at_most_s, or_fail=False)
         finally:
             self._signal(signal.SIGSTOP)
+        if self.variant.alone:
+            return samples_per_s_apart(
+                self._ranks, firsts=firsts, lasts=[rank.read() for rank in self._ranks]
+            )
         last = min(self._read(), before + settle + steps)
         return samples_per_s(self._ranks, first=first, last=last)
 

@@ -15,7 +15,7 @@ from benchmarks.step.figures import NotMeasured, best_of, failed_record, paired,
 from benchmarks.step.horovod_loop import parameter_groups
 from benchmarks.step.measure import Found, plain
 from benchmarks.step.places import launch_words, user_environment
-from benchmarks.step.turns import StepRecords, samples_per_s
+from benchmarks.step.turns import StepRecords, samples_per_s, samples_per_s_apart
 from benchmarks.step.variants import (
     ALONE,
     CELLS,
@@ -179,6 +179,8 @@ def test_samples_per_second_are_over_the_rank_that_took_longest(tmp_path: Path) 
             file.write('ep", "step": 4, "samples": 8, "seconds": {"step": 9.0}}\n')
         assert ranks[-1].read() == 4
     assert samples_per_s(ranks, first=2, last=3) == pytest.approx(32 / 2.0)
+    # Ranks that never communicate are at different steps: the first is at 8 / 0.5, the second at 8 / 1.0.
+    assert samples_per_s_apart(ranks, firsts=[2, 1], lasts=[3, 1]) == pytest.approx(16 + 8)
 
 
 def test_ranks_are_started_as_a_user_would(monkeypatch: pytest.MonkeyPatch) -> None:
