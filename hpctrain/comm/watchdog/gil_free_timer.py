@@ -128,9 +128,8 @@ def _speak(words: Sequence[str]) -> None:
     directory, (rank, num_ranks, pid) = Path(words[0]), map(int, words[1:4])
     patience_s, look_s, since = map(float, words[4:7])
     # Without torch, which the packages' own __init__ would load for seconds.
-    here = Path(__file__).resolve().parent
-    packages = (("hpctrain", here.parents[1]), ("hpctrain.comm", here.parent))
-    for name, path in packages:
+    folder = Path(__file__).resolve().parent
+    for name, path in (("hpctrain", folder.parents[1]), ("hpctrain.comm", folder.parent)):
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
