@@ -38,8 +38,8 @@ test: lint ## all tests, with real MPI ranks
 	$(BIN)python -m pytest tests/ranks tests/faults tests/cluster
 
 trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; some ten minutes
-	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/test_checkpoint_mounts.py \
-	  tests/faults/test_checkpoint_crashes.py tests/unit/checkpoint/format/test_metadata_fuzz.py
+	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/checkpoint/test_mounts.py \
+	  tests/faults/checkpoint/test_crashes.py tests/unit/checkpoint/format/test_metadata_fuzz.py
 
 test-fast: setup ## the tests that start no MPI ranks
 	$(BIN)python -m pytest tests/unit tests/contract -m "not launches"

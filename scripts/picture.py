@@ -4,7 +4,7 @@
 
 The commands run in a temporary folder, on this checkout. Nothing is edited but the paths of the checkout and of the
 Python environment, which are shown as `.` and `.venv`. The text is in the file twice: drawn, in lines of WIDTH
-characters, and as it was printed, in <desc>. tests/ranks/test_picture.py compares it with what the code prints now.
+characters, and as it was printed, in <desc>. tests/ranks/train/test_picture.py compares it with what the code prints.
 """
 
 from __future__ import annotations

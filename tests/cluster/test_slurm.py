@@ -176,7 +176,7 @@ def test_a_killed_rank_ends_the_job_within_ten_seconds(cluster: Cluster, folder:
 def test_ranks_of_plain_srun_start_anew_once_where_they_outnumber_the_cores(cluster: Cluster) -> None:
     """The cluster itself sets what this would find: all its nodes share one machine's cores."""
     plain = ["env", "-u", "LD_PRELOAD", "-u", "OMPI_MCA_mpi_yield_when_idle", "srun", "--nodes=2"]
-    rank = ["python", "-m", "tests.ranks.restart_rank", "rank"]
+    rank = ["python", "-m", "tests.ranks.launch.restart_rank", "rank"]
     for options, expected in (
         (["--ntasks=6", "--overcommit"], [True, "1", False]),
         (["--ntasks=2"], [False, None, False]),

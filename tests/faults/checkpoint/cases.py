@@ -15,8 +15,8 @@ from hpctrain.checkpoint import Replicated, State, load_newest_good, save
 from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.comm.watchdog.monitored_world import Monitored
 from hpctrain.errors import CheckpointError, ExitCode
-from tests.faults.checkpoint_mounts import Mount, bind, own_mounts
-from tests.faults.checkpoint_saves import WAYS, save_state
+from tests.faults.checkpoint.mounts import Mount, bind, own_mounts
+from tests.faults.checkpoint.saves import WAYS, save_state
 
 NOBODY = 65534
 

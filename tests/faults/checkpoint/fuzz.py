@@ -1,5 +1,5 @@
 """Checkpoints whose metadata somebody has changed, and sealed again with hashes that fit. Run in a process of its own
-as `python -m tests.faults.checkpoint_fuzz DIRECTORY EXAMPLES`; prints one line of JSON.
+as `python -m tests.faults.checkpoint.fuzz DIRECTORY EXAMPLES`; prints one line of JSON.
 
 Each is an error or loads; nothing else may happen: no other exception, not much time, not much memory (a limit on this
 process), no code run, no file opened that is not the checkpoint's.

@@ -1,6 +1,6 @@
 """Saves on a filesystem that several nodes have mounted and that fails: killed ranks, dead mounts, errors.
 
-Run as `python -m tests.faults.checkpoint_mount_trials DIRECTORY '{"NAME": COUNT, ...}'`; prints one line of JSON.
+Run as `python -m tests.faults.checkpoint.mount_trials DIRECTORY '{"NAME": COUNT, ...}'`; prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
-from tests.faults.checkpoint_mounts import Nodes, own_mounts
-from tests.faults.checkpoint_power_loss import states_after, write_out
-from tests.faults.checkpoint_process_ranks import Ended, in_a_fork
-from tests.faults.checkpoint_saves import (
+from tests.faults.checkpoint.mounts import Nodes, own_mounts
+from tests.faults.checkpoint.power_loss import states_after, write_out
+from tests.faults.checkpoint.process_ranks import Ended, in_a_fork
+from tests.faults.checkpoint.saves import (
     NUM_RANKS,
     WAYS,
     Reports,

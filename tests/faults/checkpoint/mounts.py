@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.faults.checkpoint_process_ranks import Ranks, start_ranks
+from tests.faults.checkpoint.process_ranks import Ranks, start_ranks
 
 PROGRAM = Path(__file__).with_name("faulty_filesystem.py")
 _NEW_MOUNTS, _PRIVATE, _BIND, _DETACH = 0x20000, (1 << 18) | (1 << 14), 4096, 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TRIALS = int(os.environ.get("HPCTRAIN_TRIALS", "12"))
 
 pytestmark = pytest.mark.timeout(1000)
@@ -194,7 +194,7 @@ def run_trials(name: str, tmp_path: Path, *, preload: Path | None = None, trials
     if preload is not None:
         environment["LD_PRELOAD"] = str(preload)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.checkpoint_trials", str(directory), name, str(trials)],
+        [sys.executable, "-m", "tests.faults.checkpoint.trials", str(directory), name, str(trials)],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,

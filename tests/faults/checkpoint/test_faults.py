@@ -16,7 +16,7 @@ import pytest
 from hpctrain.checkpoint import load_newest_good, save
 from hpctrain.checkpoint.files.checkpoint_names import partial_files
 from hpctrain.comm.backends.serial_world import SerialWorld
-from tests.faults import checkpoint_cases as cases
+from tests.faults.checkpoint import cases as cases
 from tests.ranks_launcher import REPOSITORY, run_ranks, start_command
 
 pytestmark = pytest.mark.launches
@@ -76,7 +76,7 @@ def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
     directory.mkdir()
     program = (
         "import sys; from hpctrain.comm.backends.mpi_world import MpiWorld; "
-        "from tests.faults.checkpoint_cases import save_until_killed; "
+        "from tests.faults.checkpoint.cases import save_until_killed; "
         f"save_until_killed(MpiWorld.open(), {str(directory)!r}, {engine!r})"
     )
     reported = tmp_path / "reported"

@@ -14,11 +14,11 @@ import pytest
 
 from hpctrain.checkpoint import load_newest_good
 from hpctrain.comm.backends.serial_world import SerialWorld
-from tests.faults import checkpoint_cases as cases
-from tests.faults.checkpoint_mounts import why_not
+from tests.faults.checkpoint import cases as cases
+from tests.faults.checkpoint.mounts import why_not
 from tests.ranks_launcher import run_ranks
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 # Of each long trial, so many; `HPCTRAIN_TRIALS=300` for a thorough run.
 TRIALS = int(os.environ.get("HPCTRAIN_TRIALS", "12"))
 THOROUGH = TRIALS >= 100
@@ -53,7 +53,7 @@ def results(can_mount: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """All trials are run by one process: a start of torch for each would take longer than they do."""
     directory = str(tmp_path_factory.mktemp("trials"))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.checkpoint_mount_trials", directory, json.dumps(COUNTS)],
+        [sys.executable, "-m", "tests.faults.checkpoint.mount_trials", directory, json.dumps(COUNTS)],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

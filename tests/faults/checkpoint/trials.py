@@ -1,5 +1,5 @@
 """Many saves that are killed or fail, in forked children of one process: a start of torch for each would take
-minutes. Run as `python -m tests.faults.checkpoint_trials DIRECTORY NAME`; prints one line of JSON.
+minutes. Run as `python -m tests.faults.checkpoint.trials DIRECTORY NAME`; prints one line of JSON.
 
 With the library of `test_checkpoint_crashes.py` preloaded, the environment variable CHECKPOINT_FAULT makes
 the n-th file operation of a child fail, be cut short, or kill it.

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.reduction.places import OneNode, RanksFailed
 from benchmarks.starting import REPOSITORY, without_places
 from hpctrain.launch import plan_launch, survey_machine
-from tests.ranks import bench_reduction_cases
+from tests.ranks.bench import reduction_cases
 from tests.ranks_launcher import OUTER_LAUNCHER, run_ranks
 
 pytestmark = pytest.mark.launches
@@ -54,7 +54,7 @@ def test_a_launch_that_fails_says_why() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_plain_mpi_takes_the_mean_in_the_loss_as_ours_does(num_ranks: int) -> None:
-    outputs = run_ranks(num_ranks, bench_reduction_cases.plain_mpi_and_ours).outputs
+    outputs = run_ranks(num_ranks, reduction_cases.plain_mpi_and_ours).outputs
     for found in outputs:
         assert found["sent off its part of the mean"] < 1e-6 * found["largest gradient"] + 1e-7
         assert found["parameters apart"] < 1e-6

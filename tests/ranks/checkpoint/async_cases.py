@@ -12,7 +12,7 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.mpi_world import MpiWorld
 from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology
-from tests.ranks.training_cases import STEPS, Classifier, train
+from tests.ranks.train.training_cases import STEPS, Classifier, train
 
 # Slow enough that many steps are done before a checkpoint of some 30 kB is on disk.
 CHECKPOINT = {"mode": "async", "every_steps": 20, "limit_mb_per_s": 0.2, "keep": 9, "engine": "direct"}

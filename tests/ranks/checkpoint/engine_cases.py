@@ -23,7 +23,7 @@ from hpctrain.checkpoint.files.filesystem_type import Filesystem
 from hpctrain.comm.collectives.agreement import agreed
 from hpctrain.comm.watchdog.monitored_world import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError
-from tests.ranks.checkpoint_cases import digests
+from tests.ranks.checkpoint.save_cases import digests
 
 # kind -> (pieces, their greatest length, least length, whether ranks own them in turn or each a part of the file)
 PATTERNS = {

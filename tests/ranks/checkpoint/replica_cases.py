@@ -14,8 +14,8 @@ from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
 from hpctrain.comm import World, all_gather_json
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.train.state import Position, TrainingState
-from tests.ranks.tiers_cases import open_tiers
-from tests.ranks.training_cases import Classifier, train
+from tests.ranks.checkpoint_tiers.tiers_cases import open_tiers
+from tests.ranks.train.training_cases import Classifier, train
 from tests.sessions import session_over
 from tests.unit.checkpoint.states import same_bits
 

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from hpctrain.checkpoint.saving.save_requests import ask_for_save
 from hpctrain.data import pack_arrays
 from hpctrain.errors import ExitCode
-from tests.ranks import async_checkpoint_cases as cases
+from tests.ranks.checkpoint import async_cases as cases
 from tests.ranks_launcher import run_ranks, start_command
 
 pytestmark = pytest.mark.launches

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.engine_cases import engines_of_every_size
+from tests.ranks.checkpoint.engine_cases import engines_of_every_size
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import checkpoint_load_cases as cases
+from tests.ranks.checkpoint import load_cases as cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from hpctrain.data import pack_arrays
-from tests.ranks import replica_cases as cases
+from tests.ranks.checkpoint import replica_cases as cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(480)]

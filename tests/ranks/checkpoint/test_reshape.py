@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.checkpoint import Shard, load, save
 from hpctrain.comm.backends.threads_world import run_threads
-from tests.ranks import checkpoint_reshape_cases as cases
+from tests.ranks.checkpoint import reshape_cases as cases
 from tests.ranks_launcher import run_ranks
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 

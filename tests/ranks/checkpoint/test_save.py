@@ -10,7 +10,7 @@ import pytest
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
-from tests.ranks import checkpoint_cases as cases
+from tests.ranks.checkpoint import save_cases as cases
 from tests.ranks_launcher import run_command, run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(600)]

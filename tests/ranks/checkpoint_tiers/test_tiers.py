@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import tiers_cases as cases
+from tests.ranks.checkpoint_tiers import tiers_cases as cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import comm_cases
+from tests.ranks.comm import comm_cases
 from tests.ranks_launcher import run_command, run_ranks
 
 pytestmark = pytest.mark.launches
@@ -141,7 +141,7 @@ def test_a_sessions_own_reductions_do_not_start_horovod_and_its_own_do() -> None
 @needs_horovod
 def test_horovod_runs_where_mpi4py_is_missing() -> None:
     argv = ["-c", "import sys, runpy; sys.modules['mpi4py'] = None; sys.argv = ['x', *sys.argv[1:]]; "]
-    argv[1] += "runpy.run_module('tests.ranks.comm_cases', run_name='__main__')"
+    argv[1] += "runpy.run_module('tests.ranks.comm.comm_cases', run_name='__main__')"
     result = run_command(2, [sys.executable, *argv, "auto"], expect=0)
     for rank in range(2):  # lines of two ranks may come as one
         assert f"rank {rank} of 2 over horovod, mpi4py False" in result.stdout

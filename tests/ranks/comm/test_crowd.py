@@ -32,7 +32,7 @@ def on_two_cpus(*command: str | Path) -> list[str]:
 
 
 def own_script(backend: str, directory: Path) -> list[str]:
-    return [sys.executable, "-m", "tests.ranks.crowd_rank", backend, str(directory)]
+    return [sys.executable, "-m", "tests.ranks.comm.crowd_rank", backend, str(directory)]
 
 
 def found_by_ranks(directory: Path) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ THROUGH_A_SHELL = ["bash", "-c", '"$0" "$@"; exit $?']
 def test_a_rank_starts_anew_once_where_ranks_outnumber_cores(
     options: list[str], num_ranks: int, expected: bool, between: list[str]
 ) -> None:
-    rank = [*between, sys.executable, "-m", "tests.ranks.restart_rank", "an argument"]
+    rank = [*between, sys.executable, "-m", "tests.ranks.launch.restart_rank", "an argument"]
     result = run_command(None, on_two_cpus(*MPIRUN, *options, "-n", str(num_ranks), *rank), expect=0)
     line = f"an argument: {[expected, '1' if expected else None, False]}"
     assert result.stdout.splitlines() == [line] * num_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.watchdog.rank_status import read_ending
-from tests.ranks import comm_cases
+from tests.ranks.comm import comm_cases
 from tests.ranks_launcher import Launched, run_ranks, start_command
 
 pytestmark = pytest.mark.launches
@@ -47,7 +47,7 @@ def wait_for(path: Path, *, launched: Launched, timeout_s: float = 60) -> str:
 def test_a_stopped_process_is_named_by_the_others(tmp_path: Path) -> None:
     """SIGSTOP: the rank cannot run a line of Python, nor answer anybody."""
     argv = [sys.executable, "-m", "tests.ranks_launcher"]
-    argv += ["tests.ranks.comm_cases:one_rank_leaves_a_trace_and_stops", "mpi", f'["{tmp_path}"]']
+    argv += ["tests.ranks.comm.comm_cases:one_rank_leaves_a_trace_and_stops", "mpi", f'["{tmp_path}"]']
     argv += [str(tmp_path), "90", "2"]
     with start_command(2, argv) as launched:
         os.kill(int(wait_for(tmp_path / "pid", launched=launched)), signal.SIGSTOP)

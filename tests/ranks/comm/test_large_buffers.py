@@ -8,7 +8,7 @@ import shutil
 import psutil
 import pytest
 
-from tests.ranks import large_cases
+from tests.ranks.comm import large_buffer_cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = pytest.mark.launches
@@ -31,17 +31,19 @@ def needs_memory(num_bytes: float, *, shared: bool = False) -> None:
 
 def test_more_than_2_to_the_31_bytes() -> None:
     needs_memory(NUM_RANKS * 2.5 * MANY, shared=True)
-    run_ranks(NUM_RANKS, large_cases.sums, CASES, MANY // 4 + 1, "float32", backend="mpi", timeout_s=240)
+    run_ranks(
+        NUM_RANKS, large_buffer_cases.sums, CASES, MANY // 4 + 1, "float32", backend="mpi", timeout_s=240
+    )
 
 
 def test_more_than_2_to_the_31_elements() -> None:
     """In the fewest bytes that show it: the buckets of training are float32 or float64, and these float16."""
     needs_memory(NUM_RANKS * 3 * MANY)
     cases = [["ring", "fp16", "ab"], ["direct", "fp16", "ab"]]
-    run_ranks(NUM_RANKS, large_cases.sums, cases, MANY, "float16", backend="mpi", timeout_s=240)
+    run_ranks(NUM_RANKS, large_buffer_cases.sums, cases, MANY, "float16", backend="mpi", timeout_s=240)
 
 
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=needs_horovod)])
 def test_a_backend_sums_more_than_2_to_the_31_elements(backend: str) -> None:
     needs_memory(NUM_RANKS * 2.5 * MANY)
-    run_ranks(NUM_RANKS, large_cases.all_reduced, MANY, backend=backend, timeout_s=240)
+    run_ranks(NUM_RANKS, large_buffer_cases.all_reduced, MANY, backend=backend, timeout_s=240)

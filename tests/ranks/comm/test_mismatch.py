@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.comm.watchdog.rank_status import read_ending
-from tests.ranks import comm_cases, model_mismatch_cases
+from tests.ranks.comm import comm_cases, model_mismatch_cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = pytest.mark.launches

@@ -11,7 +11,7 @@ import torch
 from hpctrain.comm import World
 from hpctrain.errors import DataError
 from hpctrain.telemetry import read_records
-from tests.ranks.training_cases import Classifier, train
+from tests.ranks.train.training_cases import Classifier, train
 
 CHECKED: dict[str, dict[str, Any]] = {
     "run": {"precision": "fp64", "steps": 32},

@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import EpochOrder, pack_arrays, read_manifest
 from hpctrain.train import derive_seed
-from tests.ranks import damage_cases
-from tests.ranks.training_cases import GLOBAL_BATCH, train
+from tests.ranks.data import damage_cases
+from tests.ranks.train.training_cases import GLOBAL_BATCH, train
 from tests.ranks_launcher import run_ranks
 from tests.unit.data.integrity.test_verify import flip_bit
 

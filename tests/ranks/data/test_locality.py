@@ -18,7 +18,7 @@ from hpctrain.comm.interface.collective_files import LocalFiles
 from hpctrain.data import Dataset, pack_arrays
 from hpctrain.data.locality.collective_dataset import CollectiveDataset
 from hpctrain.errors import DataError
-from tests.ranks.data_locality_cases import everything_of_locality, expected_labels, same
+from tests.ranks.data.locality_cases import everything_of_locality, expected_labels, same
 from tests.ranks_launcher import run_ranks
 
 needs_horovod = pytest.mark.skipif(

@@ -1,6 +1,6 @@
 """What a rank does in the tests of `hpctrain launch`: no torch and no MPI, so that a launch takes a second.
 
-`python -m tests.ranks.launch_rank BEHAVIOUR DIRECTORY`. Each rank leaves what it saw in DIRECTORY.
+`python -m tests.ranks.launch.launch_rank BEHAVIOUR DIRECTORY`. Each rank leaves what it saw in DIRECTORY.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LAUNCH = [sys.executable, "-m", "hpctrain.cli.launch"]  # the root of the comman
 
 
 def launch_argv(num_ranks: int, behaviour: str, directory: Path, *options: str) -> list[str]:
-    rank = [sys.executable, "-m", "tests.ranks.launch_rank", behaviour, str(directory)]
+    rank = [sys.executable, "-m", "tests.ranks.launch.launch_rank", behaviour, str(directory)]
     return [*LAUNCH, "-n", str(num_ranks), *options, "--", *rank]
 
 

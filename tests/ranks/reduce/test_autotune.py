@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import auto_cases
+from tests.ranks.reduce import autotune_cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = pytest.mark.launches
@@ -31,10 +31,12 @@ needs_horovod = pytest.mark.skipif(
 def test_all_ranks_choose_the_same_and_sum_right(
     tmp_path: Path, backend: str, nodes: list[str], levels: list[str]
 ) -> None:
-    outputs = run_ranks(len(nodes), auto_cases.choose_and_sum, str(tmp_path), nodes, backend=backend).outputs
+    outputs = run_ranks(
+        len(nodes), autotune_cases.choose_and_sum, str(tmp_path), nodes, backend=backend
+    ).outputs
     assert outputs == [outputs[0]] * len(nodes)
     found = outputs[0]
-    assert found["sums right"] == [True] * 2 * len(auto_cases.NUMELS)
+    assert found["sums right"] == [True] * 2 * len(autotune_cases.NUMELS)
     assert found["same from the file"]
     assert found["sources"][0].startswith("measured in ")
     assert 0 < found["record"]["calibration_s"] < SECONDS_AT_MOST

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.reduce.algorithms import SPARSE_WIRES
-from tests.ranks import compressed_cases
+from tests.ranks.reduce import compressed_cases
 from tests.ranks_launcher import run_ranks
 from tests.unit.reduce.bucket_steps import on_ranks
 

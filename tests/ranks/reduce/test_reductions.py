@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import reduction_cases
+from tests.ranks.reduce import reduction_cases
 from tests.ranks_launcher import run_command, run_ranks
 
 pytestmark = pytest.mark.launches

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.reduce.algorithms import Algorithm
-from tests.ranks.wire_quality_cases import COURSES, Outcome, train
+from tests.ranks.reduce.wire_quality_cases import COURSES, Outcome, train
 
 # Each is trained once with every task; bytes of a step as a share of those of fp32. Round a ring of nodes int8 rounds
 # each partial sum. Low-rank knows nothing of nodes: it saves more than half of a ring over all ranks.

@@ -17,7 +17,7 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import pack_arrays
 from hpctrain.telemetry import read_records
 from hpctrain.topology import Topology
-from tests.ranks import training_cases
+from tests.ranks.train import training_cases
 from tests.ranks_launcher import RanksResult, run_ranks
 
 # The first test's set-up makes all launches: two minutes of two idle cores, more of a machine that has other work.

@@ -16,7 +16,7 @@ def test_changed_metadata_with_hashes_that_fit_is_an_error_or_loads_and_does_not
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.checkpoint_fuzz", str(tmp_path), str(EXAMPLES)],
+        [sys.executable, "-m", "tests.faults.checkpoint.fuzz", str(tmp_path), str(EXAMPLES)],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
