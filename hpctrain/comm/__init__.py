@@ -1,6 +1,7 @@
 """Communication: the contract, what is built on it, and the way to open a backend."""
 
 from hpctrain.comm.backends.open_world import OpenedWorld, open_world
+from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import (
     agreed,
     all_gather_json,
@@ -22,6 +23,7 @@ __all__ = [
     "Monitored",
     "OpenedWorld",
     "ReduceOp",
+    "SerialWorld",
     "TwoLevel",
     "World",
     "agreed",

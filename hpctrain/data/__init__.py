@@ -1,6 +1,7 @@
 """HDF5 shards with a manifest, a deterministic order, and batches prepared ahead."""
 
 from hpctrain.data.format.manifest import FieldSpec, Kind, Manifest, ShardEntry, TokenWindows, read_manifest
+from hpctrain.data.indexing.index_files import index_files
 from hpctrain.data.integrity.read_checker import (
     BlockChecker,
     CheckMode,
@@ -20,6 +21,8 @@ from hpctrain.data.loading.torch_dataset import (
     torch_iterable_dataset,
     torch_map_dataset,
 )
+from hpctrain.data.locality.memory_store import MemoryStore
+from hpctrain.data.locality.staged_dataset import StagedDataset
 from hpctrain.data.order.epoch_order import (
     ORDER_NAME,
     EpochOrder,
@@ -38,7 +41,7 @@ from hpctrain.data.order.order_spec import (
     Stratified,
     Weighted,
 )
-from hpctrain.data.packing.pack import Existing, pack_arrays, pack_tokens
+from hpctrain.data.packing.pack import Existing, pack_arrays, pack_iterator, pack_tokens
 from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.data.transforms.transform import TransformContext
 from hpctrain.data.transforms.worker_pool import WorkerPool
@@ -61,6 +64,7 @@ __all__ = [
     "LastBatch",
     "Loader",
     "Manifest",
+    "MemoryStore",
     "OnDamage",
     "Order",
     "OrderSpec",
@@ -69,6 +73,7 @@ __all__ = [
     "ShardEntry",
     "Shuffled",
     "Span",
+    "StagedDataset",
     "Stratified",
     "TokenWindows",
     "TorchIterableDataset",
@@ -80,8 +85,10 @@ __all__ = [
     "batch_spans",
     "batches_on",
     "check_while_reading",
+    "index_files",
     "make_checker",
     "pack_arrays",
+    "pack_iterator",
     "pack_tokens",
     "rank_share",
     "read_manifest",

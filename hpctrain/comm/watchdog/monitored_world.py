@@ -116,7 +116,7 @@ class MonitoredGroup:
             self._inner.barrier()
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.doing`."""
+        """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.doing_this(what)
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
@@ -223,7 +223,7 @@ class Monitored(Forwarding):
         self._watcher.step = step
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.doing`."""
+        """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.doing_this(what)
 
     @property
