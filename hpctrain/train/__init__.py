@@ -2,11 +2,10 @@
 
 from hpctrain.train.agreed_batches import agreed_batches
 from hpctrain.train.loop import Training
-from hpctrain.train.resume import Resumed, resume
-from hpctrain.train.run_totals import Totals
+from hpctrain.train.resumption import Resumed, resume
 from hpctrain.train.schedule import Decay, Schedule, scaled_lr
 from hpctrain.train.seeds import derive_seed, seed_generators
-from hpctrain.train.settings import CheckpointPolicy, LoopSettings
+from hpctrain.train.settings import CheckpointPolicy, LoopSettings, Totals
 from hpctrain.train.state import Position, TrainingState
 from hpctrain.train.task import Fields, Task, import_task
 

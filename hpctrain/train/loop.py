@@ -24,10 +24,9 @@ from hpctrain.train.checkpointing import Checkpointing, with_quality
 from hpctrain.train.damage_log import DamageLog
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.progress import ProgressLine
-from hpctrain.train.resume import Resumed
-from hpctrain.train.run_totals import Totals
+from hpctrain.train.resumption import Resumed
 from hpctrain.train.schedule import Schedule
-from hpctrain.train.settings import LoopSettings
+from hpctrain.train.settings import LoopSettings, Totals
 from hpctrain.train.state import Position, TrainingState
 from hpctrain.train.sync_batch_norm import communicates_in_forward
 from hpctrain.train.task import Task, takes_valid

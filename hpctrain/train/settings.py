@@ -1,4 +1,4 @@
-"""What the training loop is told, apart from the objects it works on."""
+"""What the training loop is given apart from the objects it works on, and what it returns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.checkpoint.retention.save_interval import FIRST_AFTER_S, Advice
 from hpctrain.checkpoint.saving.save import SaveOptions
 from hpctrain.checkpoint.saving.saver import SaveMode, WhenBusy
+from hpctrain.train.state import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,3 +57,19 @@ class LoopSettings:
     evaluation_samples: int | None = None  # None: all of them
     progress_every_s: float
     on_terminal: bool = False  # rank 0's output is a terminal that a person looks at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What the loop did, from its start or the checkpoint it resumed from to its end, as this rank saw it."""
+
+    position: Position
+    last_loss: float
+    quality: dict[str, float]
+    seconds: dict[str, float]
+    steps: int  # done by this loop; `position.step` counts from the beginning of the run
+    samples: int  # over all ranks, by this loop
+    skipped_steps: int
+    skipped_samples: int  # damaged ones, over all ranks, by this loop
+    checkpoints: int
+    resumed_from: str | None

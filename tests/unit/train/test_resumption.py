@@ -16,7 +16,7 @@ from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.train.resume import Resumed, resume
+from hpctrain.train.resumption import Resumed, resume
 from hpctrain.train.state import Position, TrainingState
 from tests.unit.reduce.data_parallel.updater_cases import reducer_for
 
