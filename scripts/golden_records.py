@@ -4,7 +4,7 @@
     python scripts/golden_records.py after.json --compare before.json
 
 Trains digits and characters on 1, 2 and 4 ranks, over MPI and Horovod, flat and in two levels, with fp32 and int8 on
-the wire, to the end and once more from the checkpoint in the middle. Of each run: the loss and the norm of the gradients
+the wire, to the end and again from the checkpoint in the middle. Of each run: the loss and the norm of the gradients
 of every step, the tensors of the last checkpoint, and the bytes of its file. Exit code 1 where a digest differs.
 """
 

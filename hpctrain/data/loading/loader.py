@@ -21,11 +21,14 @@ from hpctrain.data.format.manifest import FieldSpec
 from hpctrain.data.integrity.read_checker import BlockChecker, OnDamage
 from hpctrain.data.integrity.skip_damaged import read_around_damage
 from hpctrain.data.loading.batch import Batch
+from hpctrain.data.loading.block_readahead import read_ahead_for
 from hpctrain.data.loading.buffer_pool import BatchMemory
-from hpctrain.data.loading.epoch_iterator import Batches
+from hpctrain.data.loading.epoch_iterator import Batches, EpochPlan
 from hpctrain.data.loading.loader_state import Place
-from hpctrain.data.loading.prefetch import ByteBound
+from hpctrain.data.loading.lockstep import InStep
+from hpctrain.data.loading.prefetch import ByteBound, Prefetch
 from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
+from hpctrain.data.order.cached_order import ahead_for
 from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
 from hpctrain.data.order.order_spec import OrderSpec, Sequential, Shuffled
 from hpctrain.data.transforms.torch_dtypes import WIDENED, as_tensor, torch_dtype
@@ -34,6 +37,7 @@ from hpctrain.data.transforms.transformer import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
 PREFETCH_BYTES = 64 << 20
+MAX_BATCHES_AHEAD = 1024  # what a batch costs beside its tensors is not counted in bytes
 
 
 class Samples(Protocol):
@@ -179,7 +183,39 @@ class Loader:
             )
         self.current_epoch, self.position = epoch, start
         self._goes_on = False
-        return Batches(self, order=self._order(epoch), start=start, every=every)
+        plan = EpochPlan(
+            order=self._order(epoch), start=start, every=every, global_batch=self.global_batch,
+            num_batches=-(-self.remaining_batches(start=start) // every),
+        )  # fmt: skip
+        return Batches(
+            self._source(plan), num_batches=plan.num_batches, waited=self._add_wait, handed_out=self._move_to
+        )
+
+    def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
+        """Returns what makes the batches of `plan`, one after another; its threads start at once."""
+        read_ahead = read_ahead_for(self.dataset, plan.order, start=plan.start)
+        order = ahead_for(plan.order, num_ranks=self.num_ranks)
+
+        def make(number: int) -> Batch:
+            span = plan.span(number)
+            if read_ahead is not None:
+                read_ahead.before(span)
+            return self.load(order, span=span)
+
+        if getattr(self.dataset, "collective", False):
+            # All ranks read together: none may be ahead of the others, or left alone with a batch to read.
+            return InStep(make, num_items=plan.num_batches)
+        return Prefetch(
+            make, num_items=plan.num_batches, depth=MAX_BATCHES_AHEAD, bound=self.prefetch_bound(),
+            num_threads=self.num_threads, help_make=self.may_help,
+        )  # fmt: skip
+
+    def _add_wait(self, seconds: float) -> None:
+        self.wait_s += seconds
+
+    def _move_to(self, batch: Batch) -> None:
+        """The position after `batch`, which is handed out."""
+        self.position = batch.stop
 
     def __iter__(self) -> Iterator[Batch]:
         """Epoch 0, or what follows the place that `load_state_dict` set."""
