@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from hpctrain.comm.backends.horovod_environment import HorovodBuild, apply_settings, nccl_asked
-from hpctrain.comm.backends.horovod_world import RunningHorovod
+from hpctrain.comm.backends.horovod_world import HorovodWorld
+from hpctrain.comm.backends.running_horovod import RunningHorovod
 from hpctrain.comm.interface.buffer_checks import MAX_CHUNK_ELEMS
 from hpctrain.comm.interface.communicator import Collective, World
 from hpctrain.comm.interface.remote_memory import RemoteMemory
@@ -46,7 +47,7 @@ class HorovodOverMpi(Forwarding):
         """As the contract says. Starts Horovod where it does not run. LaunchError when it does not start."""
         if self._horovod is None or not self._horovod.running:
             self._horovod = RunningHorovod.start(self._hvd, chunk_elems=self._chunk_elems)
-        return self._horovod.open_world()
+        return HorovodWorld(self._horovod)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         return self._mpi.split(groups)

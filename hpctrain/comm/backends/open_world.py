@@ -81,7 +81,7 @@ def open_world(
 
 def why_no_horovod() -> str | None:
     """Why this process cannot load Horovod, or None if it can. Loads it, but does not start it."""
-    from hpctrain.comm.backends.horovod_world import load_horovod
+    from hpctrain.comm.backends.running_horovod import load_horovod
 
     try:
         load_horovod()
@@ -110,7 +110,7 @@ def _open_mpi(identity: RankIdentity) -> World:
 
 
 def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
-    from hpctrain.comm.backends.horovod_world import load_horovod
+    from hpctrain.comm.backends.running_horovod import load_horovod
 
     yield_while_idle(os.environ, identity=identity, num_cores=os.cpu_count() or 1)
     if _has_mpi4py() and os.environ.get("HOROVOD_CONTROLLER", "mpi").lower() == "mpi":
@@ -124,7 +124,7 @@ def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:
 
 def _over_mpi(mpi: World, algorithm: str | None, *, reason: str = "") -> OpenedWorld:
     from hpctrain.comm.backends.horovod_over_mpi import HorovodOverMpi
-    from hpctrain.comm.backends.horovod_world import load_horovod
+    from hpctrain.comm.backends.running_horovod import load_horovod
 
     world = HorovodOverMpi(mpi, hvd=load_horovod(), algorithm=algorithm)
     return OpenedWorld(world=world, reason=reason, horovod=world.build)
@@ -170,7 +170,7 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
 
 def _why_not_on_gpus() -> str | None:
     """Why Horovod, which loads, gains nothing on GPUs; None if it does. Not collective."""
-    from hpctrain.comm.backends.horovod_world import load_horovod
+    from hpctrain.comm.backends.running_horovod import load_horovod
 
     hvd = load_horovod()
     if not hvd.nccl_built():
