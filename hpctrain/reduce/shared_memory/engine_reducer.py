@@ -13,22 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
 
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.comm.interface.transport import NUM_TAGS, Pending, Transport
-from hpctrain.errors import CheckpointError
 from hpctrain.reduce.codecs.codec import Codec
-from hpctrain.reduce.codecs.error_feedback import LOST
-from hpctrain.reduce.codecs.error_feedback import NAME as RESIDUAL
 from hpctrain.reduce.codecs.part_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import Numbers, StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
-from hpctrain.reduce.shared_memory.gradient_slices import tiles
+from hpctrain.reduce.shared_memory.engine_losses import EngineLosses, LossyPart
 from hpctrain.reduce.shared_memory.inter_node import Part, Wire, direct, ring
 from hpctrain.reduce.shared_memory.message_buffers import ChunkMemory
 from hpctrain.reduce.shared_memory.partition import Place, Span, chunks_of, cut
@@ -104,6 +101,7 @@ class EngineReducer:
         self._squares = False
         self._carried: _Carried | None = None
         self._buckets: list[_Planned] = []
+        self._losses: EngineLosses | None = None  # of the buckets that are planned
         self._memory = NodeMemory(transport, place=self._place)
 
     @property
@@ -116,7 +114,7 @@ class EngineReducer:
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
         check_same_plan(self._comm, buckets, how=f"{self._algorithm}, {self._codec.name}")
-        owed = self._owed()
+        lost = self._losses.total(self._comm) if self._losses is not None else None
         within = self._place.num_nodes == 1
         sizes = [b.numel * b.dtype.itemsize for b in buckets]
         if self._memory.lay_out([*sizes, *(tally_bytes(b.numel) for b in buckets if within)]):
@@ -145,9 +143,16 @@ class EngineReducer:
             if self._keeps_losses:
                 planned.feedback = [self._feedback(part, bucket=bucket) for part in planned.parts]
             self._buckets.append(planned)
-        # Of other parameters (a calibration's next size) nothing can be kept.
-        if owed is not None and owed.numel() == self._space():
-            self._take_over(owed)
+        if self._keeps_losses:
+            parts = [
+                LossyPart(planned.bucket, part, feedback)
+                for planned in self._buckets
+                for part, feedback in zip(planned.parts, planned.feedback, strict=True)
+            ]
+            self._losses = EngineLosses(buckets, parts, place=self._place, codec_name=self._codec.name)
+            # Of other parameters (a calibration's next size) nothing can be kept.
+            if lost is not None and lost.numel() == self._losses.num_elems:
+                self._losses.take_over(lost)
         return [b.mine if b.on_device is None else b.on_device for b in self._buckets]
 
     def _parts(self, bucket: Bucket) -> list[Span]:
@@ -337,84 +342,23 @@ class EngineReducer:
         return self._bytes_sent
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        for bucket in self._buckets:
-            for feedback in bucket.feedback:
-                feedback.settle(applied=applied, rescale=rescale)
-
-    # ------------------------------------------------------------------ error feedback, saved and restored
+        if self._losses is not None:
+            self._losses.settle(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """What was lost: shape (nodes + 1, gradient space). Row c: on the way from node c; the last: of the sums."""
-        if not self._keeps_losses:
-            return []
-        dtype, shape = self._losses_dtype(), (self._place.num_nodes + 1, self._space())
-        found = []
-        for tile, lost, owned in self._losses():
-            here = StateTensor(
-                name=LOST, tensor=lost.to(dtype)[None], global_shape=shape, offset=(self._place.node, tile)
-            )
-            if owned:
-                found.append(replace(here, offset=(self._place.num_nodes, tile)))
-                here = replace(here, tensor=torch.zeros_like(here.tensor))
-            found.append(here)
-        return found
+        """See `EngineLosses.state`; empty where nothing is kept."""
+        return self._losses.state() if self._losses is not None else []
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """On as many nodes, what was lost goes on where it was; on other nodes its sum goes to the owners."""
-        saved = tensors.get(LOST, tensors.get(RESIDUAL))
-        if not self._keeps_losses or saved is None:
-            return
-        if saved.dim() != 2 or saved.shape[1] != self._space():
-            raise CheckpointError(
-                f"the checkpoint's losses of {self._codec.name} are of shape {tuple(saved.shape)}, this model needs "
-                f"(rows, {self._space()}): resume with the model and the frozen parameters it was made with"
-            )
-        if LOST not in tensors or saved.shape[0] != self._place.num_nodes + 1:
-            self._take_over(saved.double().sum(0))
-            return
-        for tile, lost, owned in self._losses():
-            row = saved[self._place.node, tile : tile + lost.numel()]
-            if owned:
-                row = row + saved[self._place.num_nodes, tile : tile + lost.numel()]
-            lost.copy_(row)
-
-    def _losses(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """(place in gradient space, what was lost there (shares memory), whether this rank makes its sum)."""
-        for planned in self._buckets:
-            for part, feedback in zip(planned.parts, planned.feedback, strict=True):
-                own = Span(part.begin + feedback.own.start, part.begin + feedback.own.stop)
-                for span in (Span(part.begin, own.begin), own, Span(own.end, part.end)):
-                    for tile in tiles(planned.bucket, span):
-                        first = span.begin - part.begin + tile.first
-                        yield tile.position, feedback.lost[first : first + tile.numel], span is own
-
-    def _space(self) -> int:
-        return sum(slot.numel for planned in self._buckets for slot in planned.bucket.slots)
-
-    def _losses_dtype(self) -> torch.dtype:
-        wide = any(planned.bucket.dtype is torch.float64 for planned in self._buckets)
-        return torch.float64 if wide else torch.float32
-
-    def _owed(self) -> torch.Tensor | None:
-        """What all ranks together have lost, shape (gradient space,); None: nothing can be. Collective."""
-        if not self._keeps_losses or not self._buckets:
-            return None
-        total = torch.zeros(self._space(), dtype=torch.float64)
-        for position, lost, _ in self._losses():
-            total[position : position + lost.numel()] += lost
-        self._comm.all_reduce(total)
-        return total
-
-    def _take_over(self, owed: torch.Tensor) -> None:
-        """Give to each owner what was lost of its elements."""
-        for position, lost, owned in self._losses():
-            lost.copy_(owed[position : position + lost.numel()]) if owned else lost.zero_()
+        if self._losses is not None:
+            self._losses.load_state(tensors)
 
     def close(self) -> None:
         if any(all_gather_json(self._comm, self._under_way > 0)):
             _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
             return
         self._buckets = []
+        self._losses = None
         self._memory = NodeMemory(self._transport, place=self._place)
         self._transport.close()
 
