@@ -27,11 +27,12 @@ cluster-setup: ## what a Slurm cluster on this machine needs (Debian packages)
 demo: setup ## pack two datasets, train, stop, resume on other ranks, verify: about two minutes
 	@$(BIN)python scripts/demo.py
 
-lint: setup ## ruff, mypy, import-linter
+lint: setup ## ruff, mypy, import-linter, sizes of folders and modules
 	$(BIN)ruff check .
 	$(BIN)ruff format --check .
 	$(BIN)mypy
 	$(BIN)lint-imports
+	$(BIN)python scripts/structure.py
 
 test: lint ## all tests, with real MPI ranks
 	$(BIN)python -m pytest tests/unit tests/contract -n 2 --dist loadfile

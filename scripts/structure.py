@@ -1,0 +1,113 @@
+"""What the tree looks like: the size of folders and modules, import cycles, and imports past another package's door.
+
+    python scripts/structure.py
+
+Exit code 1 for a folder with more than 14 Python files in `hpctrain/`, a module over 400 lines, or a cycle. Imports
+past a package's `__init__` are counted only.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MAX_FILES, MAX_LINES = 14, 400
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, packages by their `__init__.py`."""
+    found = {}
+    for path in sorted((REPOSITORY / "hpctrain").rglob("*.py")):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path, known: Mapping[str, Path]) -> set[str]:
+    """The modules of hpctrain that a file imports, also inside functions and for type checkers."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known.keys()
+            found |= submodules or ({node.module} & known.keys())
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & known.keys()
+    return found
+
+
+def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """The strongly connected components of more than one module. Source: Tarjan 1972, doi:10.1137/0201010."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(module: str) -> Iterator[list[str]]:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(edges.get(module, ())):
+            if other not in index:
+                yield from visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            component = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(component) > 1:
+                yield sorted(component)
+
+    for module in sorted(edges):
+        if module not in index:
+            yield from visit(module)
+
+
+def main() -> int:
+    known = modules()
+    files = Counter(path.parent.relative_to(REPOSITORY) for path in known.values())
+    lines = {path.relative_to(REPOSITORY): len(path.read_text().splitlines()) for path in known.values()}
+    edges = {
+        module: imports_of(path, known) - {module}
+        for module, path in known.items()
+        if path.name != "__init__.py"
+    }
+    without_doors = {
+        module: {other for other in others if known[other].name != "__init__.py"}
+        for module, others in edges.items()
+    }
+    past: dict[str, int] = defaultdict(int)
+    across = 0
+    for module, others in edges.items():
+        for other in others:
+            package, own = other.split(".")[:2], module.split(".")[:2]
+            if package != own and len(package) == 2 and known[".".join(package)].name == "__init__.py":
+                across += 1
+                past[package[1]] += other.count(".") > 1
+    crowded = {folder: count for folder, count in files.items() if count > MAX_FILES}
+    long = {path: count for path, count in lines.items() if count > MAX_LINES}
+    circles = list(cycles(without_doors))
+    print(f"hpctrain: {len(known)} modules in {len(files)} folders, {sum(lines.values()):,} lines")
+    print(f"largest folder: {max(files.values())} files; longest module: {max(lines.values())} lines")
+    print(
+        f"imports between packages: {across}, past a package's __init__: {sum(past.values())} ("
+        + ", ".join(
+            f"{package} {count}"
+            for package, count in sorted(past.items(), key=lambda item: -item[1])
+            if count
+        )
+        + ")"
+    )
+    for folder, count in crowded.items():
+        print(f"too many files: {folder} has {count}, at most {MAX_FILES}")
+    for path, count in long.items():
+        print(f"too long: {path} has {count} lines, at most {MAX_LINES}")
+    for circle in circles:
+        print(f"cycle: {', '.join(circle)}")
+    return 1 if crowded or long or circles else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
