@@ -245,6 +245,7 @@ def _variables(environment: dict[str, Any]) -> dict[str, str]:
 
 def plain(text: str) -> str:
     """Without this machine's folders."""
-    for folder in (Path(sys.executable).parent, REPOSITORY):
+    # The environment may be a link to another folder, which commands that look for themselves resolve.
+    for folder in (Path(sys.executable).parent, Path(sys.prefix).resolve() / "bin", REPOSITORY):
         text = text.replace(f"{folder}/", "")
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +263,4 @@ def test_the_pages_tables_are_those_of_the_records(tmp_path: Path) -> None:
 
 def test_nothing_of_this_machines_folders_is_written_down() -> None:
     assert plain(f"x {REPOSITORY}/examples/digits.toml") == "x examples/digits.toml"
+    assert plain(f"mpirun {Path(sys.prefix).resolve()}/bin/hpctrain train") == "mpirun hpctrain train"
