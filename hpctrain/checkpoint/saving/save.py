@@ -10,7 +10,7 @@ can go on while files are written: the meetings are small and come at step bound
 3. Commit: rank 0 writes metadata and seal, flushes, reads back, renames, and deletes what is no longer kept.
 
 In `local` mode each file's leader makes and renames a folder of its own, on its own node's storage. What a rank does on
-files is in `file_work`.
+files is in `rank_file_work`.
 """
 
 from __future__ import annotations

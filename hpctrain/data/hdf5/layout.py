@@ -1,6 +1,6 @@
 """Looks into HDF5 files: where datasets and chunks lie, and rows through h5py where that is needed.
 
-Making files is in `hdf5_write`. h5py is imported when it is first needed.
+Making files is in `create`. h5py is imported when it is first needed.
 """
 
 from __future__ import annotations

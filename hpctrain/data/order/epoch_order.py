@@ -1,7 +1,7 @@
 """Which sample when: a pure function of seed, epoch and position, the same for any number of ranks.
 
 Here: what an order is, the full shuffle, and how positions become batches and ranks' parts. The other orders
-are in `block_order`, `weighted_order` and `stratified_order`; `orders` says which one a run uses.
+are in `block_shuffle`, `weighted` and `stratified`; `order_spec` says which one a run uses.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class CollectiveReducer:
         feedback: bool = False,
         piece_elems: int = sliced_sum.PIECE_ELEMS,
     ) -> CollectiveReducer:
-        """By slices, encoded by any codec: see `slice_sum`. feedback: keep what a lossy codec loses."""
+        """By slices, encoded by any codec: see `sliced_sum`. feedback: keep what a lossy codec loses."""
         residuals = None
         if feedback and not codec.exact and comm.num_ranks > 1:
             residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)

@@ -41,7 +41,7 @@ class LowRankReducer:
         precision. They block, so a bucket is reduced in one go: nothing else goes on meanwhile.
     rank: columns of the factors. start_step: steps in which everything is sent as it is, while gradients
         change their direction too fast for factors that follow them by one iteration a step.
-    topology: for `bytes_sent`, by the ring's bound (see `ring_bytes`).
+    topology: for `bytes_sent`, by the ring's bound (see `traffic_bounds`).
     Deterministic; the same bits on every rank where the ranks' processors and libraries are the same, since
     each rank makes P orthonormal for itself. A bucket that is not finite on any rank comes out not finite on
     all, and residuals are then as before (`settle`); a parameter that no rank used keeps its residual.

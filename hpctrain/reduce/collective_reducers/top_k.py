@@ -98,7 +98,7 @@ class TopKReducer:
     value_dtype: torch.float16 sends values as a share of the rank's largest in two bytes, which cannot overflow;
         None sends them in the bucket's own precision.
     start_step: steps in which everything is sent as it is.
-    topology: for `bytes_sent`, by the ring's bound (see `ring_bytes`).
+    topology: for `bytes_sent`, by the ring's bound (see `traffic_bounds`).
     Deterministic, the same bits on every rank. A bucket that is not finite on any rank comes out not finite on
     all, and residuals are then as before (`settle`); a parameter that no rank used keeps its residual.
     """

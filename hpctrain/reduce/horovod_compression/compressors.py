@@ -3,7 +3,7 @@
 Horovod calls `compress(p.grad)` when a gradient is ready, sums what that returns over the ranks by its own
 operation, and makes what `decompress` returns the gradient. So whatever travels must be summed by addition of
 its own dtype, which decides what can be offered here: float16, and integers of 8 bits on a scale that all
-ranks know beforehand (`hvd_int8.py`). Low-rank compression needs two sums that depend on each other, and
+ranks know beforehand (`int8.py`). Low-rank compression needs two sums that depend on each other, and
 bfloat16 is no type that Horovod carries; both are wires of hpctrain's own updater. Horovod is not imported.
 """
 

@@ -6,7 +6,7 @@ N leaves 8 bits. The range follows what all ranks have seen of each other: in fr
 whether its values were too large or small for it. A parameter whose range is not known yet, or far too small,
 is sent in full precision once; the sum in front of it shows the largest magnitude that any rank has.
 
-A message is HEADER int8 values and the levels, four to an int32 (`hvd_packing.py`). The header's first 32 are
+A message is HEADER int8 values and the levels, four to an int32 (`int8_packing.py`). The header's first 32 are
 the bits of the float32 scale: their sums show to every rank that all used the same, and that Horovod summed
 rather than averaged.
 """

@@ -1,8 +1,8 @@
 """Two-level sums in shared memory and messages, chunk by chunk, everything under way at once.
 
-Buckets lie in memory that the ranks of a node share. Where there is one node, they are summed there (`node_sum.py`).
+Buckets lie in memory that the ranks of a node share. Where there is one node, they are summed there (`work_shared_sum.py`).
 Between nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
-counterparts (`between.py`), and decodes the result straight into every bucket of its node. One copy of each element
+counterparts (`inter_node.py`), and decodes the result straight into every bucket of its node. One copy of each element
 leaves a node, spread over its carriers; no element is copied on its way within the node. With every rank as a node of
 its own this is the flat sum.
 

@@ -24,7 +24,7 @@ from hpctrain.reduce.codecs.codec import Codec
 
 
 class Feedback(Protocol):
-    """Encodes one part; may keep what is lost, for the next time. See `codec_feedback.py`."""
+    """Encodes one part; may keep what is lost, for the next time. See `part_feedback.py`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
         """Encode `values` on their way to an owner. first: their place in the part. May change `values`."""

@@ -43,7 +43,7 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What `_add.c` has. fill, take: see `node_sum.py`; numpy has nothing like them."""
+    """What `_add.c` has. fill, take: see `work_shared_sum.py`; numpy has nothing like them."""
 
     add: Add
     fill: Callable[[Counts, int], None]
