@@ -8,7 +8,7 @@ import time
 FIRST_AFTER_S = 3.0
 
 
-class Progress:
+class MeasurementProgress:
     """Tells the share of the work that is done, and about how long the rest takes. Silent where `shown` is not."""
 
     def __init__(self, *, what: str, shown: bool) -> None:

@@ -32,10 +32,10 @@ def doctor_command(
     Exit code: 0 when all is well or there are only warnings, 5 when there is a problem.
     """
     from hpctrain.cli.doctor_report import report
-    from hpctrain.run.doctor.findings import Level
+    from hpctrain.run.doctor.findings import Severity
 
     level = report(run_directory=run_directory, backend=backend, timeout_s=timeout_s, as_json=as_json)
-    if level is Level.PROBLEM:
+    if level is Severity.PROBLEM:
         raise typer.Exit(int(ExitCode.LAUNCH))
 
 

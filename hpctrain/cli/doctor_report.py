@@ -21,15 +21,15 @@ from hpctrain.errors import HpctrainError
 from hpctrain.launch.identity import RankIdentity
 from hpctrain.launch.launchers import cure_for
 from hpctrain.run.doctor.exit_notice import LastWords
-from hpctrain.run.doctor.findings import Finding, Level, judge, worst
+from hpctrain.run.doctor.findings import Finding, Severity, judge, worst
 from hpctrain.run.doctor.merge_findings import merge
 from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
-_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 _PLAIN_WIDTH = 120
 
 
-def report(*, run_directory: Path, backend: str, timeout_s: float, as_json: bool) -> Level:
+def report(*, run_directory: Path, backend: str, timeout_s: float, as_json: bool) -> Severity:
     """Examine, merge over the ranks where there are several, and print. Collective. The worst level found."""
     facts = inspect_rank(run_directory=run_directory, environ=os.environ, hostname=socket.gethostname())
     identity = identity_of(facts)
@@ -44,7 +44,7 @@ def report(*, run_directory: Path, backend: str, timeout_s: float, as_json: bool
 
 def _report_together(
     facts: dict[str, Any], identity: RankIdentity, *, backend: str, timeout_s: float, as_json: bool
-) -> Level:
+) -> Severity:
     """Gather the ranks' facts; rank 0 prints one report. Every rank returns the same level. Collective.
 
     Where the ranks cannot meet, this rank prints its own findings and returns PROBLEM. Where MPI ends the
@@ -74,7 +74,7 @@ def _report_together(
         if "error" not in facts["mpi"] and "mpi4py.MPI" in sys.modules:
             facts["mpi"].update(probe_started_mpi())
         print(_words(facts, identity, str(error)), file=sys.stderr, flush=True)
-        return Level.PROBLEM
+        return Severity.PROBLEM
     return worst(findings)
 
 
@@ -112,9 +112,9 @@ def _show(findings: Sequence[Finding], facts_by_rank: Sequence[Mapping[str, Any]
         width=_PLAIN_WIDTH if plain else None, force_terminal=False if plain else None, highlight=False
     )
     console.print(table)
-    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
-    told = [_counted(count, level.value) for level, count in counts.items() if level is not Level.OK]
-    console.print(f"{counts[Level.OK]} ok, {', '.join(told)}; {_counted(len(facts_by_rank), 'rank')}")
+    counts = {level: sum(finding.level is level for finding in findings) for level in Severity}
+    told = [_counted(count, level.value) for level, count in counts.items() if level is not Severity.OK]
+    console.print(f"{counts[Severity.OK]} ok, {', '.join(told)}; {_counted(len(facts_by_rank), 'rank')}")
     sys.stdout.flush()
 
 

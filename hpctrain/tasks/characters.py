@@ -9,7 +9,7 @@ from torch.nn import functional
 from hpctrain.train.task import Fields
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm transformer block (Vaswani et al. 2017, arXiv:1706.03762; Xiong et al. 2020, arXiv:2002.04745)."""
 
     def __init__(self, *, width: int, heads: int, dropout: float) -> None:
@@ -45,7 +45,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(window, width)
-        self.blocks = nn.ModuleList(Block(width=width, heads=heads, dropout=dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(width=width, heads=heads, dropout=dropout) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
         for parameter in (self.tokens.weight, self.positions.weight):

@@ -33,7 +33,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class CellResult:
     """What a cell came to. The same on every rank.
 
     samples_s: of each repeat, the longest time that any rank took. sent_bytes_per_node: payload that left the
@@ -153,7 +153,7 @@ class CellTimer:
         for key, reducer in self._reducers.items():
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
-    def measure(self, *, repeats: int, warmup: int) -> list[Measured]:
+    def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
         """Every cell `warmup + repeats` times, each round in another order; the first rounds do not count.
 
         What drifts (a neighbour's load, a clock) hits all cells alike.
@@ -185,7 +185,7 @@ class CellTimer:
         self._comm.all_reduce(worst, op=ReduceOp.MAX)
         by_node = self._sent_by_node(sent)
         return [
-            Measured(
+            CellResult(
                 cell=cell,
                 samples_s=tuple(samples),
                 sent_bytes_per_node=max(node[index] for node in by_node) / repeats,

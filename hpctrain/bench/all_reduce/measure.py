@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from hpctrain.bench.all_reduce.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
-from hpctrain.bench.all_reduce.cells import CellTimer, Measured
+from hpctrain.bench.all_reduce.cells import CellResult, CellTimer
 from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.errors import UsageError
@@ -212,7 +212,7 @@ def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
 
 
 def row_of(
-    measured: Measured,
+    measured: CellResult,
     reducer: BucketReducer,
     *,
     topology: Topology,

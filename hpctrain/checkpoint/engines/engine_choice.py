@@ -18,7 +18,7 @@ from hpctrain.checkpoint.engines.mpio_engine import (
     write_together,
 )
 from hpctrain.checkpoint.engines.posix_engine import write_direct
-from hpctrain.checkpoint.engines.write_batch import Stretch, paced
+from hpctrain.checkpoint.engines.write_batch import ByteRange, paced
 from hpctrain.checkpoint.files.filesystem_type import Filesystem, filesystem_of
 from hpctrain.checkpoint.files.lustre_striping import alignment_of, stripes_for
 from hpctrain.checkpoint.files.write_buffers import Staging
@@ -38,9 +38,9 @@ class EngineChoice:
     def write(
         self,
         path: Path,
-        stretches: Iterable[Stretch],
+        stretches: Iterable[ByteRange],
         *,
-        structure: Iterable[Stretch],
+        structure: Iterable[ByteRange],
         comm: Collective,
         groups: Sequence[Sequence[int]],
         bypass_cache: bool = False,

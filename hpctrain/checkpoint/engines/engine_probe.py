@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint.engines.mpio_engine import write_together
 from hpctrain.checkpoint.engines.posix_engine import write_direct
-from hpctrain.checkpoint.engines.write_batch import Stretch
+from hpctrain.checkpoint.engines.write_batch import ByteRange
 from hpctrain.checkpoint.files.full_io import explained, read_fully
 from hpctrain.comm.collectives.agreement import agreed, on_rank_0
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
@@ -106,7 +106,7 @@ def _pattern(rank: int, *, num_bytes: int) -> NDArray[np.uint8]:
     return np.random.default_rng(rank).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
-def _stretches(data: NDArray[np.uint8], *, offset: int) -> Iterator[Stretch]:
+def _stretches(data: NDArray[np.uint8], *, offset: int) -> Iterator[ByteRange]:
     for begin in range(0, len(data), _STRETCH_BYTES):
         yield offset + begin, data[begin : begin + _STRETCH_BYTES].data
 

@@ -15,8 +15,8 @@ from typing import final
 from weakref import WeakKeyDictionary
 
 from hpctrain.checkpoint.engines.posix_engine import write_direct
-from hpctrain.checkpoint.engines.two_phase_plan import Reach, dealt, domains, plan_turn
-from hpctrain.checkpoint.engines.write_batch import Batch, Stretch, joined
+from hpctrain.checkpoint.engines.two_phase_plan import BatchExtent, dealt, domains, plan_turn
+from hpctrain.checkpoint.engines.write_batch import ByteRange, WriteBatch, joined
 from hpctrain.checkpoint.files.full_io import explained, write_fully
 from hpctrain.checkpoint.files.lustre_striping import PAGE_BYTES
 from hpctrain.comm.interface.collective_files import CollectiveFiles
@@ -60,7 +60,7 @@ def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tu
 
 def write_together(
     path: Path,
-    stretches: Iterable[Stretch],
+    stretches: Iterable[ByteRange],
     *,
     comm: Collective,
     groups: Sequence[Sequence[int]] | None = None,
@@ -93,7 +93,7 @@ def write_together(
     if writer is None:
         raise CheckpointError("the engine mpio needs MPI ranks: use the engine direct")
     _Writing(
-        path, writer, batch=Batch(stretches, max_bytes=batch_bytes), block_bytes=block_bytes,
+        path, writer, batch=WriteBatch(stretches, max_bytes=batch_bytes), block_bytes=block_bytes,
         num_writers=int(hints.get("cb_nodes", num_ranks)),
     ).run()  # fmt: skip
 
@@ -111,7 +111,7 @@ class _Writing:
     """One rank's part in the writing of one file."""
 
     def __init__(
-        self, path: Path, writer: CollectiveWriter, *, batch: Batch, num_writers: int, block_bytes: int
+        self, path: Path, writer: CollectiveWriter, *, batch: WriteBatch, num_writers: int, block_bytes: int
     ) -> None:
         self._path = path
         self._writer = writer
@@ -150,7 +150,9 @@ class _Writing:
         if any(row[0] == _FAILED for row in table) or all(row[1] < 0 for row in table):
             return False
         reaches = [
-            Reach(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes) if begin >= 0 else None
+            BatchExtent(begin=begin, end=end, num_pieces=num_pieces, num_bytes=num_bytes)
+            if begin >= 0
+            else None
             for _, begin, end, num_pieces, num_bytes in table
         ]
         # A rank gets no more of the others' bytes than it holds of its own.
@@ -168,7 +170,7 @@ class _Writing:
             self._try(lambda: self._write(sorted(self._writer.exchange(outgoing), key=_offset_of)))
         return True
 
-    def _write(self, stretches: list[Stretch]) -> None:
+    def _write(self, stretches: list[ByteRange]) -> None:
         for offset, data in joined(stretches):
             count = self._writer.write(data, offset=offset)
             if count != len(data):
@@ -191,5 +193,5 @@ class _Writing:
             os.close(fd)
 
 
-def _offset_of(stretch: Stretch) -> int:
+def _offset_of(stretch: ByteRange) -> int:
     return stretch[0]

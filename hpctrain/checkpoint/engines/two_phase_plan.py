@@ -17,7 +17,7 @@ MANY_PIECES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
+class BatchExtent:
     """Of one rank's batch: first byte, the one after the last, and how many runs of how many bytes it has."""
 
     begin: int
@@ -31,7 +31,7 @@ class Reach:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class ExchangeRound:
     """alone: ranks that write their whole batch by themselves. together: ranks whose batches may reach into
     begin <= byte < until, and who give away what lies there. The rest waits for a later turn."""
 
@@ -41,7 +41,7 @@ class Turn:
     until: int
 
 
-def plan_turn(reaches: Sequence[Reach | None], *, max_span: int) -> Turn:
+def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> ExchangeRound:
     """reaches: of each rank's batch; None: it has nothing left. max_span: bytes of the file that are brought together
     at most; nothing overlaps, so no more than that are on their way. Some rank gets on in every turn."""
     scattered = sorted(
@@ -62,7 +62,7 @@ def plan_turn(reaches: Sequence[Reach | None], *, max_span: int) -> Turn:
     first = next((knot for knot in knots if len(knot) > 1), [])
     begin = min((begin for begin, _, rank in scattered if rank in first), default=0)
     end = min((end for _, end, rank in scattered if rank in first), default=0)
-    return Turn(
+    return ExchangeRound(
         alone=frozenset(alone), together=frozenset(first), begin=begin, until=min(end, begin + max_span)
     )
 

@@ -9,10 +9,10 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.engines.two_phase_plan import Reach
+from hpctrain.checkpoint.engines.two_phase_plan import BatchExtent
 
 # Where bytes go in the file, and the bytes: one-dimensional, contiguous.
-Stretch: TypeAlias = tuple[int, memoryview]
+ByteRange: TypeAlias = tuple[int, memoryview]
 
 # Smaller neighbours are joined: a write costs as much as copying some tens of KiB.
 _JOIN_BELOW_BYTES = 1 << 18
@@ -20,14 +20,14 @@ _SHORTEST_SLEEP_S = 0.01
 
 
 @final
-class Batch:
+class WriteBatch:
     """At most `max_bytes` of what `stretches` gives, ascending. The views that it takes must keep their bytes."""
 
-    def __init__(self, stretches: Iterable[Stretch], *, max_bytes: int) -> None:
+    def __init__(self, stretches: Iterable[ByteRange], *, max_bytes: int) -> None:
         self._source = iter(stretches)
         self.max_bytes = max_bytes
-        self._cut: Stretch | None = None  # the rest of a stretch that did not fit
-        self._stretches: list[Stretch] = []
+        self._cut: ByteRange | None = None  # the rest of a stretch that did not fit
+        self._stretches: list[ByteRange] = []
         self._num_bytes = 0
 
     def fill(self) -> None:
@@ -48,7 +48,7 @@ class Batch:
         self._stretches.sort(key=lambda stretch: stretch[0])
 
     @property
-    def reach(self) -> Reach | None:
+    def reach(self) -> BatchExtent | None:
         """None when the batch is empty."""
         if not self._stretches:
             return None
@@ -57,14 +57,14 @@ class Batch:
         for begin, data in self._stretches:
             pieces += begin != end
             end = begin + data.nbytes
-        return Reach(
+        return BatchExtent(
             begin=self._stretches[0][0],
             end=offset + view.nbytes,
             num_pieces=pieces,
             num_bytes=self._num_bytes,
         )
 
-    def take(self, *, until: int | None = None) -> list[Stretch]:
+    def take(self, *, until: int | None = None) -> list[ByteRange]:
         """Take out what lies before byte `until`; None: everything."""
         reach = self.reach
         if until is None or reach is None or reach.end <= until:
@@ -85,7 +85,7 @@ class Batch:
         return taken
 
 
-def paced(stretches: Iterable[Stretch], *, limit_bytes_per_s: float) -> Iterator[Stretch]:
+def paced(stretches: Iterable[ByteRange], *, limit_bytes_per_s: float) -> Iterator[ByteRange]:
     """The stretches, no faster than that many bytes a second on the whole."""
     begin_s, num_bytes = time.monotonic(), 0
     for offset, view in stretches:
@@ -96,7 +96,7 @@ def paced(stretches: Iterable[Stretch], *, limit_bytes_per_s: float) -> Iterator
         num_bytes += view.nbytes
 
 
-def runs_of_neighbours(stretches: Iterable[Stretch]) -> Iterator[tuple[int, list[memoryview]]]:
+def runs_of_neighbours(stretches: Iterable[ByteRange]) -> Iterator[tuple[int, list[memoryview]]]:
     """Ascending stretches, grouped where each begins at the end of the one before: where a run begins, and its
     views in order."""
     begin, end, views = 0, -1, list[memoryview]()
@@ -112,7 +112,7 @@ def runs_of_neighbours(stretches: Iterable[Stretch]) -> Iterator[tuple[int, list
         yield begin, views
 
 
-def joined(stretches: Iterable[Stretch]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def joined(stretches: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Ascending stretches with small neighbours copied into one piece: where it begins, and its bytes."""
     for begin, views in runs_of_neighbours(stretches):
         offset, small, small_bytes = begin, list[memoryview](), 0

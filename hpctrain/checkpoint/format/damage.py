@@ -9,7 +9,7 @@ from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Damage:
+class DamagedExtent:
     """An extent whose bytes are not the ones written. first_byte, last_byte: of `file`, both included; with
     an extent of a sharded tensor, other extents may lie between."""
 
@@ -28,6 +28,6 @@ class Damage:
 class DamagedContentError(CheckpointError):
     """Content that does not fit its hash. `damage` says where."""
 
-    def __init__(self, damage: Damage) -> None:
+    def __init__(self, damage: DamagedExtent) -> None:
         super().__init__(f"damaged: {damage}")
         self.damage = damage

@@ -20,7 +20,7 @@ from hpctrain.checkpoint.format.boxes import whole
 from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint
 from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.read_ranges import Stretch, flat_start, stretches_of
+from hpctrain.checkpoint.loading.read_ranges import ElementRun, flat_start, stretches_of
 from hpctrain.checkpoint.loading.verified_content import check_stretch, planned_stretch
 from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
 from hpctrain.comm.interface.communicator import Collective
@@ -48,7 +48,7 @@ class Unit:
     begin: int
     num_bytes: int
     piece: StoredPiece
-    stretch: Stretch
+    stretch: ElementRun
 
 
 def units_of(tensor: StoredTensor) -> list[Unit] | None:

@@ -10,7 +10,7 @@ from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class ElementRun:
     """Elements start <= i < start + num_elems of the piece's dense array, and the extents that lie there whole.
 
     A stretch of one extent is nothing but that extent.
@@ -21,10 +21,10 @@ class Stretch:
     extents: Sequence[StoredExtent]
 
 
-def stretches_of(piece: StoredPiece) -> Iterator[Stretch]:
+def stretches_of(piece: StoredPiece) -> Iterator[ElementRun]:
     """The piece cut where no extent is cut, in the order of the file."""
     if len(piece.extents) == 1:  # thousands of small tensors
-        yield Stretch(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
+        yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
         return
     strides = strides_of(piece.box.shape)
     placed = []
@@ -39,14 +39,14 @@ def stretches_of(piece: StoredPiece) -> Iterator[Stretch]:
     begin = end = 0
     for first, stop, extent in placed:
         if group and first >= end:
-            yield Stretch(start=begin, num_elems=end - begin, extents=group)
+            yield ElementRun(start=begin, num_elems=end - begin, extents=group)
             group = []
         if not group:
             begin, end = first, stop
         group.append(extent)
         end = max(end, stop)
     if group:
-        yield Stretch(start=begin, num_elems=end - begin, extents=group)
+        yield ElementRun(start=begin, num_elems=end - begin, extents=group)
 
 
 def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:

@@ -14,10 +14,10 @@ import torch
 from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, intersection, runs_of
 from hpctrain.checkpoint.format.content_hash import hash_of
-from hpctrain.checkpoint.format.damage import Damage, DamagedContentError
+from hpctrain.checkpoint.format.damage import DamagedContentError, DamagedExtent
 from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece, StoredTensor
 from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.read_ranges import Stretch, flat_start, stretches_of
+from hpctrain.checkpoint.loading.read_ranges import ElementRun, flat_start, stretches_of
 
 # Extents of a sharded tensor lie between each other in the file: a stretch that holds whole ones is read into
 # memory and taken apart there, unless it is longer than this.
@@ -62,7 +62,7 @@ def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Re
 
 
 def planned_stretch(
-    tensor: StoredTensor, *, piece: StoredPiece, stretch: Stretch, region: Box, target: np.ndarray
+    tensor: StoredTensor, *, piece: StoredPiece, stretch: ElementRun, region: Box, target: np.ndarray
 ) -> Read | None:
     """What reads the part of `region` that one stretch of the file holds; None where it holds nothing of it.
 
@@ -122,7 +122,7 @@ def find_damage(
     rank: int = 0,
     num_ranks: int = 1,
     progress: Callable[[int], None] = lambda num_bytes: None,
-) -> Iterator[Damage]:
+) -> Iterator[DamagedExtent]:
     """Hash all extents of every num_ranks-th stretch and yield the ones that do not fit. progress: called before each
     stretch, with the bytes of those before it."""
     stretches = (
@@ -154,7 +154,7 @@ def find_damage(
 
 def _damaged_one_by_one(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extents: Sequence[StoredExtent]
-) -> Iterator[Damage]:
+) -> Iterator[DamagedExtent]:
     for extent in extents:
         try:
             read_extent(files, tensor=tensor, piece=piece, extent=extent)
@@ -163,7 +163,7 @@ def _damaged_one_by_one(
 
 
 def _read_and_check(
-    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
 ) -> None:
     """Read all of the stretch into `buffer`, and compare the hashes of its extents."""
     if len(stretch.extents) > 1:
@@ -179,7 +179,7 @@ def _read_and_check(
 
 
 def _read_stretch(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
 ) -> Iterator[tuple[StoredExtent, np.ndarray]]:
     """Read all of the stretch into `buffer`; then as `_extents_in`."""
     _read(files, buffer, at=stretch.start, tensor=tensor, piece=piece, extent=stretch.extents[0])
@@ -187,7 +187,7 @@ def _read_stretch(
 
 
 def check_stretch(
-    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
 ) -> None:
     """Compare the hashes of a stretch that came into memory on another way. Raises DamagedContentError."""
     for extent, content in _extents_in(files, tensor, piece, stretch, buffer):
@@ -195,7 +195,7 @@ def check_stretch(
 
 
 def _extents_in(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: Stretch, buffer: np.ndarray
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
 ) -> Iterator[tuple[StoredExtent, np.ndarray]]:
     """The stretch's extents, each with its bytes, shape (num_bytes,), which hold until the next is asked for."""
     if len(stretch.extents) == 1:
@@ -247,7 +247,7 @@ def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Bo
     return placed
 
 
-def _fits_memory(stretch: Stretch, elem_bytes: int) -> bool:
+def _fits_memory(stretch: ElementRun, elem_bytes: int) -> bool:
     return len(stretch.extents) == 1 or stretch.num_elems * elem_bytes <= _LONGEST_STRETCH_BYTES
 
 
@@ -304,11 +304,11 @@ def _check(
 
 def _damage(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent, reason: str
-) -> Damage:
+) -> DamagedExtent:
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
     first = piece.file_offset + int(runs.starts[0]) * tensor.elem_bytes
     last = piece.file_offset + (int(runs.starts[-1]) + runs.run_elems) * tensor.elem_bytes - 1
-    return Damage(
+    return DamagedExtent(
         tensor=tensor.name,
         box=extent.box,
         file=files.name(piece.file),

@@ -35,7 +35,7 @@ _BUFFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
+class CheckpointCopy:
     """path: of the copy. num_bytes: of its files. note: how it was made."""
 
     path: Path
@@ -52,7 +52,7 @@ def copy_checkpoint(
     replace: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
-) -> Copied:
+) -> CheckpointCopy:
     """Copy the checkpoint `source`, or the newest of a directory, to `directory/step-<its step>`. Collective.
 
     files: None copies the files as they are; the copy is then read back and every byte of it verified. 1 makes one
@@ -96,12 +96,12 @@ def copy_checkpoint(
         comm=comm,
         **options,
     )
-    return Copied(path=saved.path, num_bytes=saved.bytes, note=f"saved again: {saved.note}")
+    return CheckpointCopy(path=saved.path, num_bytes=saved.bytes, note=f"saved again: {saved.note}")
 
 
 def _copy_files(
     checkpoint: Checkpoint, directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
-) -> Copied:
+) -> CheckpointCopy:
     """The files as they are. Collective."""
     sources = checkpoint.files
     prepared = on_rank_0(
@@ -129,7 +129,7 @@ def _copy_files(
             with suppress(OSError):
                 remove(partial)
         raise
-    return Copied(path=final, num_bytes=sum(sizes), note="byte for byte")
+    return CheckpointCopy(path=final, num_bytes=sum(sizes), note="byte for byte")
 
 
 def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]) -> dict[str, Any]:

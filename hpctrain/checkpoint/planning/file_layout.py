@@ -39,7 +39,7 @@ class NotAsPlannedError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class FileLayout:
     """What is left of a plan. skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what
     this rank writes. kinds: of the sources of each of its groups, and last of those that are in none. replicas: what
     the ranks can compare."""
@@ -99,7 +99,7 @@ class _Remembered:
 
     number: int
     frame: list[Any]
-    layout: Layout
+    layout: FileLayout
 
     def fits(self, sources: Sequence[Item], *, frame: list[Any], trusting: bool) -> bool:
         return self.frame == frame and (trusting or all(kinds.fit(sources) for kinds in self.layout.kinds))
@@ -128,12 +128,12 @@ def layout_for(
     alignment: int,
     header: Metadata,
     trusting: bool = False,
-) -> Layout:
+) -> FileLayout:
     """The layout of this save. Collective.
 
     sources: `state.sources()`. alignment: bytes, of large datasets. header: the metadata but for its tensors, parts
-    and hashes; rank 0's counts. trusting: dtypes and shapes are not looked at: the caller takes `Layout.groups`, and
-    where that raises on any rank calls `distrust` and begins anew.
+    and hashes; rank 0's counts. trusting: dtypes and shapes are not compared: the caller takes `FileLayout.groups`,
+    and where that raises on any rank calls `distrust` and begins anew.
     Raises CheckpointError on every rank when the ranks' states do not belong together (with `trusting` this may be left
     to the second time), or HDF5 cannot hold them.
     """
@@ -178,13 +178,13 @@ def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: i
 
 
 def _kinds(own: OwnBytes, *, sources: Sequence[Item]) -> list[_Kinds]:
-    """See `Layout`."""
+    """See `FileLayout`."""
     numbers = [[segment.source for segment in group.segments] for group in own.groups]
     rest = sorted(set(range(len(sources))).difference(*numbers))
     return [_Kinds.of(sources, found) for found in (*numbers, rest)]
 
 
-def _has_room(layout: Layout, *, header: Metadata) -> bool:
+def _has_room(layout: FileLayout, *, header: Metadata) -> bool:
     """Whether rank 0's metadata fits where it was. What is wrong with it is told by `_lay_out`, on all ranks."""
     assert layout.text is not None
     assert layout.skeleton is not None
@@ -202,7 +202,7 @@ def _encoded(header: Metadata) -> dict[str, Any]:
 def _lay_out(
     plan: WritePlan, *, sources: Sequence[Item], comm: Collective, alignment: int,
     header: Metadata,
-) -> Layout:  # fmt: skip
+) -> FileLayout:  # fmt: skip
     """Collective."""
     file = plan.files.of_rank[comm.rank]
     leads = plan.files.leaders[file] == comm.rank
@@ -226,7 +226,7 @@ def _lay_out(
     if text is not None:
         text = text.with_offsets([offset for places in offsets for offset in places])
     own = own_bytes(plan, rank=comm.rank, offsets=offsets)
-    return Layout(
+    return FileLayout(
         files=plan.files, skeleton=skeleton, text=text, own=own, kinds=_kinds(own, sources=sources),
         replicas=Replicas.of(sources, step=header.step),
     )  # fmt: skip

@@ -241,7 +241,7 @@ class _Planning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TensorPiece:
     """Elements start <= i < stop of the flattened tensor number `tensor`, written by `rank`."""
 
     rank: int
@@ -252,7 +252,7 @@ class Piece:
 
 def divide_evenly(
     sizes: Sequence[tuple[int, int]], *, num_ranks: int, ahead_bytes: int = 0
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """Lay tensors of `sizes` (bytes, bytes of an element) end to end and cut the line into equal parts.
 
     ahead_bytes: what the first rank writes besides; its part of the line is shorter by them, and may be empty.
@@ -271,7 +271,9 @@ def divide_evenly(
             else:
                 cut, stop = num_bytes, num_bytes
             if stop > start:
-                yield Piece(rank=rank, tensor=tensor, start=start // elem_bytes, stop=stop // elem_bytes)
+                yield TensorPiece(
+                    rank=rank, tensor=tensor, start=start // elem_bytes, stop=stop // elem_bytes
+                )
             if cut <= num_bytes and rank + 1 < num_ranks:
                 rank += 1
             start = stop

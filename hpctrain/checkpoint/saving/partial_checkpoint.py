@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.checkpoint.engines.engine_choice import EngineChoice
 from hpctrain.checkpoint.files.checkpoint_names import part_name, partial_name, remove
 from hpctrain.checkpoint.files.lustre_striping import set_stripes, stripes_for
-from hpctrain.checkpoint.planning.file_layout import Layout
+from hpctrain.checkpoint.planning.file_layout import FileLayout
 from hpctrain.checkpoint.saving.commit import create_file, make_room
 from hpctrain.checkpoint.saving.save_options import SaveOptions
 from hpctrain.comm.collectives.agreement import agreed, on_rank_0
@@ -21,7 +21,7 @@ def begin_partial(
     directory: Path,
     name: str,
     *,
-    layout: Layout,
+    layout: FileLayout,
     choice: EngineChoice,
     comm: Collective,
     options: SaveOptions,
@@ -60,7 +60,7 @@ def begin_partial(
         raise
 
 
-def leads_folder(layout: Layout, *, comm: Collective, options: SaveOptions) -> bool:
+def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
     """Whether this rank makes and renames: rank 0, in local mode each file's leader. Not collective."""
     return layout.skeleton is not None if options.local else comm.rank == 0
 

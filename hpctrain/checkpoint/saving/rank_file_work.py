@@ -22,7 +22,7 @@ from hpctrain.checkpoint.files.checkpoint_names import part_name, remove
 from hpctrain.checkpoint.files.write_buffers import Staging
 from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, PartSeal, encode_part_seal
 from hpctrain.checkpoint.format.metadata import Metadata, StoredPart, encode_header
-from hpctrain.checkpoint.planning.file_layout import Layout, NotAsPlannedError
+from hpctrain.checkpoint.planning.file_layout import FileLayout, NotAsPlannedError
 from hpctrain.checkpoint.planning.hdf5_skeleton import structure_hash
 from hpctrain.checkpoint.planning.metadata_template import metadata_text
 from hpctrain.checkpoint.planning.rank_extents import Content
@@ -44,7 +44,7 @@ class FileWork:
     final: Path
     partial: Path
     comm: Collective
-    layout: Layout
+    layout: FileLayout
     choice: EngineChoice
     options: SaveOptions
     header: Metadata

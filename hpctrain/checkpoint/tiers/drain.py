@@ -29,7 +29,7 @@ class UnreadableError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
+class DrainedFile:
     """num_bytes: of the file. digest: xxh3_64 of all of it, 16 hex digits. seconds: fsync included."""
 
     num_bytes: int
@@ -152,7 +152,7 @@ def copy_file(
     expected: str = "",
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> Copied:
+) -> DrainedFile:
     """Copy `source` to the new file `target`, flushed to disk (the directory's entry is the caller's).
 
     expected: the digest that it must have; "" for any. on_bytes: told after each piece; may raise to stop.
@@ -171,4 +171,6 @@ def copy_file(
                 f"{source} is damaged: its hash is {copy.digest()}, it was written with {expected}"
             )
         copy.finish()
-        return Copied(num_bytes=copy.num_bytes, digest=copy.digest(), seconds=time.perf_counter() - begin_s)
+        return DrainedFile(
+            num_bytes=copy.num_bytes, digest=copy.digest(), seconds=time.perf_counter() - begin_s
+        )

@@ -19,7 +19,7 @@ from typing import Any, Protocol, final
 
 import xxhash
 
-from hpctrain.checkpoint.tiers.drain import Copied, NewFile, Pace, pieces_of
+from hpctrain.checkpoint.tiers.drain import DrainedFile, NewFile, Pace, pieces_of
 from hpctrain.checkpoint.tiers.partner_protocol import (
     PartnerAddress,
     PartnerError,
@@ -251,7 +251,7 @@ def send_file(
     pace: Pace | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> Copied:
+) -> DrainedFile:
     """Send the file `offer` speaks of; returns when the partner has it on disk and its hash fits.
 
     timeout_s: the longest silence. on_bytes: told after each piece; may raise to stop. Raises PartnerError,
@@ -289,7 +289,7 @@ def send_file(
         ) from error
     finally:
         close(connection)
-    return Copied(num_bytes=sent, digest=digest.hexdigest(), seconds=time.perf_counter() - begin_s)
+    return DrainedFile(num_bytes=sent, digest=digest.hexdigest(), seconds=time.perf_counter() - begin_s)
 
 
 def _expect(connection: socket.socket, word: str) -> None:

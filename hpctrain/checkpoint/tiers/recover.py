@@ -42,7 +42,7 @@ class Recovered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class RecoverableCheckpoint:
     """A checkpoint of which every file is held. holders[f]: (rank, what it holds) of file f, best first."""
 
     step: int
@@ -83,7 +83,7 @@ def _recover(tiers: Tiers, *, comm: Collective) -> Recovered:
 
 def plan_recovery(
     held: Sequence[tuple[int, Held]], *, after_step: int, after_unix_s: float
-) -> tuple[list[Candidate], list[str]]:
+) -> tuple[list[RecoverableCheckpoint], list[str]]:
     """What can be recovered, newest first, and notes on what cannot. Pure.
 
     held: (rank, what its node holds). A copy whose hash is known is better than one that was never read as a
@@ -94,7 +94,7 @@ def plan_recovery(
         offer = entry.offer
         if offer.step > after_step and offer.created_unix_s > after_unix_s:
             saves.setdefault((offer.step, offer.created_unix_s, offer.save_id), []).append((rank, entry))
-    candidates: list[Candidate] = []
+    candidates: list[RecoverableCheckpoint] = []
     notes: list[str] = []
     for (step, _, save_id), entries in sorted(saves.items(), reverse=True):
         num_files = max(entry.offer.num_files for _, entry in entries)
@@ -110,7 +110,9 @@ def plan_recovery(
             )
             continue
         ordered = (sorted(holders, key=_preference) for holders in by_file)
-        candidates.append(Candidate(step=step, save_id=save_id, holders=tuple(map(tuple, ordered))))
+        candidates.append(
+            RecoverableCheckpoint(step=step, save_id=save_id, holders=tuple(map(tuple, ordered)))
+        )
     return candidates, notes
 
 
@@ -119,7 +121,9 @@ def _preference(holder: tuple[int, Held]) -> tuple[bool, bool]:
     return not held.digest, held.kind != OWN
 
 
-def _drain(candidate: Candidate, *, tiers: Tiers, comm: Collective) -> tuple[Path | None, list[str]]:
+def _drain(
+    candidate: RecoverableCheckpoint, *, tiers: Tiers, comm: Collective
+) -> tuple[Path | None, list[str]]:
     """Copy all files and commit. Collective. The path, None when no sound copy is left of a file; and notes."""
     step = candidate.step
     partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step))))
@@ -140,7 +144,7 @@ def _drain(candidate: Candidate, *, tiers: Tiers, comm: Collective) -> tuple[Pat
     return committed.path, notes
 
 
-def _copy_all(candidate: Candidate, *, partial: Path, comm: Collective) -> tuple[bool, list[str]]:
+def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collective) -> tuple[bool, list[str]]:
     """Copy each file from its best holder, and from the next where that copy is damaged. Collective. Whether all
     are there; and notes."""
     tries = dict.fromkeys(range(len(candidate.holders)), 0)  # of the files that are still to be copied

@@ -76,7 +76,7 @@ def checkpoint_command(
     from hpctrain.bench.checkpoint.measure import Cache, CheckpointAsked, measure_checkpoint
     from hpctrain.bench.checkpoint.report import checkpoint_document, checkpoint_table
     from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.progress import Progress
+    from hpctrain.bench.progress import MeasurementProgress
     from hpctrain.bench.sizes import parse_size
     from hpctrain.checkpoint.saving.save_options import PageCache
     from hpctrain.run.record import working_commit
@@ -95,7 +95,7 @@ def checkpoint_command(
         check_writable(json_path, option="--json")
     commit = working_commit() if is_first else None  # asking git means a fork, which MPI does not like
     with start(backend=backend, device="cpu", timeout_s=timeout_s) as session:
-        progress = Progress(what="bench checkpoint", shown=is_first)
+        progress = MeasurementProgress(what="bench checkpoint", shown=is_first)
         with _folder_in(directory, session=session) as folder:
             measured = measure_checkpoint(asked, comm=session.world, directory=folder, progress=progress)
         document = checkpoint_document(

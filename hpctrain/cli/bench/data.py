@@ -65,7 +65,7 @@ def data_command(
     from hpctrain.bench.data.measure import Cache, DataAsked, measure_data
     from hpctrain.bench.data.report import data_document, data_lines, data_table
     from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.progress import Progress
+    from hpctrain.bench.progress import MeasurementProgress
     from hpctrain.run.record import working_commit
 
     if order not in ("shuffle", "sequential"):
@@ -80,7 +80,7 @@ def data_command(
     )  # fmt: skip
     if json_path is not None:
         check_writable(json_path, option="--json")
-    progress = Progress(what="bench data", shown=True)
+    progress = MeasurementProgress(what="bench data", shown=True)
     measured = measure_data(asked, progress=progress)
     progress.end()
     show(data_table(measured, asked), notes=data_lines(measured, asked))

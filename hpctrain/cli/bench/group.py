@@ -93,7 +93,7 @@ def allreduce_command(
     from hpctrain.bench.all_reduce.run import all_reduce_document, all_reduce_on, find_link, parse_link
     from hpctrain.bench.all_reduce.table import all_reduce_table
     from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.progress import Progress
+    from hpctrain.bench.progress import MeasurementProgress
     from hpctrain.bench.sizes import parse_sizes
     from hpctrain.run.record import working_commit
     from hpctrain.run.session import start
@@ -117,7 +117,7 @@ def allreduce_command(
                 check_writable(path, option=option)
     commit = working_commit() if is_first else None  # asking git means a fork, which MPI does not like
     with start(backend=backend, device=device, timeout_s=timeout_s, algorithm=nccl) as session:
-        progress = Progress(what="bench allreduce", shown=is_first)
+        progress = MeasurementProgress(what="bench allreduce", shown=is_first)
         link = find_link(link_mbit, session=session)
         reducers = ReducersHere(session, gradient_bytes=in_flight * sum(asked.sizes_bytes), nccl=nccl)
         found = all_reduce_on(session, asked, reducers=reducers, link=link, progress=progress)

@@ -78,7 +78,7 @@ def pack_command(
     hpctrain data pack table.parquet data/table --fields x=a+b:float32,y=kind
     mpirun -n 8 hpctrain data pack simulation:samples data/simulated --compress zstd --resume
     """
-    from hpctrain.data.hdf5.encode import Codec
+    from hpctrain.data.hdf5.encode import ChunkCodec
     from hpctrain.data.packing.pack import Existing
     from hpctrain.data.packing.pack_source import pack_source
     from hpctrain.data.sources.images import Colour, parse_size
@@ -97,7 +97,11 @@ def pack_command(
         fields=None if fields is None else parse_fields(fields),
         num_parts=parts,
     )
-    codec = None if compress is None else Codec(_one_of("--compress", compress, [c.value for c in Codec]))
+    codec = (
+        None
+        if compress is None
+        else ChunkCodec(_one_of("--compress", compress, [c.value for c in ChunkCodec]))
+    )
     with all_ranks() as world, Meter() as meter:
         manifests = pack_source(
             source,

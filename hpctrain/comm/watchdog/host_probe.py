@@ -202,7 +202,7 @@ def _drop(selector: selectors.BaseSelector, caller: object) -> None:
 
 
 @final
-class Reach:
+class HostReachability:
     """What one rank knows of the other hosts' doors. Used by several threads; each value is replaced whole."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
-from hpctrain.comm.watchdog.host_probe import Reach, ranks_to_read
+from hpctrain.comm.watchdog.host_probe import HostReachability, ranks_to_read
 from hpctrain.comm.watchdog.network_partition import find_cut
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.rank_status import (
@@ -60,7 +60,7 @@ class Board:
         tracks: Callable[[], Sequence[Track]],
         step: Callable[[], int | None],
         doing: Callable[[], str],
-        reach: Reach,
+        reach: HostReachability,
         show: Callable[[str], None],
         look_around: Callable[[], None],
         notice: Callable[[], None],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from hpctrain.comm.watchdog.gil_free_timer import LastWord, wind_up
-from hpctrain.comm.watchdog.host_probe import Reach
+from hpctrain.comm.watchdog.host_probe import HostReachability
 from hpctrain.comm.watchdog.network_partition import find_cut
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.rank_status import Ending
@@ -83,7 +83,7 @@ class Watcher:
         self._tracks: list[Track] = []
         self._ended = threading.Event()
         self._noticed = threading.Event()
-        self._reach: Reach | None = None
+        self._reach: HostReachability | None = None
         self._board: Board | None = None
         self._last_word: LastWord | None = None
         self._winding = threading.Lock()
@@ -98,7 +98,7 @@ class Watcher:
     def publish_in(self, directory: Path) -> None:
         """From now on leave this rank's position in `directory`, which is there. Raises OSError."""
         if self._reach is None:
-            self._reach = Reach()
+            self._reach = HostReachability()
         before = self._board
         self._board = Board(
             directory,

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpctrain.data.format.manifest import FieldSpec, Manifest, ShardEntry
 from hpctrain.data.format.shard_file import structure_hash
-from hpctrain.data.hdf5.layout import Layout, inspect
+from hpctrain.data.hdf5.layout import DatasetLayout, inspect
 from hpctrain.errors import DataError
 
 HEADERS_DIFFER = "the HDF5 headers differ from what was written"
@@ -22,7 +22,7 @@ class HeadersDamaged(DataError):
 
 def check_shard(
     directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
-) -> dict[str, Layout]:
+) -> dict[str, DatasetLayout]:
     """Compare a shard's file with the manifest; returns field -> layout of its HDF5 dataset.
 
     path: a copy of the file to look at instead. A packed shard that was re-packed with other HDF5 tools
@@ -119,11 +119,11 @@ def _again(manifest: Manifest) -> str:
     return "index the files again" if manifest.indexed else "pack again"
 
 
-def _bytes_of(layout: Layout) -> int:
+def _bytes_of(layout: DatasetLayout) -> int:
     return int(np.prod(layout.shape, dtype=np.int64)) * layout.dtype.itemsize
 
 
-def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, Layout] | None:
+def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
     """Layouts as the manifest has them, if all fields lie in one piece: opening HDF5 takes a millisecond."""
     layouts = {}
     for name, stored in entry.fields.items():
@@ -134,11 +134,13 @@ def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, Layout]
         if not stored.whole:
             shape = (stored.first_row + shape[0], *shape[1:])
         dtype = np.dtype(spec.dtype).newbyteorder(">" if stored.big_endian else "<")
-        layouts[name] = Layout(shape=shape, dtype=dtype, offset=stored.offset)
+        layouts[name] = DatasetLayout(shape=shape, dtype=dtype, offset=stored.offset)
     return layouts
 
 
-def _check_field(name: str, layout: Layout, *, manifest: Manifest, entry: ShardEntry, path: Path) -> None:
+def _check_field(
+    name: str, layout: DatasetLayout, *, manifest: Manifest, entry: ShardEntry, path: Path
+) -> None:
     """Whether dtype and shape of an HDF5 dataset are what the manifest says."""
     spec, stored = manifest.fields[name], entry.fields[name]
     dtype, shape = layout.dtype, layout.shape

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import PARTIAL_SUFFIX, SHARD_PREFIX, ShardEntry, StoredField
 from hpctrain.data.hdf5.create import create
-from hpctrain.data.hdf5.encode import SMALLEST_SAMPLE_BYTES, Chunks, Compression, compress
+from hpctrain.data.hdf5.encode import SMALLEST_SAMPLE_BYTES, Chunks, ShardCompression, compress
 from hpctrain.errors import DataError
 
 RECORD_SUFFIX = ".json"
@@ -98,7 +98,7 @@ def write_shard(
     arrays: Mapping[str, NDArray[Any]],
     block_bytes: int,
     beside: Mapping[str, NDArray[Any]] | None = None,
-    compression: Compression | None = None,
+    compression: ShardCompression | None = None,
 ) -> ShardEntry:
     """Write the shard `file` of the dataset in `directory`, and return its entry for the manifest.
 
@@ -182,7 +182,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def _compressed(
-    arrays: Mapping[str, NDArray[Any]], *, samples: int, compression: Compression
+    arrays: Mapping[str, NDArray[Any]], *, samples: int, compression: ShardCompression
 ) -> dict[str, Chunks]:
     """The fields that are worth it. Rows a chunk: those of `chunk_samples` samples (tokens: a stride each)."""
     return {

@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5.layout import ChunkPlace, Layout
+from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout
 
 # 16 bytes each: a MiB for a dataset of an open file.
 MAX_CHUNKS = 1 << 16
@@ -59,7 +59,9 @@ class ChunkIndex:
         return ChunkPlace(self.offsets[number], self.sizes[number], self.masks[number])
 
 
-def read_chunk_index(descriptor: int, *, header: int, layout: Layout, base: int = 0) -> ChunkIndex | None:
+def read_chunk_index(
+    descriptor: int, *, header: int, layout: DatasetLayout, base: int = 0
+) -> ChunkIndex | None:
     """The index of the dataset whose object header is at byte `header` behind the file's user block of `base` bytes.
 
     None where there are more than MAX_CHUNKS, and where the file has another kind of index, or a damaged one: HDF5
@@ -75,7 +77,7 @@ def read_chunk_index(descriptor: int, *, header: int, layout: Layout, base: int 
 
 @final
 class _Reader:
-    def __init__(self, descriptor: int, *, base: int, layout: Layout) -> None:
+    def __init__(self, descriptor: int, *, base: int, layout: DatasetLayout) -> None:
         assert layout.chunks is not None
         self._descriptor = descriptor
         self._base = base

@@ -22,7 +22,7 @@ _ZSTD_FILTER = 32015  # its registered number, https://github.com/HDFGroup/hdf5_
 _MAX_THREADS = 8
 
 
-class Codec(str, Enum):
+class ChunkCodec(str, Enum):
     """gzip: every HDF5 reads it. zstd: smaller and several times faster, needs hdf5plugin to read."""
 
     GZIP = "gzip"
@@ -30,17 +30,17 @@ class Codec(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compression:
+class ShardCompression:
     """How shards are compressed: chunks of `chunk_samples` samples, bytes shuffled first where that helps."""
 
-    codec: Codec
+    codec: ChunkCodec
     chunk_samples: int
     level: int = 4
 
     def __post_init__(self) -> None:
         if self.chunk_samples < 1:
             raise UsageError(f"--chunk-samples {self.chunk_samples}: a chunk holds at least one sample")
-        if self.codec is Codec.ZSTD:
+        if self.codec is ChunkCodec.ZSTD:
             _encoder_of_zstd(self.level)
 
     def as_json(self) -> dict[str, str | int]:
@@ -62,7 +62,7 @@ class Chunks:
         return sum(map(len, self.encoded))
 
 
-def compress(array: NDArray[Any], *, rows: int, compression: Compression) -> Chunks:
+def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -> Chunks:
     """Encode `array`, C-contiguous, in chunks of `rows` rows (fewer if it has fewer).
 
     Raises UsageError for a chunk above HDF5's limit of 4 GiB.
@@ -75,7 +75,7 @@ def compress(array: NDArray[Any], *, rows: int, compression: Compression) -> Chu
     shuffled = array.dtype.itemsize > 1
     filters: dict[str, Any] = {"chunks": chunk, "shuffle": shuffled}
     encode: Callable[[Any], bytes]
-    if compression.codec is Codec.GZIP:
+    if compression.codec is ChunkCodec.GZIP:
         filters |= {"compression": "gzip", "compression_opts": compression.level}
 
         def encode(data: Any) -> bytes:

@@ -29,7 +29,7 @@ class Filter(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class DatasetLayout:
     """One HDF5 dataset: shape, dtype as stored, and where its bytes are.
 
     offset: first byte in the file; None if it has no one place (chunked, compressed, compact, external).
@@ -62,7 +62,7 @@ def _open(path: Path) -> h5py.File:
         raise
 
 
-def inspect(path: Path, *, names: Sequence[str]) -> dict[str, Layout]:
+def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
     """The layouts of the named datasets of a file; a name that the file does not hold is left out.
 
     Raises OSError if it is no whole HDF5 file, DataError for a name that leads out of the file.
@@ -86,7 +86,7 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, Layout]:
     return layouts
 
 
-def _layout(dataset: h5py.Dataset) -> Layout:
+def _layout(dataset: h5py.Dataset) -> DatasetLayout:
     import h5py
 
     plist = dataset.id.get_create_plist()
@@ -99,7 +99,7 @@ def _layout(dataset: h5py.Dataset) -> Layout:
     for number in range(plist.get_nfilters()):
         code, _, values, _ = plist.get_filter(number)
         filters.append(Filter(code, tuple(values)))
-    return Layout(
+    return DatasetLayout(
         shape=tuple(dataset.shape),
         dtype=dataset.dtype,
         offset=offset,

@@ -11,11 +11,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from hpctrain.data.format.field_statistics import Moments, moments_of
-from hpctrain.data.indexing.inspect_file import Found, open_to_index, read_blocks
+from hpctrain.data.indexing.inspect_file import FoundDataset, open_to_index, read_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content:
+class HashedContent:
     """hashes: of blocks of the little-endian row-major bytes; empty for variable lengths."""
 
     hashes: tuple[str, ...]
@@ -25,7 +25,7 @@ class Content:
         return {"hashes": list(self.hashes), "moments": self.moments.as_json()}
 
     @classmethod
-    def of_json(cls, document: dict[str, Any]) -> Content:
+    def of_json(cls, document: dict[str, Any]) -> HashedContent:
         return cls(hashes=tuple(document["hashes"]), moments=Moments(**document["moments"]))
 
 
@@ -59,8 +59,8 @@ class _BlockHashes:
 
 
 def read_content(
-    path: str, *, found: Sequence[Found], block_bytes: int, hashed_bytes: int | None = None
-) -> tuple[Content, ...]:
+    path: str, *, found: Sequence[FoundDataset], block_bytes: int, hashed_bytes: int | None = None
+) -> tuple[HashedContent, ...]:
     """Content of datasets of numbers in one file, each read once, in blocks.
 
     hashed_bytes: only so many bytes from the start are hashed; None: all. Raises DataError.
@@ -81,7 +81,7 @@ def read_content(
                 data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
                 hashes.update(data.data[:left])
                 left -= min(left, data.nbytes)
-            contents.append(Content(hashes=hashes.finish(), moments=moments))
+            contents.append(HashedContent(hashes=hashes.finish(), moments=moments))
     return tuple(contents)
 
 

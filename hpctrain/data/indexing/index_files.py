@@ -30,9 +30,9 @@ from hpctrain.data.format.manifest import (
     write_manifest,
 )
 from hpctrain.data.format.token_windows import write_windows
-from hpctrain.data.indexing.content_hashes import Content, read_content
+from hpctrain.data.indexing.content_hashes import HashedContent, read_content
 from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file
-from hpctrain.data.indexing.merge_fields import Place, all_places, combine, num_samples
+from hpctrain.data.indexing.merge_fields import FieldSource, all_places, combine, num_samples
 from hpctrain.data.indexing.request import FieldRequest, SampleIs, find_files, parse_fields, sample_is
 from hpctrain.data.indexing.token_files import (
     CutStream,
@@ -150,7 +150,7 @@ def _files(out: Path, *, files: Sequence[str], old: OldIndex) -> list[str]:
 
 
 def _cut(
-    places: Sequence[Place],
+    places: Sequence[FieldSource],
     *,
     requests: Sequence[FieldRequest],
     samples: SampleIs,
@@ -215,7 +215,7 @@ class _Builder:
         file, fields = stream.place.file, stream.place.fields
         hashes: dict[str, tuple[str, ...]] = {}
         for name, document in content.items():
-            one = Content.of_json(document)
+            one = HashedContent.of_json(document)
             self._moments[name] = self._moments.get(name, Moments()) + one.moments
             if self._specs[name].kind == "array":
                 hashes[name] = one.hashes

@@ -27,7 +27,7 @@ MAX_CLASSES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundDataset:
     """One dataset (or a member of its compound).
 
     shape: with the dimension of samples; of variable lengths without what varies. dtype: numpy name of the
@@ -47,7 +47,7 @@ class Found:
     classes: tuple[str, ...] = ()
 
     @classmethod
-    def of_json(cls, document: dict[str, Any]) -> Found:
+    def of_json(cls, document: dict[str, Any]) -> FoundDataset:
         lists = {"shape": tuple(document["shape"]), "classes": tuple(document["classes"])}
         return cls(**{**document, **lists})
 
@@ -59,12 +59,13 @@ class FoundFile:
     path: str
     file_bytes: int
     modified_ns: int
-    places: tuple[dict[str, Found], ...]
+    places: tuple[dict[str, FoundDataset], ...]
 
     @classmethod
     def of_json(cls, document: dict[str, Any]) -> FoundFile:
         places = tuple(
-            {name: Found.of_json(found) for name, found in place.items()} for place in document["places"]
+            {name: FoundDataset.of_json(found) for name, found in place.items()}
+            for place in document["places"]
         )
         return cls(**{**document, "places": places})
 
@@ -125,7 +126,7 @@ def _open_locked(path: str) -> h5py.File:
         return h5py.File(path, "r", locking=False)
 
 
-def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[str, Found]]:
+def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[str, FoundDataset]]:
     """What each group holds. All fields must be in all groups."""
     paths = {request.name: matches(file, request.parts) for request in requests}
     first = requests[0]
@@ -144,7 +145,7 @@ def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[
         yield {request.name: _look(file, paths[request.name][key], request) for request in requests}
 
 
-def _look(file: h5py.File, path: str, request: FieldRequest) -> Found:
+def _look(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
@@ -169,7 +170,7 @@ def _look(file: h5py.File, path: str, request: FieldRequest) -> Found:
             raise DataError(f"{where} ends behind the end of the file: the file is cut short")
     if 0 in shape:
         raise DataError(f"{where} is empty, its shape is {shape}: leave the file out")
-    found = Found(
+    found = FoundDataset(
         dataset=resolved,
         member=request.member,
         shape=shape,
@@ -244,7 +245,7 @@ def read_blocks(dataset: h5py.Dataset, member: str | None, *, row_bytes: int) ->
     return _blocks(dataset, member, rows=max(1, _READ_BYTES // max(1, row_bytes)))
 
 
-def _with_strings(found: Found, dataset: h5py.Dataset, where: str) -> Found:
+def _with_strings(found: FoundDataset, dataset: h5py.Dataset, where: str) -> FoundDataset:
     if found.shape[1:]:
         raise DataError(f"{where} has {found.shape[1:]} strings a sample; one is possible, as a label")
     names: set[str] = set()
@@ -258,7 +259,9 @@ def _with_strings(found: Found, dataset: h5py.Dataset, where: str) -> Found:
     return replace(found, dtype="str", kind="strings", classes=tuple(sorted(names)), big_endian=False)
 
 
-def _with_lengths(found: Found, dataset: h5py.Dataset, base: np.dtype[Any], where: str) -> Found:
+def _with_lengths(
+    found: FoundDataset, dataset: h5py.Dataset, base: np.dtype[Any], where: str
+) -> FoundDataset:
     _check_number(base, where)
     if len(found.shape) != 1 or base.hasobject:
         raise DataError(f"{where} has variable lengths in shape {found.shape}; one a sample is possible")

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.data.format.manifest import FieldSpec
-from hpctrain.data.indexing.inspect_file import MAX_CLASSES, Found, FoundFile
+from hpctrain.data.indexing.inspect_file import MAX_CLASSES, FoundDataset, FoundFile
 from hpctrain.data.indexing.request import FieldRequest, SampleIs
 from hpctrain.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class FieldSource:
     """A file, or a group of one, as what makes an entry of the manifest."""
 
     file: FoundFile
-    fields: dict[str, Found]
+    fields: dict[str, FoundDataset]
 
     def describe(self, name: str) -> str:
         return f"{self.fields[name].dataset} of {self.file.path}"
 
 
-def all_places(files: Sequence[FoundFile]) -> tuple[Place, ...]:
-    return tuple(Place(file=file, fields=fields) for file in files for fields in file.places)
+def all_places(files: Sequence[FoundFile]) -> tuple[FieldSource, ...]:
+    return tuple(FieldSource(file=file, fields=fields) for file in files for fields in file.places)
 
 
-def num_samples(place: Place, *, samples: SampleIs) -> int:
+def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
     """Samples of one place. Raises DataError if its fields do not have the same number."""
     if samples is not SampleIs.ROWS:
         return 1
@@ -47,13 +47,13 @@ def num_samples(place: Place, *, samples: SampleIs) -> int:
 
 
 def combine(
-    places: Sequence[Place], *, requests: Sequence[FieldRequest], samples: SampleIs
+    places: Sequence[FieldSource], *, requests: Sequence[FieldRequest], samples: SampleIs
 ) -> dict[str, FieldSpec]:
     """The fields of one sample. Raises DataError that names the two places which differ, and how."""
     return {request.name: _combine(places, request=request, samples=samples) for request in requests}
 
 
-def _combine(places: Sequence[Place], *, request: FieldRequest, samples: SampleIs) -> FieldSpec:
+def _combine(places: Sequence[FieldSource], *, request: FieldRequest, samples: SampleIs) -> FieldSpec:
     name = request.name
     first = places[0].fields[name]
     whole = samples is not SampleIs.ROWS
@@ -95,7 +95,7 @@ def _combine(places: Sequence[Place], *, request: FieldRequest, samples: SampleI
     return FieldSpec(dtype=first.dtype, shape=_sample_shape(first, whole=whole))
 
 
-def _sample_shape(found: Found, *, whole: bool) -> tuple[int, ...]:
+def _sample_shape(found: FoundDataset, *, whole: bool) -> tuple[int, ...]:
     return found.shape if whole else found.shape[1:]
 
 
@@ -105,13 +105,13 @@ def _advice(name: str, shape: tuple[int, ...], other: tuple[int, ...], *, whole:
     return ": samples of one dataset have one shape"
 
 
-def _what(found: Found) -> str:
+def _what(found: FoundDataset) -> str:
     return {"numbers": found.dtype, "strings": "strings", "lengths": f"{found.dtype} of variable length"}[
         found.kind
     ]
 
 
-def _class_field(places: Sequence[Place], *, name: str, whole: bool) -> FieldSpec:
+def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> FieldSpec:
     if whole and any(place.fields[name].shape for place in places):
         place = next(place for place in places if place.fields[name].shape)
         if int(np.prod(place.fields[name].shape)) != 1:

@@ -13,7 +13,7 @@ from hpctrain.data.format.token_windows import split_windows
 from hpctrain.data.hdf5.read_elements import read_elements
 from hpctrain.data.indexing.hdf5_paths import resolve
 from hpctrain.data.indexing.inspect_file import open_to_index
-from hpctrain.data.indexing.merge_fields import Place
+from hpctrain.data.indexing.merge_fields import FieldSource
 from hpctrain.data.indexing.request import FieldRequest, SampleIs
 from hpctrain.errors import DataError, UsageError
 
@@ -61,13 +61,13 @@ def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) 
 class CutStream:
     """One file's windows. starts: int64 (samples,) if documents split them. num_tokens: that are read."""
 
-    place: Place
+    place: FieldSource
     samples: int
     num_tokens: int
     starts: NDArray[np.int64] | None
 
 
-def token_field(places: Sequence[Place], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
+def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
     """The field of windows. `spec` is what the streams have in common. Raises DataError: no streams."""
     if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
         raise DataError(
@@ -77,7 +77,7 @@ def token_field(places: Sequence[Place], *, spec: FieldSpec, request: TokenReque
     return FieldSpec(dtype=spec.dtype, shape=(request.window + 1,))
 
 
-def cut_stream(place: Place, *, request: TokenRequest) -> CutStream:
+def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
     """The windows of one file; `samples` is 0 if it is too short for any. Raises DataError."""
     num_tokens = place.fields[TOKENS_FIELD].shape[0]
     windows = request.windows

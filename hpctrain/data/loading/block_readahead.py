@@ -26,7 +26,7 @@ from hpctrain.data.reading.dataset import Dataset
 _HINT_BYTES = 128 << 10
 
 
-class Stretch(NamedTuple):
+class CachedRange(NamedTuple):
     """Bytes of a file."""
 
     file: str
@@ -58,7 +58,7 @@ class ReadAhead:
         for window in wanted:
             _ask(self._directory, list(self.stretches(window)))
 
-    def stretches(self, window: int) -> Iterator[Stretch]:
+    def stretches(self, window: int) -> Iterator[CachedRange]:
         """Where the blocks of a window are, as far as they are contiguous in files. Pure."""
         for block in self._order.blocks_of(window):
             shard = int(np.searchsorted(self._first_samples, block.start, side="right")) - 1
@@ -76,7 +76,7 @@ def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhea
     return ReadAhead(dataset, order=order, start=start)
 
 
-def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[Stretch]:
+def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[CachedRange]:
     entry = manifest.shards[shard]
     rows = Span(rows.start, min(rows.stop, entry.samples))
     for name, stored in entry.fields.items():
@@ -89,10 +89,10 @@ def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[Stretch]
             itemsize = np.dtype(spec.dtype).itemsize
             step, skipped = manifest.tokens.stride * itemsize, stored.first_row * itemsize
         num_bytes = (rows.num_samples - 1) * step + sample_bytes
-        yield Stretch(entry.file, stored.offset + skipped + rows.start * step, num_bytes)
+        yield CachedRange(entry.file, stored.offset + skipped + rows.start * step, num_bytes)
 
 
-def _ask(directory: Path, stretches: list[Stretch]) -> None:
+def _ask(directory: Path, stretches: list[CachedRange]) -> None:
     for file, parts in itertools.groupby(sorted(stretches), key=lambda stretch: stretch.file):
         with contextlib.suppress(OSError):  # reading itself tells what is wrong
             descriptor = os.open(directory / file, os.O_RDONLY | os.O_CLOEXEC)
@@ -109,7 +109,7 @@ def _ask(directory: Path, stretches: list[Stretch]) -> None:
                 os.close(descriptor)
 
 
-def _is_cached(descriptor: int, part: Stretch) -> bool:
+def _is_cached(descriptor: int, part: CachedRange) -> bool:
     """Whether its first, middle and last byte are in the page cache. False where the filesystem cannot tell."""
     byte = bytearray(1)
     try:

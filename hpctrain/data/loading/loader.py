@@ -24,7 +24,7 @@ from hpctrain.data.loading.batch import Batch
 from hpctrain.data.loading.block_readahead import read_ahead_for
 from hpctrain.data.loading.buffer_pool import BatchMemory
 from hpctrain.data.loading.epoch_iterator import Batches, EpochPlan
-from hpctrain.data.loading.loader_state import Place
+from hpctrain.data.loading.loader_state import LoaderState
 from hpctrain.data.loading.lockstep import InStep
 from hpctrain.data.loading.prefetch import ByteBound, Prefetch
 from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
@@ -227,7 +227,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last batch handed out, as plain JSON: the same on every rank."""
-        return Place(
+        return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
             seed=self.seed,
@@ -241,7 +241,7 @@ class Loader:
         The next `iter(loader)` begins there; the seed becomes the place's. Raises DataError for what is no
         such state, or one of another order or another number of samples.
         """
-        place = Place.of_json(state)
+        place = LoaderState.of_json(state)
         place.check_fits(order=self.order.name, num_samples=self.dataset.num_samples)
         if place.position > self.num_positions:
             raise DataError(f"the saved position {place.position} is behind the epoch's {self.num_positions}")

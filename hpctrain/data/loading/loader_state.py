@@ -10,7 +10,7 @@ from hpctrain.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class LoaderState:
     """position: samples of the epoch, over all ranks, that were had. order: the name of an `OrderSpec`."""
 
     order: str
@@ -23,7 +23,7 @@ class Place:
         return asdict(self)
 
     @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> Place:
+    def of_json(cls, document: Mapping[str, Any]) -> LoaderState:
         """Raises DataError unless it is what `as_json` made."""
         values: dict[str, Any] = {}
         for field in fields(cls):

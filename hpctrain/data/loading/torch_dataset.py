@@ -21,7 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hpctrain.data.loading.loader import Loader, Samples
-from hpctrain.data.loading.loader_state import Place
+from hpctrain.data.loading.loader_state import LoaderState
 from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.data.transforms.torch_dtypes import as_tensor
 from hpctrain.errors import DataError, UsageError
@@ -134,7 +134,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         """The place behind the last batch, plain JSON. torchdata's StatefulDataLoader asks each worker."""
         loader = self._loader()
         position = self._position
-        place = Place(
+        place = LoaderState(
             order=loader.order.name, num_samples=loader.dataset.num_samples, seed=loader.seed, epoch=self._epoch,
             position=position or 0,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         if not isinstance(state, Mapping) or not {"place", "begun", "num_workers"} <= set(state):
             raise DataError("this is no state of a dataset: give what its state_dict() returned")
         loader = self._loader()
-        place = Place.of_json(state["place"])
+        place = LoaderState.of_json(state["place"])
         place.check_fits(order=loader.order.name, num_samples=loader.dataset.num_samples)
         if place.seed != loader.seed:
             raise DataError(f"the state is of seed {place.seed}, the dataset has seed {loader.seed}")

@@ -18,7 +18,7 @@ from hpctrain.comm.collectives.agreement import agreed, check_same
 from hpctrain.comm.interface.communicator import Collective
 from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
 from hpctrain.data.format.manifest_entries import Boundaries
-from hpctrain.data.hdf5.encode import Compression
+from hpctrain.data.hdf5.encode import ShardCompression
 from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
@@ -62,7 +62,7 @@ def pack_arrays(
     shard_bytes: int = SHARD_BYTES,
     shard_samples: int | None = None,
     block_bytes: int = BLOCK_BYTES,
-    compression: Compression | None = None,
+    compression: ShardCompression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
@@ -95,7 +95,7 @@ def pack_rows(
     shard_bytes: int = SHARD_BYTES,
     shard_samples: int | None = None,
     block_bytes: int = BLOCK_BYTES,
-    compression: Compression | None = None,
+    compression: ShardCompression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
@@ -139,7 +139,7 @@ def pack_tokens(
     dtype: str = "uint8",
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
-    compression: Compression | None = None,
+    compression: ShardCompression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
@@ -183,7 +183,7 @@ def pack_documents(
     boundaries: Boundaries = "ignore",
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
-    compression: Compression | None = None,
+    compression: ShardCompression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
@@ -248,7 +248,7 @@ def pack_iterator(
     shard_bytes: int = SHARD_BYTES,
     shard_samples: int | None = None,
     block_bytes: int = BLOCK_BYTES,
-    compression: Compression | None = None,
+    compression: ShardCompression | None = None,
     attributes: Mapping[str, JsonValue] | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,

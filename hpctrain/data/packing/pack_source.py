@@ -13,7 +13,7 @@ from hpctrain.comm.collectives.agreement import agreed, on_rank_0
 from hpctrain.comm.interface.communicator import Collective
 from hpctrain.data.format.manifest import FieldSpec, Manifest
 from hpctrain.data.format.manifest_entries import Boundaries
-from hpctrain.data.hdf5.encode import Codec, Compression
+from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
 from hpctrain.data.packing.directory import check_free
 from hpctrain.data.packing.pack import (
     SHARD_BYTES,
@@ -45,7 +45,7 @@ def pack_source(
     seed: int = 0,
     shuffle: bool = False,
     options: SourceOptions | None = None,
-    codec: Codec | None = None,
+    codec: ChunkCodec | None = None,
     chunk_samples: int | None = None,
     existing: Existing = Existing.REFUSE,
     progress: Callable[[Path], Progress] | None = None,
@@ -141,12 +141,14 @@ def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
     return {"num_classes": counts[0]} if len(counts) == 1 else {}
 
 
-def _compression(codec: Codec | None, *, chunk_samples: int | None, sample_bytes: int) -> Compression | None:
+def _compression(
+    codec: ChunkCodec | None, *, chunk_samples: int | None, sample_bytes: int
+) -> ShardCompression | None:
     if codec is None:
         return None
     if chunk_samples is None:
         chunk_samples = max(1, _CHUNK_BYTES // sample_bytes)
-    return Compression(codec=codec, chunk_samples=chunk_samples)
+    return ShardCompression(codec=codec, chunk_samples=chunk_samples)
 
 
 def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:

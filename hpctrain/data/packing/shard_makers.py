@@ -20,7 +20,7 @@ from hpctrain.comm.interface.communicator import Collective
 from hpctrain.data.format.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
 from hpctrain.data.format.shard_file import is_as_written, shard_name, write_shard
 from hpctrain.data.format.token_windows import split_windows
-from hpctrain.data.hdf5.encode import Compression
+from hpctrain.data.hdf5.encode import ShardCompression
 from hpctrain.data.packing.resume_record import Plan, ShardRecord, make_record, read_record, write_record
 from hpctrain.data.packing.token_documents import Documents, read_stream
 from hpctrain.data.sources.row_source import Rows
@@ -179,7 +179,7 @@ class DocumentShards:
 
 
 def make_shards(
-    maker: ShardMaker, *, directory: Path, plan: Plan, block_bytes: int, compression: Compression | None
+    maker: ShardMaker, *, directory: Path, plan: Plan, block_bytes: int, compression: ShardCompression | None
 ) -> Iterator[ShardRecord]:
     """Write the shards of one rank; those that an earlier packing of the same plan finished are kept."""
     while (file := maker.begin()) is not None:

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.comm.interface.communicator import Collective
 from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
-from hpctrain.data.hdf5.encode import Compression
+from hpctrain.data.hdf5.encode import ShardCompression
 from hpctrain.data.packing.directory import (
     FOUND_WHILE_PACKING,
     Existing,
@@ -34,7 +34,7 @@ def write_dataset(
     plan: Mapping[str, JsonValue],
     like: Mapping[str, JsonValue],
     block_bytes: int,
-    compression: Compression | None,
+    compression: ShardCompression | None,
     attributes: Callable[[], dict[str, JsonValue]],
     existing: Existing,
     progress: Progress | None,

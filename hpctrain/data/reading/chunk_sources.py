@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.chunk_index import ChunkIndex, read_chunk_index
 from hpctrain.data.hdf5.decode import DEFLATE, Bytes, undo
-from hpctrain.data.hdf5.layout import ChunkPlace, Layout, RowReader
+from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader
 from hpctrain.data.hdf5.string_classes import class_texts
 from hpctrain.data.reading.chunk_cache import Chunk
 from hpctrain.data.reading.shared_descriptor import OpenFile
@@ -34,7 +34,7 @@ class StoredChunks:
         *,
         file: OpenFile,
         dataset: str,
-        layout: Layout,
+        layout: DatasetLayout,
         mapped: mmap.mmap | None = None,
     ) -> None:
         """mapped: the whole of the file, if it is mapped. It must not become shorter while chunks are read."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data.hdf5.layout import Layout
+from hpctrain.data.hdf5.layout import DatasetLayout
 from hpctrain.data.reading.decode_pool import Task
 from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
 from hpctrain.data.reading.shared_descriptor import OpenFile
@@ -27,7 +27,7 @@ _TASK_BYTES = 512 << 10
 class MappedField:
     """Copies from a memory map. A page that cannot be read ends the process with SIGBUS."""
 
-    def __init__(self, mapped: mmap.mmap, *, layout: Layout) -> None:
+    def __init__(self, mapped: mmap.mmap, *, layout: DatasetLayout) -> None:
         self._rows: NDArray[Any] = np.ndarray(
             layout.shape or (1,), dtype=layout.dtype, buffer=mapped, offset=layout.offset or 0
         )
@@ -68,7 +68,7 @@ def _copy(view: NDArray[Any], target: NDArray[Any], start: int, place: int) -> N
 class ReadField:
     """Reads with preadv: neighbours in one call, straight into the batch. Holds no memory."""
 
-    def __init__(self, file: OpenFile, *, layout: Layout, name: FieldName) -> None:
+    def __init__(self, file: OpenFile, *, layout: DatasetLayout, name: FieldName) -> None:
         self._file = file
         self._first_byte = layout.offset or 0
         self._row_bytes = int(np.prod(layout.shape[1:], dtype=np.int64)) * layout.dtype.itemsize

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hpctrain.data.format.manifest import FieldSpec, Manifest, read_manifest
 from hpctrain.data.format.shard_check import check_shard
 from hpctrain.data.format.token_windows import read_windows
-from hpctrain.data.hdf5.layout import Layout
+from hpctrain.data.hdf5.layout import DatasetLayout
 from hpctrain.data.reading.chunk_cache import ChunkCache
 from hpctrain.data.reading.decode_pool import DecodeThreads, Task, default_threads
 from hpctrain.data.reading.io_mode import IoMode, choose
@@ -99,7 +99,7 @@ class Dataset:
             [[0], np.cumsum([shard.samples for shard in manifest.shards], dtype=np.int64)]
         ).astype(np.int64)
         self._windows = read_windows(directory, manifest=manifest)
-        self._layouts: dict[int, dict[str, Layout]] = {}
+        self._layouts: dict[int, dict[str, DatasetLayout]] = {}
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # A shard takes up to three descriptors; the process needs others for sockets and files.
         self._max_open = 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, max(8, soft_limit // 5))
@@ -235,7 +235,7 @@ class Dataset:
         with self._lock:
             self._open.pop(shard_index, None)
 
-    def _layout(self, index: int) -> dict[str, Layout]:
+    def _layout(self, index: int) -> dict[str, DatasetLayout]:
         if index not in self._layouts:
             entry = self.manifest.shards[index]
             self._layouts[index] = check_shard(self.directory, manifest=self.manifest, entry=entry)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.data.format.manifest import LENGTH_SUFFIX, Manifest
 from hpctrain.data.format.shard_check import check_unchanged, cut_short
 from hpctrain.data.hdf5.decode import can_undo
-from hpctrain.data.hdf5.layout import Layout, RowReader
+from hpctrain.data.hdf5.layout import DatasetLayout, RowReader
 from hpctrain.data.reading.chunk_cache import ChunkCache
 from hpctrain.data.reading.chunk_sources import ClassBlocks, NumberBlocks, RaggedBlocks, StoredChunks
 from hpctrain.data.reading.chunked import ChunkedField
@@ -39,7 +39,7 @@ class OpenShard:
         *,
         index: int,
         manifest: Manifest,
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, DatasetLayout],
         io: IoMode,
         cache: ChunkCache,
         windows: NDArray[np.int64] | None,
@@ -190,5 +190,5 @@ class OpenShard:
         return NumberBlocks(self._reader, shape=shape, **options)
 
 
-def _as_one_row(layout: Layout) -> Layout:
-    return Layout(shape=(1,), dtype=layout.dtype, offset=layout.offset)
+def _as_one_row(layout: DatasetLayout) -> DatasetLayout:
+    return DatasetLayout(shape=(1,), dtype=layout.dtype, offset=layout.offset)

@@ -20,7 +20,7 @@ from hpctrain.data.transforms.worker_pool import WorkerPool
 from hpctrain.errors import RecipeError
 
 
-class Transformer(Protocol):
+class BatchTransformer(Protocol):
     """`BatchTransform`, in the thread that calls it, or `WorkerPool`.
 
     input_copies: how often a batch's input is in memory while it is transformed.
@@ -31,7 +31,7 @@ class Transformer(Protocol):
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays: ...
 
 
-def build_transformer(transform: str | TransformFunction | None, *, workers: int) -> Transformer | None:
+def build_transformer(transform: str | TransformFunction | None, *, workers: int) -> BatchTransformer | None:
     """None without a transform. `workers` 0: the calling threads transform; else so many processes.
 
     Raises RecipeError if the transform is not found, or cannot be found by another process.
@@ -58,7 +58,7 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
 
 
 def transformed(
-    fields: dict[str, torch.Tensor], *, by: Transformer, context: TransformContext, pin_memory: bool
+    fields: dict[str, torch.Tensor], *, by: BatchTransformer, context: TransformContext, pin_memory: bool
 ) -> dict[str, torch.Tensor]:
     """The fields of a batch after the transform, with dtypes that torch computes with."""
     made = by({name: tensor.numpy() for name, tensor in fields.items()}, context=context)

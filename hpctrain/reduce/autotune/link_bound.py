@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.reduce.autotune.cost_model import Candidate
-from hpctrain.reduce.autotune.link_speed import Level
+from hpctrain.reduce.autotune.link_speed import LinkSpeed
 from hpctrain.topology import Topology
 
 WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
@@ -28,7 +28,7 @@ class LinkFloor:
     bytes_per_s: float
 
     @classmethod
-    def of(cls, topology: Topology, levels: Iterable[Level]) -> LinkFloor | None:
+    def of(cls, topology: Topology, levels: Iterable[LinkSpeed]) -> LinkFloor | None:
         """None on one node, and where the links were not measured."""
         rates = [level.bytes_per_s for level in levels if level.axis == "node"]
         if topology.num_nodes == 1 or not rates:

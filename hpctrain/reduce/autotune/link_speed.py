@@ -26,7 +26,7 @@ IN_A_ROW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class LinkSpeed:
     """One axis of the mesh. num_members: ranks of its largest group.
 
     latency_s: of an all-reduce of one number. bytes_per_s: what one rank sends within its node, or one node to the
@@ -49,7 +49,7 @@ def measure_levels(
     device: torch.device,
     budget_s: float = 0.4,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Level, ...]:
+) -> tuple[LinkSpeed, ...]:
     """The levels that have several members. Collective; the same on every rank.
 
     A few reductions for each; fewer, and smaller ones, once `budget_s` is used up by the slowest rank's clock.
@@ -79,7 +79,7 @@ def measure_levels(
         sharers = len(groups) if axis == "node" else 1
         sent = 2 * (num_members - 1) / num_members * num_bytes * sharers
         rate = sent / max(seconds - latency, seconds / 2)
-        found.append(Level(axis=axis, num_members=num_members, latency_s=latency, bytes_per_s=rate))
+        found.append(LinkSpeed(axis=axis, num_members=num_members, latency_s=latency, bytes_per_s=rate))
     return tuple(found)
 
 
@@ -130,15 +130,15 @@ class _Timer:
         return statistics.median_low(found)
 
 
-def levels_to_json(levels: tuple[Level, ...]) -> list[dict[str, Any]]:
+def levels_to_json(levels: tuple[LinkSpeed, ...]) -> list[dict[str, Any]]:
     return [asdict(level) for level in levels]
 
 
-def levels_from_json(value: Any) -> tuple[Level, ...]:
+def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
     """ValueError where it is not what `levels_to_json` made."""
     try:
         return tuple(
-            Level(
+            LinkSpeed(
                 axis=str(v["axis"]), num_members=int(v["num_members"]), latency_s=float(v["latency_s"]),
                 bytes_per_s=float(v["bytes_per_s"]),
             )

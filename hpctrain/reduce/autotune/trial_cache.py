@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.reduce.autotune.cost_model import Candidate, Measurement
 from hpctrain.reduce.autotune.decision import measurements_from_json, measurements_to_json
-from hpctrain.reduce.autotune.link_speed import Level, levels_from_json, levels_to_json
+from hpctrain.reduce.autotune.link_speed import LinkSpeed, levels_from_json, levels_to_json
 from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
 
@@ -66,7 +66,7 @@ class Kept:
     """What one calibration found, in a form that goes through JSON."""
 
     measurements: tuple[Measurement, ...]
-    levels: tuple[Level, ...]
+    levels: tuple[LinkSpeed, ...]
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -89,21 +89,21 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CachedTrials:
     """An entry of a file, or why there is none to use. `why` is empty where there is no file."""
 
     kept: Kept | None
     why: str = ""
 
 
-def read_calibration(path: Path, *, key: CalibrationKey) -> Found:
+def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
     """The measurements of `key`. A damaged file is not an error: it is measured anew."""
     try:
         entries = _entries(path)
     except FileNotFoundError:
-        return Found(None)
+        return CachedTrials(None)
     except (OSError, ValueError) as error:
-        return Found(None, f"{path} cannot be read ({error})")
+        return CachedTrials(None, f"{path} cannot be read ({error})")
     others: list[str] = []
     for entry in entries:
         differences = key.differences(entry["key"])
@@ -115,10 +115,10 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> Found:
             unknown = {m.candidate for m in kept.measurements} - set(key.candidates)
             if unknown:
                 raise ValueError(f"it holds measurements of {unknown}, which its key does not name")
-            return Found(kept)
+            return CachedTrials(kept)
         except (ValueError, TypeError) as error:
-            return Found(None, f"{path} cannot be read ({error})")
-    return Found(
+            return CachedTrials(None, f"{path} cannot be read ({error})")
+    return CachedTrials(
         None, f"{path} holds measurements of other {', '.join(others).replace('_', ' ')}" if others else ""
     )
 

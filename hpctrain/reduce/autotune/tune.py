@@ -17,7 +17,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.autotune.cost_model import Candidate
 from hpctrain.reduce.autotune.decision import EXACTNESS, Choice, roundings
 from hpctrain.reduce.autotune.link_bound import LinkFloor
-from hpctrain.reduce.autotune.link_speed import Level, levels_to_json, measure_levels
+from hpctrain.reduce.autotune.link_speed import LinkSpeed, levels_to_json, measure_levels
 from hpctrain.reduce.autotune.trial_cache import CalibrationKey, Kept, read_calibration, write_calibration
 from hpctrain.reduce.autotune.trials import MakeReducer, calibrate
 from hpctrain.topology import Topology
@@ -56,7 +56,7 @@ class AutoChoice:
     wire: str
     bucket_bytes: int
     source: str
-    levels: tuple[Level, ...] = ()
+    levels: tuple[LinkSpeed, ...] = ()
     seconds: float = 0.0
     key: dict[str, Any] | None = None
     bucket_bytes_asked: bool = False
@@ -95,12 +95,12 @@ class AutoChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TrialResults:
     """What was found, before it is known what is to be reduced. The same on every rank."""
 
     choice: Choice
     source: str
-    levels: tuple[Level, ...] = ()
+    levels: tuple[LinkSpeed, ...] = ()
     seconds: float = 0.0
     key: dict[str, Any] | None = None
 
@@ -167,7 +167,7 @@ def find_choice(
     versions: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: None,
     budget_s: float = BUDGET_S,
-) -> Measured:
+) -> TrialResults:
     """Read what was measured before, or measure now and write it. Collective; the same on every rank.
 
     candidates: the same, in the same order, on every rank. Nothing is measured where there is one rank or one
@@ -179,7 +179,7 @@ def find_choice(
     if world.num_ranks == 1 or len(candidates) == 1:
         why = "one rank" if world.num_ranks == 1 else "no other way runs here"
         exact = min(candidates, key=lambda candidate: roundings(candidate.wire))
-        return Measured(choice=Choice.only(exact), source=f"not measured: {why}")
+        return TrialResults(choice=Choice.only(exact), source=f"not measured: {why}")
     files = files or CalibrationFiles()
     key = CalibrationKey.of(
         topology=topology, backend=world.reduction_backend, device=device.type, candidates=tuple(candidates),
@@ -201,7 +201,7 @@ def find_choice(
         source = f"measured in {kept.seconds:.1f} s"
         for text in _write(world, files.paths, key=key, kept=kept):
             note(text)
-    return Measured(
+    return TrialResults(
         choice=Choice.of_measurements(kept.measurements, floor=LinkFloor.of(topology, kept.levels)),
         source=source, levels=kept.levels,
         seconds=kept.seconds, key=key_of_all,

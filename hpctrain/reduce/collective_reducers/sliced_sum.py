@@ -34,7 +34,7 @@ ALIGNMENT = 8  # of every encoded slice, as codecs ask
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     """A run of a bucket's elements. Rank r owns those from offsets[r] to offsets[r + 1]."""
 
     offsets: tuple[int, ...]
@@ -51,12 +51,12 @@ class Piece:
         return [codec.num_bytes(self.numel(owner), dtype=dtype) for owner in owners]
 
 
-def pieces_of(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[Piece]:
+def pieces_of(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
     """How a bucket is cut: pieces of at most `piece_elems` elements; none for an empty bucket. Pure."""
     pieces = []
     for begin in range(0, numel, piece_elems):
         counts = balanced_counts(min(piece_elems, numel - begin), num_parts=num_ranks)
-        pieces.append(Piece(tuple(accumulate(counts, initial=begin))))
+        pieces.append(BucketPiece(tuple(accumulate(counts, initial=begin))))
     return pieces
 
 
@@ -122,7 +122,7 @@ class SliceSum:
             for slot in bucket.slots:
                 self._residuals.left(slot).copy_(lost[slot.offset : slot.offset + slot.numel])
 
-    def _sum_piece(self, piece: Piece, values: torch.Tensor, *, lost: torch.Tensor | None) -> None:
+    def _sum_piece(self, piece: BucketPiece, values: torch.Tensor, *, lost: torch.Tensor | None) -> None:
         mine, num_ranks = self._comm.rank, self._comm.num_ranks
         sizes = piece.num_bytes(self._codec, dtype=values.dtype)
         rooms = [padded(size) for size in sizes]
@@ -150,7 +150,13 @@ class SliceSum:
             self._codec.decode(room[: sizes[owner]], out=piece.slice(values, owner))
 
     def _encode(
-        self, piece: Piece, owner: int, values: torch.Tensor, *, out: torch.Tensor, lost: torch.Tensor | None
+        self,
+        piece: BucketPiece,
+        owner: int,
+        values: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lost: torch.Tensor | None,
     ) -> None:
         """Encode the owner's slice of `values`, and note what that loses."""
         own = piece.slice(values, owner)

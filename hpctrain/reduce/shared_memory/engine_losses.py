@@ -16,7 +16,7 @@ from hpctrain.reduce.codecs.part_feedback import CodecFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
 from hpctrain.reduce.shared_memory.gradient_slices import tiles
-from hpctrain.reduce.shared_memory.partition import Place, Span
+from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LossyPart:
     """A part of `bucket` that this rank encodes, and what its encoding has lost so far."""
 
     bucket: Bucket
-    part: Span
+    part: ElemRange
     feedback: CodecFeedback
 
 
@@ -36,7 +36,7 @@ class EngineLosses:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], parts: Sequence[LossyPart], *, place: Place, codec_name: str
+        self, buckets: Sequence[Bucket], parts: Sequence[LossyPart], *, place: TwoLevelPlace, codec_name: str
     ) -> None:
         self._parts = parts
         self._place = place
@@ -109,8 +109,8 @@ class EngineLosses:
         """(position in gradient space, what was lost there (shares memory), whether this rank makes its sum)."""
         for lossy in self._parts:
             part, feedback = lossy.part, lossy.feedback
-            own = Span(part.begin + feedback.own.start, part.begin + feedback.own.stop)
-            for span in (Span(part.begin, own.begin), own, Span(own.end, part.end)):
+            own = ElemRange(part.begin + feedback.own.start, part.begin + feedback.own.stop)
+            for span in (ElemRange(part.begin, own.begin), own, ElemRange(own.end, part.end)):
                 for tile in tiles(lossy.bucket, span):
                     first = span.begin - part.begin + tile.first
                     yield tile.position, feedback.lost[first : first + tile.numel], span is own

@@ -1,7 +1,7 @@
-"""Two-level sums in shared memory and messages, chunk by chunk, everything under way at once.
+"""Two-level sums in shared memory and messages, chunk by chunk, several chunks in flight.
 
-Buckets lie in memory that the ranks of a node share. Where there is one node, they are summed there (`work_shared_sum.py`).
-Between nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
+Buckets lie in memory that the ranks of a node share. On one node they are summed there (`work_shared_sum.py`). Between
+nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
 counterparts (`inter_node.py`), and decodes the result straight into every bucket of its node. One copy of each element
 leaves a node, spread over its carriers; no element is copied on its way within the node. With every rank as a node of
 its own this is the flat sum.
@@ -28,10 +28,10 @@ from hpctrain.reduce.contract.plan_agreement import check_same_plan
 from hpctrain.reduce.shared_memory.engine_losses import EngineLosses, LossyPart
 from hpctrain.reduce.shared_memory.inter_node import Part, Wire, direct, ring
 from hpctrain.reduce.shared_memory.message_buffers import ChunkMemory
-from hpctrain.reduce.shared_memory.partition import Place, Span, chunks_of, cut
+from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, chunks_of, cut
 from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS, Flag, NodeMemory
 from hpctrain.reduce.shared_memory.summation import COMPILED, in_order
-from hpctrain.reduce.shared_memory.work_shared_sum import NodeSum, Progress, sum_into, tally_bytes
+from hpctrain.reduce.shared_memory.work_shared_sum import NodeSum, SumStatus, sum_into, tally_bytes
 from hpctrain.topology import Topology
 
 EXCHANGES = {"direct": direct, "ring": ring}
@@ -48,7 +48,7 @@ class _Planned:
     mine: torch.Tensor
     buckets: list[torch.Tensor]
     on_device: torch.Tensor | None
-    parts: list[Span]  # this carrier's part of each chunk
+    parts: list[ElemRange]  # this carrier's part of each chunk
     within: NodeSum | None = None  # where there is one node
     feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
 
@@ -86,7 +86,7 @@ class EngineReducer:
     ) -> None:
         self._transport = transport
         self._comm = comm
-        self._place = Place.of(levels, rank=transport.rank)
+        self._place = TwoLevelPlace.of(levels, rank=transport.rank)
         self._algorithm = algorithm
         self._exchange = EXCHANGES[exchange]
         self._codec = codec
@@ -155,17 +155,17 @@ class EngineReducer:
                 self._losses.take_over(lost)
         return [b.mine if b.on_device is None else b.on_device for b in self._buckets]
 
-    def _parts(self, bucket: Bucket) -> list[Span]:
+    def _parts(self, bucket: Bucket) -> list[ElemRange]:
         """This carrier's part of each chunk; one list as long as the number of chunks on every rank."""
         if self._place.num_nodes == 1:
             return []
         chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
         if not self._place.column:
-            return [Span(chunk.begin, chunk.begin) for chunk in chunks]
+            return [ElemRange(chunk.begin, chunk.begin) for chunk in chunks]
         return [cut(chunk, num_parts=self._place.num_carriers)[self._place.local] for chunk in chunks]
 
-    def _feedback(self, part: Span, *, bucket: Bucket) -> CodecFeedback:
-        own = cut(Span(0, part.numel), num_parts=self._place.num_nodes)[self._place.node]
+    def _feedback(self, part: ElemRange, *, bucket: Bucket) -> CodecFeedback:
+        own = cut(ElemRange(0, part.numel), num_parts=self._place.num_nodes)[self._place.node]
         first_flag = bucket.first_flag if bucket.slots else bucket.numel
         return CodecFeedback(
             self._codec,
@@ -241,8 +241,8 @@ class EngineReducer:
             bucket.mine.copy_(bucket.on_device)
         if bucket.within is not None:
             bucket.within.fill(bucket.bucket.numel)
-            while (found := bucket.within.sum()) is not Progress.ENDED:
-                yield found is Progress.GOT_ON
+            while (found := bucket.within.sum()) is not SumStatus.ENDED:
+                yield found is SumStatus.GOT_ON
             yield from self._add_carried()
         else:
             yield from self._reduce_between(number)
@@ -300,7 +300,7 @@ class EngineReducer:
         if len(buckets) > 1:
             values = loan.values(part.numel, dtype=values.dtype)
             sum_into(values, buckets)
-        spans = cut(Span(0, part.numel), num_parts=self._place.num_nodes)
+        spans = cut(ElemRange(0, part.numel), num_parts=self._place.num_nodes)
         wire = Wire(
             transport=self._transport,
             codec=self._codec,
@@ -319,7 +319,7 @@ class EngineReducer:
         loan.end()
 
     def _deliver_into(
-        self, buckets: Sequence[torch.Tensor], spans: Sequence[Span]
+        self, buckets: Sequence[torch.Tensor], spans: Sequence[ElemRange]
     ) -> Callable[[int, torch.Tensor], None]:
         """Decode a slice once, and lay it into the bucket of every rank of the node."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.shared_memory.partition import Span
+from hpctrain.reduce.shared_memory.partition import ElemRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Tile:
     numel: int
 
 
-def tiles(bucket: Bucket, span: Span) -> Iterator[Tile]:
+def tiles(bucket: Bucket, span: ElemRange) -> Iterator[Tile]:
     """The gradients among the elements of `span` of `bucket`; gap and flags are in no tile."""
     for slot in bucket.slots:
         begin, end = max(span.begin, slot.offset), min(span.end, slot.offset + slot.numel)

@@ -15,7 +15,7 @@ from hpctrain.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ElemRange:
     """A run of elements of a bucket: begin <= element < end."""
 
     begin: int
@@ -26,21 +26,21 @@ class Span:
         return self.end - self.begin
 
 
-def cut(span: Span, *, num_parts: int) -> list[Span]:
+def cut(span: ElemRange, *, num_parts: int) -> list[ElemRange]:
     """Parts as even as can be, in order; some are empty when there are fewer elements than parts."""
     counts = balanced_counts(span.numel, num_parts=num_parts)
     ends = list(accumulate(counts, initial=span.begin))
-    return [Span(begin, end) for begin, end in pairwise(ends)]
+    return [ElemRange(begin, end) for begin, end in pairwise(ends)]
 
 
-def chunks_of(numel: int, *, chunk_elems: int) -> list[Span]:
+def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
     """Even chunks of at most `chunk_elems`; none for an empty bucket."""
     num_chunks = -(-numel // chunk_elems)
-    return cut(Span(0, numel), num_parts=num_chunks) if num_chunks else []
+    return cut(ElemRange(0, numel), num_parts=num_chunks) if num_chunks else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TwoLevelPlace:
     """One rank's part in two-level sums.
 
     locals: world ranks of this node, in order. local: this rank's place among them.
@@ -56,7 +56,7 @@ class Place:
     num_carriers: int
 
     @classmethod
-    def of(cls, topology: Topology, *, rank: int) -> Place:
+    def of(cls, topology: Topology, *, rank: int) -> TwoLevelPlace:
         node, local = topology.node_of(rank), topology.local_rank_of(rank)
         columns = topology.groups("node")
         return cls(

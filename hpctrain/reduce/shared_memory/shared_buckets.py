@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.errors import BufferMismatch
-from hpctrain.reduce.shared_memory.partition import Place
+from hpctrain.reduce.shared_memory.partition import TwoLevelPlace
 from hpctrain.reduce.shared_memory.summation import Counts
 
 _ALIGNMENT = 64
@@ -46,7 +46,7 @@ class NodeMemory:
     taken down, and 64 bits last. A rank alone on its node has memory of its own.
     """
 
-    def __init__(self, transport: Transport, *, place: Place) -> None:
+    def __init__(self, transport: Transport, *, place: TwoLevelPlace) -> None:
         self._transport = transport
         self._local = place.local
         self._ranks = place.locals

@@ -15,7 +15,7 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.shared_memory.partition import Span, cut
+from hpctrain.reduce.shared_memory.partition import ElemRange, cut
 from hpctrain.reduce.shared_memory.shared_buckets import Flag, NodeMemory
 from hpctrain.reduce.shared_memory.summation import Compiled, add, in_order
 
@@ -24,7 +24,7 @@ PIECE_ELEMS = 1 << 15
 _COUNTER_BYTES = 64  # a cache line
 
 
-class Progress(Enum):
+class SumStatus(Enum):
     """What a look at a sum found."""
 
     WAITS = 0
@@ -33,7 +33,7 @@ class Progress(Enum):
 
 
 # By what the compiled sum returns.
-_PROGRESS = (Progress.WAITS, Progress.GOT_ON, Progress.ENDED)
+_PROGRESS = (SumStatus.WAITS, SumStatus.GOT_ON, SumStatus.ENDED)
 
 
 def num_pieces_of(numel: int) -> int:
@@ -75,7 +75,7 @@ class NodeSum:
         self._local = local
         self._num_gradients = num_gradients
         self._num_pieces = len(self._squares)
-        self._own = cut(Span(0, self._num_pieces), num_parts=len(buckets))[local]
+        self._own = cut(ElemRange(0, self._num_pieces), num_parts=len(buckets))[local]
         self._next = self._own.begin
         self._before = 0  # pieces of the rounds that have ended
         self._filled = 0
@@ -93,15 +93,15 @@ class NodeSum:
             else:
                 self._memory.raise_flag(Flag(self._is_filled.place, filled))
 
-    def sum(self) -> Progress:
+    def sum(self) -> SumStatus:
         """Sum what can be summed, after this rank has filled all; ENDED, once, when the bucket holds the sum."""
         progress = self._sum_own() if self._compiled is None else self._sum_any(self._compiled.take)
-        if progress is Progress.ENDED:
+        if progress is SumStatus.ENDED:
             self._before += self._num_pieces
             self._next = self._own.begin
         return progress
 
-    def _sum_any(self, take: Callable[..., int]) -> Progress:
+    def _sum_any(self, take: Callable[..., int]) -> SumStatus:
         """The next pieces of the bucket, as far as all have filled them."""
         return _PROGRESS[
             take(
@@ -110,12 +110,12 @@ class NodeSum:
             )
         ]  # fmt: skip
 
-    def _sum_own(self) -> Progress:
+    def _sum_own(self) -> SumStatus:
         """The next one of this rank's pieces, if all have filled it."""
         memory, everyone = self._memory, range(len(self._parts))
         if self._next < self._own.end:
             if not memory.raised(Flag(self._is_filled.place, self._before + self._next + 1), by=everyone):
-                return Progress.WAITS
+                return SumStatus.WAITS
             begin = self._next * PIECE_ELEMS
             parts = [part[begin : begin + PIECE_ELEMS] for part in self._parts]
             into = parts if len(parts) > 1 or self.factor != 1 else ()
@@ -123,12 +123,12 @@ class NodeSum:
                 parts, into=into, num_squared=self._num_gradients - begin, factor=self.factor
             )
             self._next += 1
-            return Progress.GOT_ON
+            return SumStatus.GOT_ON
         summed = Flag(self._is_summed.place, self._before + self._num_pieces)
         if summed.value > self._summed:
             self._summed = summed.value
             memory.raise_flag(summed)
-        return Progress.ENDED if memory.raised(summed, by=everyone) else Progress.WAITS
+        return SumStatus.ENDED if memory.raised(summed, by=everyone) else SumStatus.WAITS
 
     def square(self) -> float:
         """Sum of the squares of the bucket's gradients after the last sum, the same on all of the node's ranks."""

@@ -19,7 +19,7 @@ _SMALL_SHM_BYTES = 64 * 2**20
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-class Level(str, Enum):
+class Severity(str, Enum):
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
@@ -30,7 +30,7 @@ class Finding:
     """One line of the doctor's report. `remedy` is empty when there is nothing to do."""
 
     topic: str
-    level: Level
+    level: Severity
     text: str
     remedy: str = ""
 
@@ -55,22 +55,22 @@ def judge(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(findings: list[Finding]) -> Level:
+def worst(findings: list[Finding]) -> Severity:
     """The gravest level among the findings."""
-    order = (Level.OK, Level.WARNING, Level.PROBLEM)
-    return max((finding.level for finding in findings), key=order.index, default=Level.OK)
+    order = (Severity.OK, Severity.WARNING, Severity.PROBLEM)
+    return max((finding.level for finding in findings), key=order.index, default=Severity.OK)
 
 
 def _ok(topic: str, text: str) -> Finding:
-    return Finding(topic=topic, level=Level.OK, text=text)
+    return Finding(topic=topic, level=Severity.OK, text=text)
 
 
 def _warning(topic: str, text: str, remedy: str) -> Finding:
-    return Finding(topic=topic, level=Level.WARNING, text=text, remedy=remedy)
+    return Finding(topic=topic, level=Severity.WARNING, text=text, remedy=remedy)
 
 
 def _problem(topic: str, text: str, remedy: str) -> Finding:
-    return Finding(topic=topic, level=Level.PROBLEM, text=text, remedy=remedy)
+    return Finding(topic=topic, level=Severity.PROBLEM, text=text, remedy=remedy)
 
 
 def _python(facts: Facts) -> Finding:

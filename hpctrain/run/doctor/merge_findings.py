@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.comm.collectives.agreement import describe_ranks
-from hpctrain.run.doctor.findings import Facts, Finding, Level, judge
+from hpctrain.run.doctor.findings import Facts, Finding, Severity, judge
 from hpctrain.topology import Topology
 
 # What must be the same on every rank: topic, what it is called, how it is read from a rank's facts.
@@ -39,8 +39,8 @@ def merge(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     return [
         *_fold(facts_by_rank),
         *_placement(facts_by_rank),
-        *_differences(facts_by_rank, rows=_SAME, level=Level.PROBLEM),
-        *_differences(facts_by_rank, rows=_SAME_IF_POSSIBLE, level=Level.WARNING),
+        *_differences(facts_by_rank, rows=_SAME, level=Severity.PROBLEM),
+        *_differences(facts_by_rank, rows=_SAME_IF_POSSIBLE, level=Severity.WARNING),
     ]
 
 
@@ -56,7 +56,7 @@ def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     told: list[Finding] = []
     good: set[str] = set()
     for finding, ranks in ranks_by_finding.items():
-        if finding.level is Level.OK:
+        if finding.level is Severity.OK:
             if finding.topic not in good:
                 told.append(finding)
             good.add(finding.topic)
@@ -69,7 +69,7 @@ def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 
 def _differences(
-    facts_by_rank: Sequence[Facts], *, rows: Sequence[tuple[str, Callable[[Facts], Any]]], level: Level
+    facts_by_rank: Sequence[Facts], *, rows: Sequence[tuple[str, Callable[[Facts], Any]]], level: Severity
 ) -> list[Finding]:
     findings = []
     for topic, read in rows:
@@ -97,7 +97,7 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
             emulated=any(facts["launcher"]["emulated"] for facts in facts_by_rank),
         )
         names = ", ".join(topology.node_names[:8]) + (", ..." if topology.num_nodes > 8 else "")
-        findings.append(Finding(topic="topology", level=Level.OK, text=f"{topology.describe()}: {names}"))
+        findings.append(Finding(topic="topology", level=Severity.OK, text=f"{topology.describe()}: {names}"))
         findings += _tcp(facts_by_rank) if topology.num_nodes > 1 and not topology.emulated else []
     ranks_by_host: dict[str, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):
@@ -121,7 +121,7 @@ def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
         return []
     text = f"{_where(ranks, facts_by_rank)}: BBR, whose sums of a MB wait 40 ms for an acknowledgement now and then"
     remedy = "over Ethernet: sysctl net.ipv4.tcp_congestion_control=cubic on the nodes; over InfiniBand it is not used"
-    return [Finding(topic="TCP", level=Level.WARNING, text=text, remedy=remedy)]
+    return [Finding(topic="TCP", level=Severity.WARNING, text=text, remedy=remedy)]
 
 
 def _cores(facts_of_host: Sequence[Facts]) -> Finding:
@@ -132,9 +132,9 @@ def _cores(facts_of_host: Sequence[Facts]) -> Finding:
     threads = [int(facts["torch"].get("threads", 1)) for facts in facts_of_host]
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     cores = f"{len(usable)} core{'s' if len(usable) > 1 else ''}"
-    level, remedy = Level.OK, ""
+    level, remedy = Severity.OK, ""
     if num_ranks > len(usable):
-        level = Level.WARNING
+        level = Severity.WARNING
         remedy = "ranks wait for each other's cores: start fewer ranks, or do not measure with this"
         if of_machine > len(usable):
             remedy = (
@@ -142,7 +142,7 @@ def _cores(facts_of_host: Sequence[Facts]) -> Finding:
                 "--bind-to none, or ask Slurm for more with --cpus-per-task"
             )
     elif sum(threads) > len(usable):
-        level = Level.WARNING
+        level = Severity.WARNING
         remedy = f"set OMP_NUM_THREADS={max(1, len(usable) // num_ranks)} (`hpctrain launch` does)"
     thread_text = f"{min(threads)}" if len(set(threads)) == 1 else f"{min(threads)} to {max(threads)}"
     share = f"{ranks} on {cores}, {thread_text} thread{'s' if thread_text != '1' else ''} each"

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
 from hpctrain.checkpoint.engines.mpio_engine import write_together
 from hpctrain.checkpoint.engines.posix_engine import write_direct
-from hpctrain.checkpoint.engines.write_batch import Stretch
+from hpctrain.checkpoint.engines.write_batch import ByteRange
 from hpctrain.checkpoint.files.filesystem_type import Filesystem
 from hpctrain.comm.collectives.agreement import agreed
 from hpctrain.comm.watchdog.monitored_world import Monitored
@@ -51,7 +51,7 @@ def pieces_of(kind: str, *, num_ranks: int) -> tuple[list[tuple[int, int, int]],
     return pieces, offset + 1000
 
 
-def stretches_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, rank: int) -> Iterator[Stretch]:
+def stretches_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, rank: int) -> Iterator[ByteRange]:
     for offset, length, writer in pieces:
         if writer == rank:
             yield offset, data[offset : offset + length].data
@@ -233,7 +233,7 @@ def _saved_when_changed(world: Any, directory: Path, *, engine: str) -> str:
     return f"{wrong}; left: {len(list(directory.iterdir()))}"
 
 
-def _failing(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
+def _failing(stretches: Iterator[ByteRange]) -> Iterator[ByteRange]:
     for number, stretch in enumerate(stretches):
         if number == 50:
             raise CheckpointError("the device is gone")

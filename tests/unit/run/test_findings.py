@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.run.doctor.findings import Finding, Level, judge, worst
+from hpctrain.run.doctor.findings import Finding, Severity, judge, worst
 from hpctrain.run.doctor.merge_findings import merge
 from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
@@ -56,7 +56,7 @@ def of_topic(findings: list[Finding], topic: str) -> list[Finding]:
 
 def test_ranks_that_are_alike_are_told_once(facts: list[dict[str, Any]]) -> None:
     findings = merge(facts)
-    assert worst(findings) is Level.OK, findings
+    assert worst(findings) is Severity.OK, findings
     assert len({finding.topic for finding in findings}) == len(findings)
     assert of_topic(findings, "topology")[0].text == "1 node x 4 ranks: host"
 
@@ -68,7 +68,7 @@ def test_it_says_whether_waiting_ranks_sleep(
     for found in facts:
         found["yielding"]["in_effect"] = in_effect
     (finding,) = of_topic(merge(facts), "waiting ranks")
-    assert finding.level is Level.OK
+    assert finding.level is Severity.OK
     assert words in finding.text
 
 
@@ -77,43 +77,43 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
     facts[3]["host"] = "other"
     found = of_topic(merge(facts), "torch")[-1]
     version = facts[0]["torch"]["version"]
-    assert found.level is Level.PROBLEM
+    assert found.level is Severity.PROBLEM
     assert found.text == f"differs between ranks: {version} on ranks 0-2 (host), 2.12.0 on rank 3 (other)"
 
 
 @pytest.mark.parametrize(
     ("change", "topic", "level", "words"),
     [
-        ({"torch": {"error": "cannot be loaded"}}, "torch", Level.PROBLEM, "cannot be loaded"),
-        ({"torch": {"cuda": "12.8"}}, "torch", Level.WARNING, "no device is visible"),
-        ({"sums": {"compiled": False}}, "sums on a node", Level.WARNING, "numpy makes them"),
+        ({"torch": {"error": "cannot be loaded"}}, "torch", Severity.PROBLEM, "cannot be loaded"),
+        ({"torch": {"cuda": "12.8"}}, "torch", Severity.WARNING, "no device is visible"),
+        ({"sums": {"compiled": False}}, "sums on a node", Severity.WARNING, "numpy makes them"),
         (
             {"yielding": {"library": None, "in_effect": False}},
             "waiting ranks",
-            Level.WARNING,
+            Severity.WARNING,
             "was not compiled",
         ),
-        ({"mpi": {"thread_level": "serialized"}}, "MPI", Level.PROBLEM, "threads: serialized"),
-        ({"mpi": {"error": "not installed"}}, "MPI", Level.WARNING, "not installed"),
-        ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Level.PROBLEM, "cannot start"),
-        ({"horovod": {"error": "not installed"}}, "Horovod", Level.WARNING, "not installed"),
-        ({"horovod": {"built": ["gloo"]}}, "Horovod", Level.WARNING, "not MPI"),
-        ({"hdf5": {"error": "cannot be loaded: x"}}, "HDF5", Level.PROBLEM, "cannot be loaded"),
+        ({"mpi": {"thread_level": "serialized"}}, "MPI", Severity.PROBLEM, "threads: serialized"),
+        ({"mpi": {"error": "not installed"}}, "MPI", Severity.WARNING, "not installed"),
+        ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Severity.PROBLEM, "cannot start"),
+        ({"horovod": {"error": "not installed"}}, "Horovod", Severity.WARNING, "not installed"),
+        ({"horovod": {"built": ["gloo"]}}, "Horovod", Severity.WARNING, "not MPI"),
+        ({"hdf5": {"error": "cannot be loaded: x"}}, "HDF5", Severity.PROBLEM, "cannot be loaded"),
         (
             {"run_directory": {"error": "cannot be written"}},
             "run directory",
-            Level.PROBLEM,
+            Severity.PROBLEM,
             "cannot be written",
         ),
-        ({"run_directory": {"free_bytes": 10**9}}, "run directory", Level.WARNING, "1.0 GB free"),
-        ({"run_directory": {"kind": "tmpfs"}}, "run directory", Level.WARNING, "tmpfs"),
-        ({"scratch": {"shm_free_bytes": 10**6}}, "scratch", Level.WARNING, "/dev/shm"),
-        ({"launcher": {"error": "two launches"}}, "launcher", Level.PROBLEM, "two launches"),
-        ({"communication": {"error": "no"}}, "communication", Level.PROBLEM, "no"),
+        ({"run_directory": {"free_bytes": 10**9}}, "run directory", Severity.WARNING, "1.0 GB free"),
+        ({"run_directory": {"kind": "tmpfs"}}, "run directory", Severity.WARNING, "tmpfs"),
+        ({"scratch": {"shm_free_bytes": 10**6}}, "scratch", Severity.WARNING, "/dev/shm"),
+        ({"launcher": {"error": "two launches"}}, "launcher", Severity.PROBLEM, "two launches"),
+        ({"communication": {"error": "no"}}, "communication", Severity.PROBLEM, "no"),
     ],
 )
 def test_each_fault_has_its_finding(
-    facts: list[dict[str, Any]], change: dict[str, dict[str, Any]], topic: str, level: Level, words: str
+    facts: list[dict[str, Any]], change: dict[str, dict[str, Any]], topic: str, level: Severity, words: str
 ) -> None:
     for part, values in change.items():
         facts[0].setdefault(part, {}).update(values)
@@ -121,19 +121,19 @@ def test_each_fault_has_its_finding(
     assert found.level is level
     assert words in found.text
     assert found.remedy or topic == "communication"
-    assert worst(merge(facts)) is not Level.OK
+    assert worst(merge(facts)) is not Severity.OK
 
 
 def test_an_hdf5_that_is_not_parallel_is_no_fault(facts: list[dict[str, Any]]) -> None:
     facts[0]["hdf5"]["parallel"] = False
     (found,) = of_topic(judge(facts[0]), "HDF5")
-    assert found.level is Level.OK
+    assert found.level is Severity.OK
     assert "not parallel" in found.text
 
 
 def test_a_fault_of_one_rank_is_told_with_its_rank(facts: list[dict[str, Any]]) -> None:
     facts[2]["run_directory"] = {"path": facts[0]["run_directory"]["path"], "error": "cannot be written (x)"}
-    found = [finding for finding in merge(facts) if finding.level is Level.PROBLEM]
+    found = [finding for finding in merge(facts) if finding.level is Severity.PROBLEM]
     assert any(finding.text.startswith("rank 2 (host): ") for finding in found)
     assert any("unusable on rank 2 (host)" in finding.text for finding in found)
 
@@ -142,20 +142,20 @@ def test_several_ranks_without_any_library_are_a_problem(facts: list[dict[str, A
     for rank in facts:
         rank["mpi"] = {"error": "not installed"}
         rank["horovod"] = {"error": "not installed"}
-    assert of_topic(merge(facts), "MPI")[0].level is Level.PROBLEM
+    assert of_topic(merge(facts), "MPI")[0].level is Severity.PROBLEM
 
 
 @pytest.mark.parametrize(
     ("usable", "of_machine", "threads", "level", "remedy"),
     [
-        (range(8), 8, 2, Level.OK, ""),
-        (range(8), 8, 8, Level.WARNING, "OMP_NUM_THREADS=2"),
-        (range(2), 2, 1, Level.WARNING, "start fewer ranks"),
-        (range(1), 64, 1, Level.WARNING, "--bind-to none"),
+        (range(8), 8, 2, Severity.OK, ""),
+        (range(8), 8, 8, Severity.WARNING, "OMP_NUM_THREADS=2"),
+        (range(2), 2, 1, Severity.WARNING, "start fewer ranks"),
+        (range(1), 64, 1, Severity.WARNING, "--bind-to none"),
     ],
 )
 def test_overcommitted_cores_are_a_warning(
-    facts: list[dict[str, Any]], usable: range, of_machine: int, threads: int, level: Level, remedy: str
+    facts: list[dict[str, Any]], usable: range, of_machine: int, threads: int, level: Severity, remedy: str
 ) -> None:
     for rank in facts:
         rank["cores"].update(usable=list(usable), of_machine=of_machine)
@@ -176,7 +176,7 @@ def test_bbr_between_nodes_is_a_warning_that_names_them(facts: list[dict[str, An
     assert not of_topic(merge(facts), "TCP")  # on one node nothing goes over TCP
     on_two_nodes(facts)
     (found,) = of_topic(merge(facts), "TCP")
-    assert found.level is Level.WARNING
+    assert found.level is Severity.WARNING
     assert "ranks 2-3 (node1)" in found.text
     assert "cubic" in found.remedy
 
@@ -191,14 +191,14 @@ def test_other_congestion_control_and_systems_that_do_not_tell_are_fine(facts: l
 def test_ranks_bound_to_cores_of_their_own_are_fine(facts: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(facts):
         rank["cores"]["usable"] = [2 * number, 2 * number + 1]
-    assert of_topic(merge(facts), "cores")[0].level is Level.OK
+    assert of_topic(merge(facts), "cores")[0].level is Severity.OK
 
 
 def test_contradictory_variables_are_a_fact_and_not_an_exception(tmp_path: Path) -> None:
     environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "9"}
     facts = inspect_rank(run_directory=tmp_path, environ=environ, hostname="host")
     assert identity_of(facts) is None
-    assert of_topic(merge([facts]), "launcher")[0].level is Level.PROBLEM
+    assert of_topic(merge([facts]), "launcher")[0].level is Severity.PROBLEM
 
 
 def test_a_run_directory_is_tried_where_it_would_be_made(tmp_path: Path) -> None:

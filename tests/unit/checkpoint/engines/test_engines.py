@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
-from hpctrain.checkpoint.engines.two_phase_plan import Reach, dealt, domains, plan_turn
-from hpctrain.checkpoint.engines.write_batch import Batch, joined, paced
+from hpctrain.checkpoint.engines.two_phase_plan import BatchExtent, dealt, domains, plan_turn
+from hpctrain.checkpoint.engines.write_batch import WriteBatch, joined, paced
 from hpctrain.checkpoint.files.filesystem_type import Filesystem, filesystem_of, kind_in
 from hpctrain.checkpoint.files.lustre_striping import Stripes, alignment_of, set_stripes, stripes_for
 from hpctrain.checkpoint.saving.save_options import PageCache, SaveOptions
@@ -72,8 +72,8 @@ def test_the_page_cache_is_bypassed_where_that_is_known_to_pay_or_asked_for(
     assert options.bypass_cache(Filesystem(kind=kind)) is bypassed
 
 
-def reach(begin: int, end: int, *, scattered: bool = True) -> Reach:
-    return Reach(begin=begin, end=end, num_pieces=100 if scattered else 1, num_bytes=end - begin)
+def reach(begin: int, end: int, *, scattered: bool = True) -> BatchExtent:
+    return BatchExtent(begin=begin, end=end, num_pieces=100 if scattered else 1, num_bytes=end - begin)
 
 
 def test_large_pieces_are_written_alone_and_small_ones_that_interleave_together() -> None:
@@ -133,7 +133,7 @@ def test_batches_hold_no_more_than_they_may_and_lose_nothing(max_bytes: int) -> 
     for begin, view in stretches:
         expected[begin : begin + view.nbytes] = view
     # What begins before the file's end may be given later: HDF5's own structures come first.
-    batch = Batch([*stretches[5:], *stretches[:5]], max_bytes=max_bytes)
+    batch = WriteBatch([*stretches[5:], *stretches[:5]], max_bytes=max_bytes)
     found = bytearray(len(file))
     batch.fill()
     while (now := batch.reach) is not None:

@@ -12,9 +12,9 @@ import pytest
 
 from hpctrain.comm.watchdog.host_probe import (
     Door,
+    HostReachability,
     Listener,
     Proof,
-    Reach,
     doors_of_others,
     host_addresses,
     knock,
@@ -189,7 +189,7 @@ def test_of_many_hosts_so_many_are_drawn() -> None:
 
 
 def test_a_host_that_never_answered_is_not_asked_again() -> None:
-    reach = Reach()
+    reach = HostReachability()
     with listener() as made, socket.create_server(("127.0.0.1", 0)) as mute:
         there = RankPosition(
             rank=1, host="b", pid=1, written=0.0,

@@ -27,7 +27,7 @@ from hpctrain.data import (
     read_manifest,
     verify,
 )
-from hpctrain.data.hdf5.encode import Codec, Compression
+from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
 from hpctrain.data.integrity.read_checker import CheckMode, DamagedData, check_while_reading, make_checker
 from hpctrain.data.integrity.skip_damaged import read_around_damage
 from hpctrain.data.order.batch_plan import plan_batch
@@ -47,7 +47,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pack_arrays(where / "images", fields, shard_samples=SHARD_SAMPLES, block_bytes=BLOCK_BYTES)
     pack_arrays(
         where / "compressed", {"image": images // 32}, shard_samples=SHARD_SAMPLES, block_bytes=BLOCK_BYTES,
-        compression=Compression(codec=Codec.GZIP, chunk_samples=6),
+        compression=ShardCompression(codec=ChunkCodec.GZIP, chunk_samples=6),
     )  # fmt: skip
     stream = [random.integers(0, 50000, 9000, dtype=np.uint16)]
     pack_tokens(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
 from hpctrain.data.format.field_statistics import Moments, moments_of
-from hpctrain.data.hdf5.encode import Codec, Compression
+from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
 from hpctrain.data.packing.pack import pack_documents, pack_iterator
 from hpctrain.data.packing.token_documents import TokenArrays
 from hpctrain.errors import DataError, UsageError
@@ -93,12 +93,14 @@ def test_a_packing_goes_on_only_as_it_began(tmp_path: Path) -> None:
         pack_arrays(tmp_path / "b", some_fields(), existing=Existing.RESUME)
 
 
-@pytest.mark.parametrize("codec", list(Codec))
-def test_compressed_shards_are_ordinary_hdf5_and_read_back_the_same(tmp_path: Path, codec: Codec) -> None:
+@pytest.mark.parametrize("codec", list(ChunkCodec))
+def test_compressed_shards_are_ordinary_hdf5_and_read_back_the_same(
+    tmp_path: Path, codec: ChunkCodec
+) -> None:
     import hdf5plugin  # noqa: F401
 
     fields = some_fields()
-    compression = Compression(codec=codec, chunk_samples=7)
+    compression = ShardCompression(codec=codec, chunk_samples=7)
     for name in ("a", "b"):
         manifest = pack_arrays(tmp_path / name, fields, shard_samples=30, compression=compression)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
@@ -126,7 +128,7 @@ def test_compressed_shards_are_ordinary_hdf5_and_read_back_the_same(tmp_path: Pa
 def test_compressed_packing_goes_on_too(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "shard_samples": 30,
-        "compression": Compression(codec=Codec.GZIP, chunk_samples=4),
+        "compression": ShardCompression(codec=ChunkCodec.GZIP, chunk_samples=4),
     }
     pack_arrays(tmp_path / "once", some_fields(), **arguments)
     with pytest.raises(Interrupted):

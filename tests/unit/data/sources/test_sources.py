@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.data import Dataset, Manifest
-from hpctrain.data.hdf5.encode import Codec
+from hpctrain.data.hdf5.encode import ChunkCodec
 from hpctrain.data.packing.pack_source import pack_source
 from hpctrain.data.sources.images import Colour, parse_size
 from hpctrain.data.sources.registry import SourceOptions
@@ -171,7 +171,7 @@ def test_a_function_of_the_working_directory_is_a_source(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    manifest, found = pack("h7_made_samples:all_of_them", tmp_path / "all", codec=Codec.GZIP)
+    manifest, found = pack("h7_made_samples:all_of_them", tmp_path / "all", codec=ChunkCodec.GZIP)
     assert manifest.attributes["source"] == "h7_made_samples:all_of_them"
     assert found["x"].tolist() == [[k, k + 1] for k in range(9)]
     options = SourceOptions(num_parts=3)

@@ -7,7 +7,7 @@ import pytest
 from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
 from hpctrain.reduce.autotune.decision import Choice
 from hpctrain.reduce.autotune.link_bound import LinkFloor
-from hpctrain.reduce.autotune.link_speed import Level
+from hpctrain.reduce.autotune.link_speed import LinkSpeed
 from hpctrain.topology import Topology
 
 CLUSTER = Topology.from_node_names(["a", "a", "b", "b", "c", "c", "d", "d"])
@@ -16,8 +16,8 @@ RATE = 1e8
 
 def floor(topology: Topology = CLUSTER) -> LinkFloor | None:
     levels = [
-        Level(axis="local", num_members=2, latency_s=1e-6, bytes_per_s=1e10),
-        Level(axis="node", num_members=4, latency_s=1e-4, bytes_per_s=RATE),
+        LinkSpeed(axis="local", num_members=2, latency_s=1e-6, bytes_per_s=1e10),
+        LinkSpeed(axis="node", num_members=4, latency_s=1e-4, bytes_per_s=RATE),
     ]
     return LinkFloor.of(topology, levels)
 

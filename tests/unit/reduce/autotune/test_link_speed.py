@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm import Collective, ReduceOp, World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.world_forwarding import Forwarding
-from hpctrain.reduce.autotune.link_speed import SOME_BYTES, Level, measure_levels
+from hpctrain.reduce.autotune.link_speed import SOME_BYTES, LinkSpeed, measure_levels
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")
@@ -95,10 +95,10 @@ def measure(
     topology: Topology = NODES,
     within: Callable[[int], Link] = lambda rank: WITHIN,
     between: Link = Link(latency_s=1e-4, bytes_per_s=GBIT),
-) -> tuple[dict[str, Level], float]:
+) -> tuple[dict[str, LinkSpeed], float]:
     """The levels by axis, which all ranks must have found alike, and how long the slowest rank took. s"""
 
-    def on_rank(world: World) -> tuple[tuple[Level, ...], float]:
+    def on_rank(world: World) -> tuple[tuple[LinkSpeed, ...], float]:
         clock = Clock()
         linked = LinkedWorld(
             world, topology=topology, within=within(world.rank), between=between, clock=clock

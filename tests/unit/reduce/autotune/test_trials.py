@@ -22,7 +22,13 @@ from hpctrain.reduce.autotune.cost_model import Candidate, Measurement
 from hpctrain.reduce.autotune.decision import Choice
 from hpctrain.reduce.autotune.link_bound import LinkFloor
 from hpctrain.reduce.autotune.trials import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Calibration, calibrate
-from hpctrain.reduce.autotune.tune import AutoChoice, CalibrationFiles, Measured, bucket_sizes, find_choice
+from hpctrain.reduce.autotune.tune import (
+    AutoChoice,
+    CalibrationFiles,
+    TrialResults,
+    bucket_sizes,
+    find_choice,
+)
 from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, plan_buckets
@@ -258,10 +264,10 @@ def make_real(world: World, topology: Topology, *, made: list[str]) -> Callable[
 
 def find(
     files: CalibrationFiles, *, topology: Topology = NODES, versions: dict[str, str] | None = None
-) -> tuple[Measured, list[str], list[str]]:
+) -> tuple[TrialResults, list[str], list[str]]:
     """`find_choice` on threads: what all ranks found, which reducers were made, and rank 0's notes."""
 
-    def on_rank(world: World) -> tuple[Measured, list[str], list[str]]:
+    def on_rank(world: World) -> tuple[TrialResults, list[str], list[str]]:
         made: list[str] = []
         notes: list[str] = []
         found = find_choice(
@@ -365,7 +371,7 @@ def test_a_file_that_cannot_be_written_is_a_note(tmp_path: Path) -> None:
 
 
 def test_one_rank_or_one_candidate_measures_nothing() -> None:
-    def on_rank(world: World) -> Measured:
+    def on_rank(world: World) -> TrialResults:
         def make(algorithm: str, wire: str) -> BucketReducer:
             raise AssertionError("a reducer was made")
 
@@ -384,7 +390,7 @@ def test_one_rank_or_one_candidate_measures_nothing() -> None:
 # ---------------------------------------------------------------------- the reducer
 
 
-def by_size(*, wires: Sequence[str] = ("fp32",)) -> Measured:
+def by_size(*, wires: Sequence[str] = ("fp32",)) -> TrialResults:
     """flat below 10 KB, direct above."""
     measurements = [
         Measurement(algorithm=name, wire=wire, num_bytes=n, seconds=(latency_s + n * per_byte_s) * factor)
@@ -392,7 +398,7 @@ def by_size(*, wires: Sequence[str] = ("fp32",)) -> Measured:
         for name, latency_s, per_byte_s in (("flat", 1e-5, 2e-9), ("direct", 2e-5, 1e-9))
         for n in (1 << 12, 1 << 18)
     ]
-    return Measured(choice=Choice.of_measurements(measurements), source="told")
+    return TrialResults(choice=Choice.of_measurements(measurements), source="told")
 
 
 def test_the_faster_wire_is_settled_before_anything_is_made() -> None:
@@ -517,7 +523,7 @@ def test_a_resumed_run_reduces_as_the_one_that_saved_whatever_it_would_choose_it
         replace(m, seconds=m.seconds * (1 if m.algorithm == "flat" else 100))
         for m in by_size().choice.measurements
     ]
-    own = Measured(choice=Choice.of_measurements(measured), source="told", key=key)
+    own = TrialResults(choice=Choice.of_measurements(measured), source="told", key=key)
     second = replace(own.settle(gradient_bytes=30_000), bucket_bytes=1_000)
     assert second.choice.candidates != first.choice.candidates
 
@@ -560,7 +566,7 @@ def test_a_choice_for_other_ranks_or_another_wire_is_not_taken_over() -> None:
 
 
 def test_where_libraries_differ_between_nodes_all_ranks_decide_as_rank_0() -> None:
-    def on_rank(world: World) -> Measured:
+    def on_rank(world: World) -> TrialResults:
         return find_choice(
             world, make=make_real(world, NODES, made=[]), candidates=CANDIDATES, topology=NODES, device=CPU,
             versions={"mpi": f"of node {NODES.node_of(world.rank)}"}, budget_s=0.1,

@@ -17,7 +17,7 @@ from hpctrain.reduce.codecs.registry import codec_named
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, StateTensor
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
-from hpctrain.reduce.shared_memory.partition import Place, Span, chunks_of, cut, one_rank_nodes
+from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, chunks_of, cut, one_rank_nodes
 from hpctrain.topology import Topology
 
 CPU = torch.device("cpu")
@@ -414,7 +414,7 @@ def test_losses_of_another_model_are_refused() -> None:
 
 @given(begin=st.integers(0, 50), numel=st.integers(0, 200), num_parts=st.integers(1, 20))
 def test_parts_are_a_span_cut_in_order(begin: int, numel: int, num_parts: int) -> None:
-    parts = cut(Span(begin, begin + numel), num_parts=num_parts)
+    parts = cut(ElemRange(begin, begin + numel), num_parts=num_parts)
     assert len(parts) == num_parts
     assert [i for part in parts for i in range(part.begin, part.end)] == list(range(begin, begin + numel))
     assert max(p.numel for p in parts) - min(p.numel for p in parts) <= 1
@@ -430,6 +430,6 @@ def test_chunks_cover_more_than_two_to_the_31_elements(numel: int, chunk_elems: 
 
 def test_a_rank_beyond_the_smallest_node_carries_nothing() -> None:
     topology = Topology.from_node_names(["a", "a", "a", "b"])
-    assert Place.of(topology, rank=0).column == (0, 3)
-    assert Place.of(topology, rank=2).column == ()
-    assert Place.of(topology, rank=2).locals == (0, 1, 2)
+    assert TwoLevelPlace.of(topology, rank=0).column == (0, 3)
+    assert TwoLevelPlace.of(topology, rank=2).column == ()
+    assert TwoLevelPlace.of(topology, rank=2).locals == (0, 1, 2)
