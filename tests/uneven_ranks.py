@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.reduce.contract.polling import Patience
+from hpctrain.reduce.contract.polling import Backoff
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.work_shared_sum import PIECE_ELEMS
 
@@ -32,11 +32,11 @@ def fill_and_sum(
             if pace.random() < 0.2:
                 time.sleep(0.0005)
     under_way = [reducer.reduce(number) for number in range(len(buffers))]
-    patience = Patience()
+    backoff = Backoff()
     while under_way:
         turns = pace.choice(under_way)
         try:
             if not next(turns):
-                patience.wait(eager=False)
+                backoff.wait(eager=False)
         except StopIteration:
             under_way.remove(turns)

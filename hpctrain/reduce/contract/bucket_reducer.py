@@ -1,4 +1,4 @@
-"""What sums a bucket over all ranks: the seam between the updater and the algorithms."""
+"""`BucketReducer`, the interface between the updater and the algorithms that sum a bucket over all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numbers: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A block of a global tensor that this rank holds, for a checkpoint. The whole tensor: all ranks hold it."""
+    """A block of a global tensor, for a checkpoint. A block that is the whole tensor is held by all ranks alike."""
 
     name: str
     tensor: torch.Tensor
@@ -27,64 +27,71 @@ class StateTensor:
 
 @runtime_checkable
 class Chooser(Protocol):
-    """A reducer that has chosen among ways whose sums differ in the last bits: a resumed run takes the same."""
+    """Optional: a reducer that chose its algorithms by measurement.
+
+    Sums by different algorithms differ in the last bits, so a resumed run must choose the same ones.
+    """
 
     def choice_state(self) -> dict[str, Any]:
-        """For a checkpoint: JSON, the same on every rank."""
+        """Returns the choice as JSON for a checkpoint; the same on every rank."""
 
     def recall(self, saved: Mapping[str, Any]) -> int:
-        """Choose as before, from the next plan on; the bytes of a bucket to plan with. Not collective."""
+        """Restores a saved choice, from the next plan on. Returns the bucket size in bytes. Not collective."""
 
 
 @runtime_checkable
 class StepSums(Protocol):
-    """A reducer that may do on its way what else takes another look at all gradients and a collective operation."""
+    """Optional: computes the norm and adds up a few numbers during the reduction.
+
+    That saves another pass over the gradients and one collective.
+    """
 
     def keep_squares(self) -> None:
-        """From the next plan on, square what is summed. Not collective."""
+        """From the next plan on, also computes the squares of the sums. Not collective."""
 
     def filled(self, number: int, num_elems: int) -> None:
-        """The first `num_elems` elements of bucket `number` are there: its next reduction may begin with them.
+        """Announces that the first `num_elems` elements of bucket `number` are written.
 
-        From then on they may change. Not collective, and a rank need not say it.
+        The next reduction may begin with them, and overwrite them. Not collective; a rank may leave it out.
         """
 
     def scale_sums(self, factor: float) -> bool:
-        """From now on until the next plan multiply what is summed by `factor`, the same on every rank.
+        """From now on until the next plan, multiplies the sums by `factor`, which is the same on every rank.
 
-        False, on every rank alike, where it cannot; then nothing is multiplied. Not collective.
+        Returns False, on every rank, where it cannot; then nothing is multiplied. Not collective.
         """
 
     def square(self) -> float | None:
-        """Sum of the squares of all gradients as they were summed last: the same bits on every rank.
+        """Returns the sum of the squares of all gradients of the last reduction: the same bits on every rank.
 
-        None, on every rank alike, where it was not taken. Not collective.
+        Returns None, on every rank, where it was not computed. Not collective.
         """
 
     def carry(self, numbers: Numbers) -> bool:
-        """Sum a few numbers, shape (n,), over all ranks, in place, beside the next reduction of all buckets.
+        """Sums a few numbers over all ranks, in place, with the next reduction of all buckets. Collective.
 
-        Before any of these; done when all of them are. False, on every rank alike if n is the same, where it cannot;
-        where it can, it knows `square` as well. Collective.
+        numbers: shape (n,), float64; n is the same on every rank. Call it before the first of these reductions; the
+        sums are there when the last has ended. Returns False, on every rank, where it cannot; where it can, `square` is
+        known too.
         """
 
     def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
-        """Sum a few numbers, shape (n,), over all ranks, in place. Collective, and as `reduce` in turns.
+        """Sums a few numbers over all ranks, in place. Collective; a generator of turns, as `reduce`.
 
-        After `plan`, while nothing else is under way. The same bits on every rank. None where it cannot: on every rank
-        alike, if n is the same.
+        numbers: shape (n,), float64; n is the same on every rank. Call it after `plan`, while no reduction is in
+        flight. The sums are the same bits on every rank. Returns None, on every rank, where it cannot.
         """
 
 
 @runtime_checkable
 class InBackground(Protocol):
-    """A reducer some of whose reductions, once begun, are carried on by a thread outside Python."""
+    """Optional: reductions that a thread outside Python continues once they have begun."""
 
     def in_background(self, number: int) -> bool:
-        """Whether bucket `number`'s reduction is; the same on every rank. Not collective.
+        """Returns whether the reduction of bucket `number` is one of these; the same on every rank. Not collective.
 
-        Its first `next` then does not wait for other ranks, and it is worth beginning within backward even where no
-        core is free for a thread of ours.
+        Its first `next` then does not wait for other ranks, so it is started within backward even where no core is free
+        for a thread of hpctrain.
         """
 
 
@@ -96,46 +103,46 @@ class BucketReducer(Protocol):
 
     @property
     def algorithm(self) -> str:
-        """What runs, by its name in the recipe."""
+        """Name of the algorithm that runs, as in the recipe."""
 
     @property
     def wire(self) -> str:
-        """What travels, by its name in the recipe."""
+        """Name of the wire format, as in the recipe."""
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
-        """Memory for each bucket: shape (bucket.numel,), bucket.dtype, zeroed, on `device`. Collective.
+        """Returns zeroed memory for each bucket: shape (bucket.numel,), dtype bucket.dtype, on `device`. Collective.
 
-        A second call forgets the first one's buckets, and keeps what was fed back, by parameter. Raises
-        BufferMismatch on every rank, naming the rank, unless all plan the same.
+        A second call replaces the buckets of the first and keeps the error feedback of each parameter. Raises
+        BufferMismatch on every rank, naming the rank that differs, unless all ranks plan the same.
         """
 
     def reduce(self, number: int) -> Iterator[bool]:
-        """Sum bucket `number` over all ranks, in place, in the memory that `plan` gave. Collective.
+        """Sums bucket `number` over all ranks, in place, in the memory that `plan` returned. Collective.
 
-        A generator: each `next` goes as far as it can without waiting. It yields True when it got on, False
-        when it waits for another rank; it ends when the bucket holds the sum, the same bits on every rank.
-        Several may be under way; every rank begins them in the same order, but the turns they take after
-        that differ between ranks. So a reducer of blocking collectives does all of them in the first `next`.
+        A generator: each `next` works as far as it can without waiting. It yields True when it made progress, False
+        when it waits for another rank, and ends when the bucket holds the sum, the same bits on every rank. Several
+        reductions may be in flight. Every rank begins them in the same order, but later turns come in an order that
+        differs between ranks; so a reducer of blocking collectives calls all of them in the first `next`.
         """
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """The step is over, on all ranks alike: what was fed back counts only if it was applied.
+        """Ends the step for error feedback: what was fed back counts as sent only if the step was `applied`.
 
-        rescale: factor of the loss scale from this step to the next. Not collective.
+        applied: the same on every rank. rescale: next loss scale divided by this step's. Not collective.
         """
 
     def bytes_sent(self) -> int:
-        """Payload bytes this rank has sent to other nodes since the reducer was made. Not collective."""
+        """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
 
     def state(self) -> list[StateTensor]:
-        """What a checkpoint must hold: errors fed back, low-rank factors. Not collective; may be empty."""
+        """Returns what a checkpoint must hold: error feedback, low-rank factors. Not collective; may be empty."""
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Whole tensors of a checkpoint by name, also one of another number of ranks. After `plan`.
+        """Restores `state`. Call it after `plan`.
 
-        What the checkpoint does not hold (another wire wrote it) begins as in a new run; names that are not
-        this reducer's are passed over.
+        tensors: the whole tensors of a checkpoint by name, also of one with another number of ranks. What it does not
+        hold (it was written with another wire format) starts as in a new run; other names are ignored.
         """
 
     def close(self) -> None:
-        """Give back memory and messages. Collective."""
+        """Frees memory and communicators. Collective."""

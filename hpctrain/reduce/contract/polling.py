@@ -1,4 +1,4 @@
-"""How reductions are waited for, and how several are taken to their ends in turns."""
+"""Polls reductions until they end: spins briefly, then sleeps, longer each time."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
-# Sleeps: short enough to see a message soon, long enough to leave a shared core to backward.
+# Sleeps between polls: short enough to notice a message soon, long enough to leave a shared core to backward.
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
-# Who has nothing else to do looks on for so long first: the kernel makes the shortest sleep some 70 us long, and who
-# sleeps through the last rank's arrival keeps that one waiting in turn.
+# A caller with nothing else to do spins for so long first: the kernel makes the shortest sleep some 70 us long, and a
+# rank that sleeps while the last one arrives keeps that one waiting in turn.
 LOOK_ON_S = 500e-6
 
 
 @final
-class Patience:
-    """What to do when a look found nothing new: look again at once, then sleep, longer each time."""
+class Backoff:
+    """Waits between polls that found no progress: not at all at first, then in sleeps that double up to a limit."""
 
     def __init__(
         self, *, shortest_wait_s: float = SHORTEST_WAIT_S, longest_wait_s: float = LONGEST_WAIT_S
     ) -> None:
         self._shortest_wait_s = shortest_wait_s
         self._longest_wait_s = longest_wait_s
-        self.got_on()
+        self.reset()
 
-    def got_on(self) -> None:
-        """Something got on: begin anew."""
+    def reset(self) -> None:
+        """Resets the waits: the last poll found progress."""
         self._since: float | None = None
         self._wait_s = self._shortest_wait_s
 
     def wait(self, sleep: Callable[[float], object] = time.sleep, *, eager: bool) -> None:
-        """eager: nobody else in this process has use for the core."""
+        """Waits once. eager: no other thread of this process needs the core, so spin first."""
         if eager:
             now = time.perf_counter()
             if self._since is None:
@@ -45,9 +45,9 @@ class Patience:
 
 
 def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
-    """Take all reductions as far as they go, in turns, until they have ended; waits as training does in `step`."""
+    """Runs reductions in turns until all have ended, on the calling thread; waits as `step` does in training."""
     under_way = list(reductions)
-    patience = Patience()
+    backoff = Backoff()
     while under_way:
         got_on = False
         for reduction in list(under_way):
@@ -57,6 +57,6 @@ def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
                 under_way.remove(reduction)
                 got_on = True
         if got_on:
-            patience.got_on()
+            backoff.reset()
         else:
-            patience.wait(eager=True)
+            backoff.wait(eager=True)

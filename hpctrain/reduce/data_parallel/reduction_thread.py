@@ -1,4 +1,4 @@
-"""A thread that reduces buckets while backward goes on, several at a time."""
+"""Reduces buckets on a thread of its own while backward runs, several at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from hpctrain.reduce.contract.polling import LONGEST_WAIT_S, SHORTEST_WAIT_S, Patience
+from hpctrain.reduce.contract.polling import LONGEST_WAIT_S, SHORTEST_WAIT_S, Backoff
 
 Reduce = Callable[[int], Iterator[bool]]
 # As many as `Collective.start_all_reduce` allows at once.
@@ -26,18 +26,20 @@ class _Submitted:
 
 @final
 class ReductionPipeline:
-    """Runs the reductions `reduce(number)`: up to `max_in_flight` at once, in turns.
+    """Runs the reductions `reduce(number)`, up to `max_in_flight` at once, in turns.
 
-    overlap: on a thread of its own, from `submit` on; else all of them in `wait`, on the thread that calls it. There,
-    those for which `in_background(number)` is true still begin in `submit`, up to 16 of them: a thread that is not ours
-    carries them on. Every rank must answer alike.
+    Args:
+        reduce: returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
+        overlap: True reduces on a thread of its own from `submit` on. False reduces in `wait`, on the calling thread.
+        in_background: without `overlap`, buckets for which it returns True still begin in `submit`, up to 16 of them,
+            since a thread outside Python continues them. It returns the same on every rank.
 
-    Every rank submits the same numbers in the same order; reductions begin in that order. Each is taken as
-    far as it goes without waiting, then the next one has its turn. When none got on, the thread sleeps: 20 us
-    at first, longer each time, up to 200 us; once `wait` is called it looks on for a while first.
-    An exception in a reduction is raised by the next `wait`, and by all after it; what else was under way or
-    is submitted later is dropped. On CUDA the thread has a stream of its own: events order a reduction behind
-    the stream that filled its bucket, and the stream that calls `wait` behind the reductions.
+    Every rank submits the same numbers in the same order; reductions begin in that order. Each turn works as far as it
+    can without waiting. When no reduction made progress, the thread sleeps: 20 us at first, longer each time, up to
+    200 us; once `wait` is called it spins for a while first. An exception in a reduction is raised by the next `wait`
+    and by all later ones; other reductions, in flight or submitted later, are dropped. On CUDA the thread has a stream
+    of its own: events order a reduction after the stream that filled its bucket, and the stream that calls `wait` after
+    the reductions.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class ReductionPipeline:
             self._thread.start()
 
     def submit(self, number: int) -> None:
-        """Reduce bucket `number`, some time before `wait` returns."""
+        """Schedules the reduction of bucket `number`; it has ended when `wait` returns."""
         item = _Submitted(number, filled=self._mark())
         with self._condition:
             self._pending += 1
@@ -84,7 +86,7 @@ class ReductionPipeline:
             self._condition.notify_all()
 
     def wait(self) -> float:
-        """Wait until all submitted is reduced; seconds in which at least one reduction was under way."""
+        """Waits until all submitted reductions have ended. Returns the seconds with at least one of them in flight."""
         if self._thread is None and self._has_work():
             self._awaited = True
             self._run_once()
@@ -102,7 +104,7 @@ class ReductionPipeline:
         return busy_s
 
     def close(self) -> bool:
-        """End the thread. A reduction that hangs is not waited for: False, and its bucket may still change."""
+        """Ends the thread. Returns False where a reduction hangs: its bucket may still change."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -112,7 +114,7 @@ class ReductionPipeline:
         return not self._thread.is_alive()
 
     def _begins_at_once(self, number: int) -> bool:
-        """False once an earlier one waits for its turn: all begin in the order of submission."""
+        """Returns whether `number` begins in `submit`: not after one that does not, as all begin in order."""
         return (
             self._thread is None
             and self._error is None
@@ -134,7 +136,7 @@ class ReductionPipeline:
             self._error = found
 
     def _mark(self) -> torch.cuda.Event | None:
-        """The present end of the calling thread's stream; None for buckets in host memory."""
+        """Returns an event at the current end of the calling thread's stream; None for buckets in host memory."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -178,7 +180,7 @@ class ReductionPipeline:
                 self._condition.notify_all()
 
     def _has_work(self) -> bool:
-        """Whether anything is to be reduced; after an error all that is submitted is dropped."""
+        """Returns whether any reduction is left; after an error all that is submitted is dropped."""
         with self._condition:
             if self._error is not None:
                 _end(self._begun)
@@ -187,18 +189,18 @@ class ReductionPipeline:
             return bool(self._begun or self._submitted)
 
     def _work_off(self) -> None:
-        """Until nothing is under way and nothing submitted. `_done` counts what was finished."""
+        """Runs until nothing is in flight and nothing submitted. `_done` counts the reductions that ended."""
         self._done = 0
         under_way, self._begun = self._begun, []
-        patience = Patience(shortest_wait_s=self._shortest_wait_s, longest_wait_s=self._longest_wait_s)
+        backoff = Backoff(shortest_wait_s=self._shortest_wait_s, longest_wait_s=self._longest_wait_s)
         try:
             while self._take_up(under_way) or under_way:
                 if self._one_turn(under_way):
-                    patience.got_on()
+                    backoff.reset()
                 elif under_way:
                     with self._condition:
                         if not (self._submitted and len(under_way) < self._max_in_flight):
-                            patience.wait(self._condition.wait, eager=self._awaited)
+                            backoff.wait(self._condition.wait, eager=self._awaited)
                 if self._closed:
                     return
         finally:
@@ -207,7 +209,7 @@ class ReductionPipeline:
             self._reduced = self._mark()
 
     def _take_up(self, under_way: list[Iterator[bool]]) -> bool:
-        """Begin what was submitted, as much as may be in flight; whether anything was."""
+        """Begins submitted reductions, as many as may be in flight. Returns whether there were any."""
         with self._condition:
             room = max(0, self._max_in_flight - len(under_way))
             items = [self._submitted.popleft() for _ in range(min(room, len(self._submitted)))]
@@ -218,7 +220,7 @@ class ReductionPipeline:
         return bool(items)
 
     def _one_turn(self, under_way: list[Iterator[bool]]) -> bool:
-        """Take each reduction as far as it goes, the oldest first; whether any got on."""
+        """Gives each reduction one turn, the oldest first. Returns whether any made progress."""
         got_on = False
         for reduction in list(under_way):
             try:
