@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What the plan needs to know of a gradient. dtype: the one it is summed in; see `sum_dtype`."""
+    """What the plan needs to know of a gradient. dtype: in which it is summed; see `sum_dtype`."""
 
     numel: int
     dtype: torch.dtype
@@ -79,9 +79,10 @@ def sum_dtype(parameter: torch.dtype) -> torch.dtype:
 def plan_buckets(
     specs: Sequence[GradientSpec], *, bucket_bytes: int, order: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """Fill buckets up to `bucket_bytes` of gradients; a larger gradient has a bucket of its own.
+    """Returns buckets of up to `bucket_bytes` of gradients each; a larger gradient has a bucket of its own.
 
-    order: the parameters' numbers, each once, as their gradients become ready; None: the last comes first.
+    order: every parameter's number once, in the order in which gradients become ready; None: the last parameter first.
+    Raises UsageError for a size below 1 or an order that does not name each parameter once.
     """
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes is {bucket_bytes}: give at least 1")
@@ -105,7 +106,7 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """The first `num_elems` elements of bucket `bucket` are there when the gradients of these parameters are."""
+    """The first `num_elems` elements of bucket `bucket` are written when the gradients of `parameters` are."""
 
     bucket: int
     num_elems: int
@@ -113,10 +114,10 @@ class Milestone:
 
 
 def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Milestone]:
-    """Where to say how far a bucket is filled, by the parameter that comes last. Pure.
+    """Returns when to announce that a bucket is partly filled, by the parameter whose gradient completes that part.
 
-    In each dtype's last bucket, each time half of what was left has come, at least `least_elems`: few times, and little
-    is left after the last. Of the other buckets it is enough to say when they are full.
+    Only in the last bucket of each dtype, each time half of the rest is written, at least `least_elems` elements: that
+    is seldom, and little is left after the last announcement. The other buckets are announced when they are full.
     """
     found: dict[int, Milestone] = {}
     for number in {bucket.dtype: number for number, bucket in enumerate(buckets)}.values():
@@ -131,12 +132,12 @@ def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Mile
 
 
 def default_order(num_parameters: int) -> list[int]:
-    """The order before any was seen: backward reaches first what forward reached last."""
+    """Returns the order that is assumed before one was seen: backward begins with what forward used last."""
     return list(reversed(range(num_parameters)))
 
 
 def completed_order(seen: Sequence[int], *, num_parameters: int) -> list[int]:
-    """`seen`, the parameters as their gradients became ready, and behind them those that had none."""
+    """Returns `seen`, in which gradients became ready, followed by the parameters that had none."""
     known = set(seen)
     return [*seen, *(index for index in default_order(num_parameters) if index not in known)]
 
