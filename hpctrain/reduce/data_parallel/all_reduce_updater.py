@@ -29,25 +29,30 @@ from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, descr
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 
-# Gradients of which it is worth saying that they are there: 128 KB of float32.
-_SAID_ELEMS = 1 << 15
+# Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
+_MIN_ANNOUNCED_ELEMS = 1 << 15
 
 
 @final
 class AllReduceUpdater:
-    """`Updater` that sums gradient buckets on its own thread while backward goes on. Making one is collective.
+    """`Updater` that sums gradient buckets on a thread of its own while backward runs. Making one is collective.
 
-    optimizer: any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
-    comm: the world, used from the calling thread for the small sums of a step, where the reducer makes none.
-    reducer: sums buckets over all ranks, from the reduction thread and, between steps, from this one; must not
-        share `comm`'s message space. Whoever made it closes it, after the updater.
-    max_in_flight: reductions under way at a time. overlap: False reduces in `step`, on the calling thread, but for what
-        the reducer has carried on in the background (`InBackground`), which begins within backward all the same.
-    weight default: a plain `loss.backward()` counts as 1/num_ranks, as Horovod averages.
+    Args:
+        optimizer: any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
+        comm: the world, used from the calling thread for the small sums of a step where the reducer does not sum them.
+        reducer: sums buckets over all ranks, from the reduction thread and, between steps, from the calling thread.
+            It must have a communicator of its own, and is closed by the caller after the updater.
+        bucket_bytes: gradients that are reduced together.
+        loss_scale: default 1, or 1024 and dynamic with fp16 on the wire.
+        clip_norm: limit of the global 2-norm of the gradients; None does not clip.
+        max_in_flight: reductions in flight at once.
+        overlap: False reduces in `step`, on the calling thread. Reductions that a thread outside Python continues
+            (`InBackground`) begin within backward all the same.
 
-    After backward a parameter's `.grad` is a view of its bucket, where the dtype allows; sparse gradients are
-    made dense. The first step's buckets follow the order of registration, those after it the order in which
-    gradients became ready on rank 0 in the first step.
+    A plain `loss.backward()` counts with weight 1/num_ranks, as Horovod averages. After backward a parameter's `.grad`
+    is a view of its bucket, where the dtype allows; sparse gradients are made dense. Buckets follow the order of
+    registration in the first step, and after it the order in which gradients became ready on rank 0.
+    Raises UsageError for an optimizer without trainable parameters, or with parameters on several devices.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class AllReduceUpdater:
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         self._specs = [describe_gradient(p) for p in self._parameters]
-        # Where nothing is reduced beside backward, ranks that are done with it begin with what the others have so far.
+        # Without overlap, ranks that have finished backward begin with what the others have written so far.
         self._early = None if overlap else self._step_sums
         self._milestones: dict[int, Milestone] = {}
         self._order: list[int] | None = None  # in which gradients become ready, once it is known
@@ -116,7 +121,7 @@ class AllReduceUpdater:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The plan: what is sent in one step, in order."""
+        """The buckets of one step, in the order in which they are reduced."""
         return self._memory.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
@@ -140,11 +145,11 @@ class AllReduceUpdater:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own: for scripts that set the learning rate through their optimizer."""
+        """The optimizer's own, for scripts that set the learning rate through their optimizer."""
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """As the optimizer's: for scripts that treat the updater as their optimizer."""
+        """As the optimizer's, for scripts that treat the updater as their optimizer."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, *, sums: Mapping[str, float] | None = None) -> StepOutcome:
@@ -221,7 +226,7 @@ class AllReduceUpdater:
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """As the Protocol says. False where a reduction hangs that still uses the reducer's memory."""
+        """See `Updater.close`. Returns False where a reduction hangs that still uses the reducer's memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -237,13 +242,15 @@ class AllReduceUpdater:
         return plan_buckets(self._specs, bucket_bytes=self._bucket_bytes, order=self._order)
 
     def _lay_out(self, buckets: tuple[Bucket, ...]) -> GradientMemory:
-        """Memory for `buckets`. Collective."""
+        """Returns memory for `buckets`. Collective."""
         buffers = self._reducer.plan(buckets, device=self._device)
-        self._milestones = milestones(buckets, least_elems=_SAID_ELEMS) if self._early is not None else {}
+        self._milestones = (
+            milestones(buckets, least_elems=_MIN_ANNOUNCED_ELEMS) if self._early is not None else {}
+        )
         return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
     def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
-        """Buckets in another order, or by other reductions. Collective; `order` is the same on every rank."""
+        """Plans buckets in another order, or for other reductions. Collective; `order` is the same on every rank."""
         self._order = None if order is None else list(order)
         buckets = self._buckets_in_order()
         if chosen_anew or buckets != self._memory.buckets:
@@ -267,12 +274,12 @@ class AllReduceUpdater:
                 if self._put(index) == 0:
                     self._send_complete_buckets()
                 elif (milestone := self._milestones.get(index)) is not None:
-                    self._say_filled(milestone)
+                    self._announce_filled(milestone)
 
         return gradient_is_ready
 
     def _put(self, index: int) -> int:
-        """The gradient into its place in the bucket, each parameter once a step; how many its bucket waits for."""
+        """Writes a gradient into its bucket, once a step. Returns how many gradients the bucket still waits for."""
         if self._placed[index]:
             raise UsageError(
                 "backward ran twice before step(): the first gradients are already on the wire. Wrap all but "
@@ -283,13 +290,13 @@ class AllReduceUpdater:
         self._waiting_for[bucket] -= 1
         return self._waiting_for[bucket]
 
-    def _say_filled(self, milestone: Milestone) -> None:
-        """Unless gradients came in another order."""
+    def _announce_filled(self, milestone: Milestone) -> None:
+        """Announces a filled part of a bucket; does nothing if gradients became ready in another order."""
         if self._early is not None and all(self._placed[index] for index in milestone.parameters):
             self._early.filled(milestone.bucket, milestone.num_elems)
 
     def _send_complete_buckets(self) -> None:
-        """In the order of the plan, which is the same on every rank: the reductions must match."""
+        """Submits full buckets in the order of the plan, the same on every rank, since the reductions must match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
             if self._early is not None:
@@ -299,29 +306,30 @@ class AllReduceUpdater:
             self._next_bucket += 1
 
     def _put_rest(self) -> None:
-        """What no hook has put: unused parameters, ranks without samples."""
+        """Writes the gradients that no hook has written: of unused parameters, and on ranks without samples."""
         if not all(self._placed):
             for index, placed in enumerate(self._placed):
                 if not placed:
                     self._put(index)
 
     def _finish_reduction(self) -> float:
-        """Send what is not yet sent. Seconds of reduction."""
+        """Submits the remaining buckets and waits. Returns the seconds with a reduction in flight."""
         self._send_complete_buckets()
         return self._pipeline.wait() if self._pipeline is not None else 0.0
 
     def _take_gradients(self, norm: float) -> bool:
-        """Clip the sums, and unscale what is not; whether every parameter's dtype can hold its gradient."""
+        """Clips and unscales the sums. Returns whether every parameter's dtype can hold its gradient."""
         clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
         self._memory.scale(clip / self._summed_scale)
         return self._memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> tuple[Numbers, bool]:
-        """What is summed beside the gradients, and whether the reducer does it on its way; else `_add_up` has to.
+        """Returns the numbers that are summed in addition to the gradients, and whether the reducer sums them.
 
-        First room for the square of this rank's share of the gradients, which is summed where the reducer does not know
-        that of all (one that is not finite makes the sum so on all ranks). Then whether rank 0 has seen for the first
-        time in what order gradients become ready, and the caller's numbers, by name.
+        If it does not, `_add_up` has to. numbers: shape (n,). First the square of this rank's share of the gradients, 0
+        for now; it is used where the reducer does not know the square of all (one that is not finite makes the sum so
+        on all ranks). Then whether rank 0 has seen for the first time in what order gradients become ready, and the
+        caller's numbers, sorted by name.
         """
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
         numbers = np.array([0.0, news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
