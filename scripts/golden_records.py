@@ -133,6 +133,9 @@ def main() -> int:
     )
     parser.add_argument("output", type=Path, help="where the digests go, as JSON")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="the digests of another version")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="runs whose name has this text: digits, -2x1-, int8"
+    )
     arguments = parser.parse_args()
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     found: dict[str, dict[str, str]] = {}
@@ -147,7 +150,7 @@ def main() -> int:
                 check=True,
                 stdout=subprocess.DEVNULL,
             )
-        for case in cases():
+        for case in filter(lambda case: arguments.only in case.name, cases()):
             directory = train(case, where=where, environ=environ)
             whole = digest(directory)
             (directory / "checkpoints" / f"step-{STEPS:08}.h5").unlink()
@@ -165,6 +168,7 @@ def main() -> int:
     if arguments.compare is None:
         return 0
     before = json.loads(arguments.compare.read_text())
+    before = {name: digests for name, digests in before.items() if arguments.only in name}
     different = [name for name in {**before, **found} if before.get(name) != found.get(name)]
     for name in different:
         print(f"differs: {name}")
