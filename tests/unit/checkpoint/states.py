@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpctrain.checkpoint import Replicated, Shard, State
+from hpctrain.checkpoint.format.dtypes import byte_view
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
@@ -63,5 +64,5 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equal in dtype, shape and every bit (so that a NaN equals itself)."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    flat = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
+    flat = [byte_view(t) for t in (first, second)]
     return torch.equal(flat[0], flat[1])

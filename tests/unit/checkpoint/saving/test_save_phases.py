@@ -27,8 +27,8 @@ from hpctrain.checkpoint.files.checkpoint_names import (
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.checkpoint.retention.delete_old import delete_checkpoint
+from hpctrain.checkpoint.saving import save as saving_module
 from hpctrain.checkpoint.saving.commit import rename_finished
-from hpctrain.checkpoint.saving.save import save as saving_module
 from hpctrain.comm import World
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
