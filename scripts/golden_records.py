@@ -113,7 +113,7 @@ def digest(directory: Path) -> dict[str, str]:
     tensors = xxhash.xxh3_128()
 
     def add(name: str, item: object) -> None:
-        if isinstance(item, h5py.Dataset):
+        if name.startswith("tensors/") and isinstance(item, h5py.Dataset):
             tensors.update(name.encode())
             tensors.update(bytes(memoryview(item[()].tobytes())))
 
