@@ -18,7 +18,7 @@ from hpctrain.bench.checkpoint.methods import (
     RAW_WRITE,
     AsyncSaving,
     Copying,
-    TimedSave,
+    MethodTime,
     Way,
     begin,
     make_folder,
@@ -50,7 +50,7 @@ class DcpAsync:
         self._tensors, self._num_bytes = named(state), state.num_bytes
         self._comm, self._path = comm, directory / "dcp-async"
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         begin_s = begin(self._comm)
         saving = self.begin()
         stall_s = time.perf_counter() - begin_s
@@ -58,7 +58,7 @@ class DcpAsync:
             time.sleep(PAUSE_S)
         seconds = slowest_since(self._comm, begin_s)
         self.end()
-        return TimedSave(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
+        return MethodTime(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
 
     def begin(self) -> Callable[[], bool]:
         """Start saving; what is returned says whether it is done, and raises what went wrong."""

@@ -12,7 +12,7 @@ from typing import final
 import numpy as np
 
 from benchmarks.checkpoint.figures import LIMIT
-from hpctrain.bench.checkpoint.methods import RAW_WRITE, TimedSave, own_seconds, remove
+from hpctrain.bench.checkpoint.methods import RAW_WRITE, MethodTime, own_seconds, remove
 from hpctrain.bench.checkpoint.raw_io import RawShare
 from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached
 from hpctrain.checkpoint.files.full_io import sync_directory
@@ -69,11 +69,11 @@ class DiskLimit:
         self._memory = np.frombuffer(memory, dtype=np.uint8, count=num_bytes)
         self._memory[:] = np.random.default_rng(comm.rank).integers(0, 256, size=num_bytes, dtype=np.uint8)
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         on_rank_0(self._comm, self._create, os_error=CheckpointError)
         seconds = own_seconds(self._comm, self._write)
         remove(self._path, comm=self._comm)
-        return TimedSave(seconds=seconds)
+        return MethodTime(seconds=seconds)
 
     def _create(self) -> None:
         create_file(self._path, file_bytes=self._file_bytes)

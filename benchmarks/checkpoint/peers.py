@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hpctrain.bench.checkpoint.methods import (
     RAW_READ,
     RAW_WRITE,
-    TimedSave,
+    MethodTime,
     begin,
     make_cold,
     remove,
@@ -66,13 +66,13 @@ class PeerSaving:
         self._peer, self._comm, self._path = peer, comm, directory / f"peer-{peer.name}"
         self._tensors, self._num_bytes = named(state), state.num_bytes
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         begin_s = begin(self._comm)
         self._peer.save(self._tensors, self._path)
         seconds = slowest_since(self._comm, begin_s)
         on_rank_0(self._comm, lambda: check_saved(self._path, num_bytes=self._num_bytes))
         remove(self._path, comm=self._comm)
-        return TimedSave(seconds=seconds)
+        return MethodTime(seconds=seconds)
 
 
 @final
@@ -89,7 +89,7 @@ class PeerLoading:
         self._path, self._tensors = directory / f"load-{peer.name}", named(state)
         self._is_there = False
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         first, self._is_there = not self._is_there, True
         if first:
             self._peer.save(self._tensors, self._path)
@@ -99,7 +99,7 @@ class PeerLoading:
         seconds = slowest_since(self._comm, begin_s)
         if first and any(not same_bits(loaded[name], tensor) for name, tensor in self._tensors.items()):
             raise PeerFailed(f"{self.name} has not loaded what it saved")
-        return TimedSave(seconds=seconds)
+        return MethodTime(seconds=seconds)
 
 
 def named(state: BenchState) -> dict[str, torch.Tensor]:

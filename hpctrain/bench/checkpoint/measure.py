@@ -20,11 +20,11 @@ from hpctrain.bench.checkpoint.methods import (
     AsyncSaving,
     Copying,
     Loading,
+    MethodTime,
     RawReading,
     RawWriting,
     RunSaving,
     SyncSaving,
-    TimedSave,
     Way,
 )  # fmt: skip
 from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
@@ -183,11 +183,11 @@ def take_turns(
     warmup: int,
     seed: int,
     progress: Callable[[float], None] = lambda share: None,
-) -> dict[str, list[TimedSave]]:
+) -> dict[str, list[MethodTime]]:
     """Each way's turns, by its name, without those of the first `warmup` rounds. Collective."""
     progress(0.0)
     order = Random(seed)
-    found: dict[str, list[TimedSave]] = {way.name: [] for way in ways}
+    found: dict[str, list[MethodTime]] = {way.name: [] for way in ways}
     for number in range(warmup + repeats):
         for place, way in enumerate(order.sample(list(ways), len(ways))):
             turn = way.turn()
@@ -197,7 +197,7 @@ def take_turns(
     return found
 
 
-def row_of(way: Way, turns: Mapping[str, Sequence[TimedSave]], *, num_bytes: int) -> CheckpointRow:
+def row_of(way: Way, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: int) -> CheckpointRow:
     mine = [turn.seconds for turn in turns[way.name]]
     stalls = [turn.stall_s for turn in turns[way.name] if turn.stall_s is not None]
     share = of_copy = None

@@ -30,7 +30,7 @@ STEP_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimedSave:
+class MethodTime:
     """seconds: on the slowest rank, from a barrier on. stall_s: that part of them in which training would stand
     still; None where there is no such part."""
 
@@ -51,7 +51,7 @@ class Way(Protocol):
     @property
     def raw(self) -> str | None: ...
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         """Collective. Raises CheckpointError on every rank."""
 
 
@@ -64,11 +64,11 @@ class RawWriting:
     def __init__(self, share: RawShare, *, comm: Collective, directory: Path) -> None:
         self._share, self._comm, self._path = share, comm, directory / "raw-write"
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         on_rank_0(self._comm, lambda: _tried(lambda: self._share.create(self._path)))
         seconds = own_seconds(self._comm, lambda: self._share.write(self._path))
         remove(self._path, comm=self._comm)
-        return TimedSave(seconds=seconds)
+        return MethodTime(seconds=seconds)
 
 
 @final
@@ -85,7 +85,7 @@ class SyncSaving:
         self.name = f"save, {engine}"
         self.engine: str | None = None
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         make_folder(self._directory, comm=self._comm)
         begin_s = begin(self._comm)
         done = save(
@@ -95,7 +95,7 @@ class SyncSaving:
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
         remove(done.path, comm=self._comm)
-        return TimedSave(seconds=seconds)
+        return MethodTime(seconds=seconds)
 
 
 @final
@@ -121,12 +121,12 @@ class RunSaving:
         self._step = 0
         self.engine: str | None = None
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         while self._step < 2:
             self._save()
         begin_s = begin(self._comm)
         self._save()
-        return TimedSave(seconds=slowest_since(self._comm, begin_s))
+        return MethodTime(seconds=slowest_since(self._comm, begin_s))
 
     def _save(self) -> None:
         self._step += 1
@@ -147,8 +147,8 @@ class Copying:
         self._share, self._comm = share, comm
         share.prepare_copy()
 
-    def turn(self) -> TimedSave:
-        return TimedSave(seconds=own_seconds(self._comm, self._share.copy))
+    def turn(self) -> MethodTime:
+        return MethodTime(seconds=own_seconds(self._comm, self._share.copy))
 
 
 @final
@@ -171,7 +171,7 @@ class AsyncSaving:
         self.name = f"save async, {engine}"
         self.engine: str | None = None
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         make_folder(self._directory, comm=self._comm)
         begin_s = begin(self._comm)
         saving = Saving.begin(
@@ -188,7 +188,7 @@ class AsyncSaving:
         seconds = slowest_since(self._comm, begin_s)
         self.engine = done.engine.value
         remove(done.path, comm=self._comm)
-        return TimedSave(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
+        return MethodTime(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
 
     def close(self) -> None:
         self._executor.shutdown()
@@ -205,12 +205,12 @@ class RawReading:
         self._share, self._comm, self._cold = share, comm, cold
         self._path = directory / "raw-read"
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         if not on_rank_0(self._comm, self._path.exists):
             on_rank_0(self._comm, lambda: _tried(lambda: self._share.create(self._path)))
             own_seconds(self._comm, lambda: self._share.write(self._path))
         make_cold(self._path, comm=self._comm, cold=self._cold)
-        return TimedSave(seconds=own_seconds(self._comm, lambda: self._share.read(self._path)))
+        return MethodTime(seconds=own_seconds(self._comm, lambda: self._share.read(self._path)))
 
 
 @final
@@ -224,7 +224,7 @@ class Loading:
         self._directory = directory / "load"
         self._path: Path | None = None
 
-    def turn(self) -> TimedSave:
+    def turn(self) -> MethodTime:
         if self._path is None:
             self._path = save(self._state, directory=self._directory, step=1, comm=self._comm).path
         make_cold(self._path, comm=self._comm, cold=self._cold)
@@ -232,7 +232,7 @@ class Loading:
         loaded = load(self._path, comm=self._comm)
         seconds = slowest_since(self._comm, begin_s)
         del loaded  # giving memory back is nobody's reading
-        return TimedSave(seconds=seconds)
+        return MethodTime(seconds=seconds)
 
 
 def begin(comm: Collective) -> float:

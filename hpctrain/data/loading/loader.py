@@ -37,7 +37,7 @@ from hpctrain.data.transforms.transformer import build_transformer, transformed
 from hpctrain.errors import DataError, RecipeError
 
 PREFETCH_BYTES = 64 << 20
-MAX_BATCHES_AHEAD = 1024  # what a batch costs beside its tensors is not counted in bytes
+MAX_BATCHES_AHEAD = 1024  # the bound in bytes counts only tensors
 
 
 class Samples(Protocol):

@@ -102,7 +102,7 @@ class AllReduceUpdater:
                 device=self._device,
                 max_in_flight=max_in_flight,
                 overlap=overlap,
-                in_background=reducer.in_background if isinstance(reducer, InBackground) else _never,
+                in_background=reducer.in_background if isinstance(reducer, InBackground) else None,
             )
         self._overlap = overlap
         self._syncing = True
@@ -357,10 +357,6 @@ class AllReduceUpdater:
                 "made: others would not be reduced and the ranks would drift apart. Close this updater and make "
                 "a new one after freezing, unfreezing or adding parameters"
             )
-
-
-def _never(number: int) -> bool:
-    return False
 
 
 def _one_device(parameters: Sequence[torch.nn.Parameter]) -> torch.device:

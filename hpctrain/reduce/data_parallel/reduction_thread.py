@@ -32,7 +32,7 @@ class ReductionPipeline:
         reduce: returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
         overlap: True reduces on a thread of its own from `submit` on. False reduces in `wait`, on the calling thread.
         in_background: without `overlap`, buckets for which it returns True still begin in `submit`, up to 16 of them,
-            since a thread outside Python continues them. It returns the same on every rank.
+            since a thread outside Python continues them. It returns the same on every rank. None: no bucket does.
 
     Every rank submits the same numbers in the same order; reductions begin in that order. Each turn works as far as it
     can without waiting. When no reduction made progress, the thread sleeps: 20 us at first, longer each time, up to
@@ -49,7 +49,7 @@ class ReductionPipeline:
         device: torch.device,
         max_in_flight: int = 4,
         overlap: bool = True,
-        in_background: Callable[[int], bool] = lambda number: False,
+        in_background: Callable[[int], bool] | None = None,
         shortest_wait_s: float = SHORTEST_WAIT_S,
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
@@ -120,6 +120,7 @@ class ReductionPipeline:
             and self._error is None
             and not self._submitted
             and len(self._begun) < MAX_IN_BACKGROUND
+            and self._in_background is not None
             and self._in_background(number)
         )
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.bench.checkpoint.measure import Cache, CheckpointAsked, measure_checkpoint, take_turns
-from hpctrain.bench.checkpoint.methods import Loading, SyncSaving, TimedSave
+from hpctrain.bench.checkpoint.methods import Loading, MethodTime, SyncSaving
 from hpctrain.bench.checkpoint.raw_io import RawShare, make_state
 from hpctrain.bench.page_cache import cached_share
 from hpctrain.cli.bench.group import bench_app
@@ -128,9 +128,9 @@ def test_rounds_take_every_way_once_in_changing_order_and_the_first_do_not_count
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def turn(self) -> TimedSave:
+        def turn(self) -> MethodTime:
             taken.append(self.name)
-            return TimedSave(seconds=float(len(taken)))
+            return MethodTime(seconds=float(len(taken)))
 
     found = take_turns([Counting(name) for name in "abc"], repeats=6, warmup=1, seed=0)
     rounds = [taken[start : start + 3] for start in range(0, 21, 3)]
