@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs check-gpu pack-gpu-check bench-reduction bench-data bench-checkpoint bench-step clean distclean
+.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs site check-gpu pack-gpu-check bench-reduction bench-data bench-checkpoint bench-step clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -11,6 +11,9 @@ BIN := $(CONDA_PREFIX)/bin/
 else
 BIN := $(VENV)/bin/
 endif
+
+# How a process of low priority is started; without chrt (util-linux) as any other.
+IDLE := $(shell command -v chrt >/dev/null && chrt -i 0 true 2>/dev/null && echo "chrt -i 0")
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -35,8 +38,12 @@ lint: setup ## ruff, mypy, import-linter, sizes of folders and modules
 	$(BIN)python scripts/structure.py
 
 test: lint ## all tests, with real MPI ranks
-	$(BIN)python -m pytest tests/unit tests/contract -n 2 --dist loadfile
-	$(BIN)python -m pytest tests/ranks tests/faults tests/cluster
+	@# The tests without ranks of their own take the time in which ranks wait: they run beside them at idle priority.
+	@mkdir -p build; \
+	  $(IDLE) $(BIN)python -m pytest tests/unit tests/contract -n 2 --dist loadfile --durations=10 > build/unit.log 2>&1 & \
+	  unit=$$!; trap "kill $$unit" INT TERM; \
+	  $(BIN)python -m pytest tests/ranks tests/faults tests/cluster --durations=10; ranks=$$?; \
+	  wait $$unit; unit=$$?; cat build/unit.log; exit $$(( ranks || unit ))
 
 trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; some ten minutes
 	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/checkpoint/test_mounts.py \
@@ -47,6 +54,9 @@ test-fast: setup ## the tests that start no MPI ranks
 
 picture: setup ## docs/pictures/demo.svg, the picture in the README, from a run of its commands
 	$(BIN)python scripts/picture.py docs/pictures/demo.svg
+
+site: setup ## the documentation as a site: build/site/index.html
+	$(BIN)python -m mkdocs build --strict
 
 docs: setup ## write docs/recipe.md from the code
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md

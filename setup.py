@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpctrain", "hpctrain.*"]),
-    package_data={"hpctrain": ["py.typed", "reduce/shared_memory/*.pyi"]},
+    package_data={"hpctrain": ["py.typed", "*.pyi", "*/*.pyi", "reduce/shared_memory/*.pyi"]},
     # Sums in shared memory. Without a compiler numpy makes them, and `hpctrain doctor` says so.
     ext_modules=[
         Extension(
@@ -26,7 +26,14 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
             optional=True,
         ),
-        # No module of Python: a library that ranks preload where they outnumber the cores (launch/yielding.py).
+        # No modules of Python: a thread that ends a rank whose Python is blocked (comm/watchdog/gil_free_timer.py), and
+        # a library that ranks preload where they outnumber the cores (launch/yielding.py).
+        Extension(
+            "hpctrain.comm.watchdog._gil_free_timer",
+            ["hpctrain/comm/watchdog/_gil_free_timer.c"],
+            libraries=["pthread"],
+            optional=True,
+        ),
         Extension("hpctrain.launch._yield_by_sleep", ["hpctrain/launch/_yield_by_sleep.c"], optional=True),
     ],
     install_requires=[
@@ -39,6 +46,7 @@ setup(
         "pydantic>=2.6",
         "psutil>=5.9",
         "xxhash>=3.4",
+        "lazy-loader>=0.4",
         'tomli>=2; python_version < "3.11"',
     ],
     extras_require={
@@ -53,7 +61,9 @@ setup(
             "pillow>=9",
             "safetensors>=0.4",
         ],
+        "optimizers": ["pytorch-optimizer>=3.5"],
         "plot": ["matplotlib>=3.7"],
+        "testing": ["pytest>=8"],
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",

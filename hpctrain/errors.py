@@ -1,9 +1,9 @@
-"""The exception tree. Each class carries the exit code with which a command ends because of it.
+"""Exception classes. Each class has the exit code of a command that ends with this error.
 
-An error says what was asked, what was found, on which rank, and what to do. `agreed` is true once every
-rank of the run has been told of the error (see `hpctrain.comm.collectives.agreement`): then all ranks leave by the same
-door. An error that is not agreed was met by one rank alone, and the run must be aborted so that no other
-rank waits for it for ever.
+A message states what was asked, what was found, on which rank, and what to do. `agreed` is true if every rank of the
+run raises the same error (see `hpctrain.comm.collectives.agreement`): then all ranks shut down normally. An error that
+is not agreed was raised on one rank only, and the run must be aborted, because the other ranks would wait for that
+rank forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a finished `hpctrain` command tells the shell, the launcher and Slurm."""
+    """Exit codes of the `hpctrain` commands."""
 
     DONE = 0
     USAGE = 2
@@ -21,11 +21,11 @@ class ExitCode(IntEnum):
     LAUNCH = 5
     COMMUNICATION = 6
     DIVERGED = 7
-    STOPPED_EARLY = 75  # EX_TEMPFAIL: run it again and it goes on from where it stopped
+    STOPPED_EARLY = 75  # EX_TEMPFAIL: the same command resumes from the saved state
 
 
 class HpctrainError(Exception):
-    """Base of every error that is meant for the user. Anything else that escapes is a bug of ours."""
+    """Base of all errors that are meant for the user. Any other exception that escapes is a bug in hpctrain."""
 
     exit_code: ExitCode = ExitCode.USAGE
 
@@ -45,25 +45,25 @@ class RecipeError(UsageError):
 
 
 class DataError(HpctrainError):
-    """A dataset is missing, incomplete, damaged, or does not fit what the run asks of it."""
+    """A dataset is missing, incomplete, damaged, or does not match what the run needs."""
 
     exit_code = ExitCode.DATA
 
 
 class CheckpointError(HpctrainError):
-    """A checkpoint cannot be written, found, verified, or does not belong to this model."""
+    """A checkpoint cannot be written, found or verified, or does not belong to this model."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class LaunchError(HpctrainError):
-    """The launcher, the environment and MPI disagree, or what the run needs at start is not there."""
+    """The launcher, the environment and MPI disagree, or a resource that the run needs at start is missing."""
 
     exit_code = ExitCode.LAUNCH
 
 
 class TopologyError(LaunchError):
-    """The number or placement of the ranks is not what the run asks for."""
+    """The number or placement of the ranks is not the requested one."""
 
 
 class CommunicationError(HpctrainError):
@@ -89,7 +89,10 @@ class StoppedEarly(HpctrainError):
 
 
 def from_exit_code(exit_code: int) -> type[HpctrainError]:
-    """The class that stands for an exit code: how an error met on one rank is raised again on the others."""
+    """Returns the exception class for `exit_code`, used to raise one rank's error on the others.
+
+    HpctrainError if no class has this code.
+    """
     by_code: dict[int, type[HpctrainError]] = {
         ExitCode.USAGE: UsageError,
         ExitCode.DATA: DataError,

@@ -1,8 +1,8 @@
-"""Which rank sits on which node, and the mesh of named axes over the ranks. Pure: nothing here communicates.
+"""Placement of the ranks on nodes, and the mesh of named axes over the ranks. Nothing here communicates.
 
-The mesh has two axes now: `node` (ranks of the same local index on different nodes) and `local` (the ranks of
-one node). Two-level reduction is a walk over these two. More axes can be added without touching the callers,
-which ask for an axis by name.
+The mesh has two axes: `node` (ranks with the same local index on different nodes) and `local` (the ranks of
+one node). Two-level reduction uses one after the other. Callers ask for an axis by name, so that further axes can be
+added without changing them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from hpctrain.errors import TopologyError
 class Topology:
     """Placement of the ranks. `ranks_by_node[k]` holds the world ranks on node k, ascending.
 
-    node_of_rank, local_rank_of_rank: the same by rank, shape (num_ranks,): to look a rank up costs the same for any
-    number of ranks.
+    `node_of_rank[rank]` and `local_rank_of_rank[rank]` hold the inverse, for lookup in constant time.
     """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
-    emulated: bool = False  # nodes made up by --ranks-per-node on one machine
+    emulated: bool = False  # the nodes are groups of ranks on one machine (--ranks-per-node)
     node_of_rank: tuple[int, ...] = field(init=False, repr=False, compare=False)
     local_rank_of_rank: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -42,7 +41,7 @@ class Topology:
 
     @classmethod
     def from_node_names(cls, names_by_rank: Sequence[str], *, emulated: bool = False) -> Topology:
-        """From the node name of each world rank. Nodes are numbered in the order of their first rank."""
+        """Builds the topology from the node name of each world rank. Nodes are in the order of their first ranks."""
         ranks: dict[str, list[int]] = {}
         for rank, name in enumerate(names_by_rank):
             ranks.setdefault(name, []).append(rank)
@@ -57,11 +56,11 @@ class Topology:
         return len(self.ranks_by_node)
 
     def node_of(self, rank: int) -> int:
-        """Index of the node that `rank` is on. Raises TopologyError for what is no rank of this run."""
+        """Index of the node that `rank` is on. Raises TopologyError if `rank` is out of range."""
         return self.node_of_rank[self._checked(rank)]
 
     def local_rank_of(self, rank: int) -> int:
-        """Place of `rank` among the ranks of its node. Raises TopologyError for what is no rank of this run."""
+        """Index of `rank` among the ranks of its node. Raises TopologyError if `rank` is out of range."""
         return self.local_rank_of_rank[self._checked(rank)]
 
     def _checked(self, rank: int) -> int:
@@ -76,21 +75,21 @@ class Topology:
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
         """The groups of the `node` axis: the i-th rank of every node, for each i that every node has.
 
-        With unequal ranks per node there are as many groups as the smallest node has ranks; a rank whose
-        local index is beyond that is in no group, and its node's slices are carried by its neighbours.
+        With unequal ranks per node there are as many groups as the smallest node has ranks. A rank with a larger
+        local index is in no group; other ranks of its node reduce that node's slices between nodes.
         """
         smallest = min(len(ranks) for ranks in self.ranks_by_node)
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of world ranks along `axis`, `node` or `local`: what two-level reduction walks over."""
+        """The groups of world ranks along `axis`, `node` or `local`. Raises TopologyError for another name."""
         by_axis = {"node": self.node_groups, "local": self.local_groups}
         if axis not in by_axis:
             raise TopologyError(f"the mesh has no axis {axis!r}; it has {', '.join(sorted(by_axis))}")
         return by_axis[axis]()
 
     def describe(self) -> str:
-        """`2 nodes x 2 ranks`, or `2 nodes with 3 and 1 ranks`; says so when the nodes are emulated."""
+        """For example `2 nodes x 2 ranks` or `2 nodes with 3 and 1 ranks`, with ` (emulated)` appended if they are."""
         sizes = [len(ranks) for ranks in self.ranks_by_node]
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
         if len(set(sizes)) == 1:
@@ -102,7 +101,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of the mesh as one rank sees it: the group it belongs to, and its place in it."""
+    """One axis of the mesh for one rank: the group that contains the rank, and the rank's index in that group."""
 
     name: str
     ranks: tuple[int, ...]
@@ -115,7 +114,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The named axes over the ranks, seen from `rank`."""
+    """The named axes of the mesh for `rank`."""
 
     topology: Topology
     rank: int

@@ -29,8 +29,9 @@ LARGEST_BYTES = 60_000_000
 # Of requirements/: what the checks import, with what that imports. Without torch and numpy: the machine has those that
 # fit its GPU.
 WHEELS = (
-    "annotated-doc", "annotated-types", "click", "h5py", "markdown-it-py", "mdurl", "mpi4py", "psutil", "pydantic",
-    "pydantic_core", "pygments", "rich", "shellingham", "typer", "typing-inspection", "typing_extensions", "xxhash",
+    "annotated-doc", "annotated-types", "click", "h5py", "lazy-loader", "markdown-it-py", "mdurl", "mpi4py", "psutil",
+    "pydantic", "pydantic_core", "pygments", "rich", "shellingham", "typer", "typing-inspection", "typing_extensions",
+    "xxhash",
 )  # fmt: skip
 OLD_PYTHON_WHEELS = ("tomli",)  # before 3.11
 # h5py is built here and so not in requirements/: of the same release, with the HDF5 that its wheel holds.

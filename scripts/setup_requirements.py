@@ -65,6 +65,7 @@ def write(into: Path, *, keep_installed: bool) -> None:
     wanted = [
         *lines("runtime.txt"),
         *lines("test.txt"),
+        *lines("site.txt"),
         *(r for r in lines("build.txt") if "setuptools" in r),
     ]
     constraints = lines("constraints.txt")

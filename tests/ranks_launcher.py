@@ -317,6 +317,9 @@ def _rank_main(argv: Sequence[str]) -> int:
     target, backend, arguments, directory, timeout_s, num_ranks = argv
     # A hang becomes a stack of each thread, shortly before the launch is killed.
     faulthandler.dump_traceback_later(0.9 * float(timeout_s), exit=False)
+    from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
+
+    postpone_dynamo()  # as `hpctrain.start` does
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
 

@@ -67,11 +67,11 @@ def gradients(rank: int, bucket: Bucket, *, seed: int = 0) -> torch.Tensor:
 
 def reduce_all(reducer: CollectiveReducer, memory: Sequence[torch.Tensor]) -> None:
     """All buckets at once, and the turns after the first in another order."""
-    under_way = [reducer.reduce(number) for number in range(len(memory))]
-    for generator in under_way:
+    in_flight = [reducer.reduce(number) for number in range(len(memory))]
+    for generator in in_flight:
         next(generator)
-    for generator in reversed(under_way):
-        assert all(isinstance(got_on, bool) for got_on in generator)
+    for generator in reversed(in_flight):
+        assert all(isinstance(progressed, bool) for progressed in generator)
 
 
 def sums_are_within_bounds(world: World, names: str, algorithm: str, wire: str) -> None:

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from hpctrain.comm import World
-from hpctrain.train.sync_batch_norm import convert_sync_batch_norm
+from hpctrain.train.task.sync_batch_norm import convert_sync_batch_norm
 
 # Samples of each rank: equal, unequal, and none on some.
 SHARES = {1: [[5]], 2: [[4, 4], [6, 1], [0, 5]], 3: [[2, 2, 2], [5, 0, 3]], 4: [[1, 1, 1, 1], [3, 0, 7, 2]]}

@@ -31,12 +31,12 @@ def fill_and_sum(
                 reducer.filled(number, filled)
             if pace.random() < 0.2:
                 time.sleep(0.0005)
-    under_way = [reducer.reduce(number) for number in range(len(buffers))]
+    in_flight = [reducer.reduce(number) for number in range(len(buffers))]
     backoff = Backoff()
-    while under_way:
-        turns = pace.choice(under_way)
+    while in_flight:
+        turns = pace.choice(in_flight)
         try:
             if not next(turns):
                 backoff.wait(eager=False)
         except StopIteration:
-            under_way.remove(turns)
+            in_flight.remove(turns)

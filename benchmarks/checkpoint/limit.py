@@ -15,12 +15,12 @@ from benchmarks.checkpoint.figures import LIMIT
 from hpctrain.bench.checkpoint.methods import RAW_WRITE, MethodTime, own_seconds, remove
 from hpctrain.bench.checkpoint.raw_io import RawShare
 from hpctrain.checkpoint.files.direct_io import BLOCK_BYTES, open_uncached
-from hpctrain.checkpoint.files.full_io import sync_directory
 from hpctrain.checkpoint.files.huge_pages import in_large_pages
 from hpctrain.checkpoint.saving.commit import create_file
 from hpctrain.comm import Collective
 from hpctrain.comm.collectives.agreement import on_rank_0
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import sync_directory
 
 _PIECE_BYTES = 1 << 19
 _THREADS = 8  # more, and larger or smaller pieces, took as long

@@ -8,7 +8,7 @@ from benchmarks.gpu.compare import require
 from benchmarks.gpu.outcome import CheckFailed, Found, Setting
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import LaunchError
-from hpctrain.run.device import Proposal, choose_device, decide, propose
+from hpctrain.run.compute.device import Proposal, choose_device, decide, propose
 
 
 def device_choice(setting: Setting) -> Found:

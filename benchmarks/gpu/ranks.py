@@ -23,6 +23,7 @@ from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buck
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.contract.polling import run_to_end
 from hpctrain.run import Session, start
+from hpctrain.run.reduction import ReductionPlan
 
 EXACT = (
     ("flat", "fp32"), ("flat", "fp16"), ("ring", "fp32"), ("ring", "bf16"), ("direct", "fp32"), ("direct", "int8"),
@@ -72,7 +73,8 @@ def _reductions(session: Session) -> dict[str, Any]:
     buckets = plan_buckets([_spec(shape) for shape in SHAPES], bucket_bytes=100_000)
     sums: list[tuple[str, list[torch.Tensor], list[torch.Tensor], float]] = []
     for algorithm, wire in EXACT:
-        made = [session.bucket_reducer(algorithm=algorithm, wire=wire) for _ in range(2)]
+        plan = ReductionPlan(algorithm=algorithm, wire=wire)
+        made = [session.reductions.make(plan, gradient_bytes=0).reducer for _ in range(2)]
         require(made[0].algorithm == algorithm, f"{algorithm} was asked for, {made[0].algorithm} runs")
         sums.append((f"{algorithm}, {wire}", *_both(made, buckets, session), 0.0))
     top_k = [

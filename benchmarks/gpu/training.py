@@ -13,7 +13,7 @@ from benchmarks.gpu.outcome import Found, Setting
 from benchmarks.gpu.work import small_model
 from hpctrain.reduce import StepOutcome, Updater
 from hpctrain.run import Session, start
-from hpctrain.run.precision import autocast_for, loss_scale_for
+from hpctrain.run.compute.precision import autocast_for, loss_scale_for
 
 WIDTH = 64
 STEPS = 25

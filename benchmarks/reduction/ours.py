@@ -51,7 +51,7 @@ def our_method(
     else:
         reducer = _fixed(session, algorithm=algorithm, wire=wire)
     memory = reducer.plan(buckets, device=CPU)
-    pipeline = ReductionPipeline(reducer.reduce, device=CPU, overlap=session.overlap())
+    pipeline = ReductionPipeline(reducer.reduce, device=CPU, overlap=session.reductions.overlap())
 
     def fill(values: torch.Tensor) -> None:
         memory[0].zero_()
@@ -84,7 +84,7 @@ def _auto(session: Session, *, num_bytes: int, wire: str, calibration: Path | No
     plan = ReductionPlan(
         algorithm=AUTO, wire=wire, bucket_bytes=max(1, num_bytes), files=CalibrationFiles(run=calibration)
     )
-    return session.reduction(plan, gradient_bytes=num_bytes).reducer
+    return session.reductions.make(plan, gradient_bytes=num_bytes).reducer
 
 
 def _fixed(session: Session, *, algorithm: str, wire: str) -> BucketReducer:

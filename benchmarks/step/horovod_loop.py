@@ -19,6 +19,7 @@ import torch
 
 from hpctrain.data import Dataset, Loader
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets, sum_dtype
+from hpctrain.run.compute.kept_memory import keep_freed_memory
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.recipe.load import load_recipe
 from hpctrain.run.recipe.schema import Recipe
@@ -43,7 +44,9 @@ def train(recipe: Recipe, directory: Path, *, alone: bool) -> None:
     # What is fused is what is sent: nothing that is larger than a bucket.
     os.environ["HOROVOD_FUSION_THRESHOLD"] = str(bucket_bytes(recipe) // (2 if half else 1))
     hvd = None
-    if not alone:
+    if alone:
+        keep_freed_memory()  # it is the limit of what our ranks do
+    else:
         import horovod.torch as hvd
 
         hvd.init()

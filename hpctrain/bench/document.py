@@ -1,4 +1,4 @@
-"""What every JSON document of a measurement begins with, and how it is written."""
+"""JSON documents of measurements: their common first fields, and writing them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.run.record import machine_record, versions_record
+from hpctrain.run import machine_record, versions_record
 from hpctrain.telemetry import write_json
 
 
 def document_head(schema: str, *, commit: str | None) -> dict[str, Any]:
-    """schema: `hpctrain.bench.NAME/VERSION`; the version grows when a field changes its meaning or goes."""
+    """Returns the common first fields of a measurement's document.
+
+    schema: `hpctrain.bench.NAME/VERSION`; the version is increased when a field is removed or changes its meaning.
+    """
     return {
         "schema": schema,
         "time": time.time(),
@@ -23,7 +26,7 @@ def document_head(schema: str, *, commit: str | None) -> dict[str, Any]:
 
 
 def check_writable(path: Path, *, option: str) -> None:
-    """UsageError unless a file can be made at `path`: to be found out before anything is measured."""
+    """Raises UsageError if no file can be written at `path`. Called before the measurement starts."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -38,7 +41,7 @@ def check_writable(path: Path, *, option: str) -> None:
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all. Raises UsageError."""
+    """Writes `document` atomically. Raises UsageError if it cannot be written."""
     try:
         write_json(path, document)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Files out of the page cache, and how much of them is in it. Linux only."""
+"""Drops files from the page cache, and reports how much of them is cached. Linux only."""
 
 from __future__ import annotations
 
@@ -6,27 +6,35 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 
 from hpctrain.errors import DataError
 
 
+class Cache(str, Enum):
+    """WARM: the page cache has what earlier rounds read. COLD: files are evicted from it before each reading."""
+
+    WARM = "warm"
+    COLD = "cold"
+
+
 def evict(paths: Iterable[Path]) -> None:
-    """Ask the kernel to forget these files' pages. It keeps those that a process has mapped. DataError."""
+    """Asks the kernel to drop these files' pages; it keeps pages that a process has mapped. Raises DataError."""
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.fsync(descriptor)  # pages that are not written yet cannot be dropped
+                os.fsync(descriptor)  # dirty pages cannot be dropped
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise DataError(f"{path} cannot be put out of the page cache: {error.strerror}") from error
+            raise DataError(f"{path} cannot be dropped from the page cache: {error.strerror}") from error
 
 
 def cached_share(paths: Iterable[Path]) -> float | None:
-    """Share of these files' pages that are in the page cache, 0 to 1; None where mincore is not to be had."""
+    """Returns the fraction of these files' pages that are in the page cache, 0 to 1; None if mincore is unavailable."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mincore") or not hasattr(libc, "mmap"):
         return None

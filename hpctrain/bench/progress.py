@@ -1,4 +1,4 @@
-"""How far long work has got, on stderr: a line now and then, renewed in place on a terminal."""
+"""Progress of a measurement on stderr: one line that is updated in place on a terminal, else a line every 10 s."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ FIRST_AFTER_S = 3.0
 
 
 class MeasurementProgress:
-    """Tells the share of the work that is done, and about how long the rest takes. Silent where `shown` is not."""
+    """Prints the share of the work that is done and the estimated remaining time. Prints nothing if not `shown`.
+
+    Called with the share done, 0 to 1.
+    """
 
     def __init__(self, *, what: str, shown: bool) -> None:
         self._what = what
         self._shown = shown
-        self._started_s: float | None = None  # the first call: what came before was no part of the work
+        self._started_s: float | None = None  # time of the first call, where the measured work begins
         self._in_place = sys.stderr.isatty()
         self._every_s = 0.5 if self._in_place else 10.0
         self._told_s = time.monotonic() + FIRST_AFTER_S - self._every_s
@@ -36,7 +39,7 @@ class MeasurementProgress:
             print(line, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Clear the line that was renewed in place."""
+        """Clears the line that was updated in place."""
         if self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
             self._width = 0

@@ -1,4 +1,4 @@
-"""Sizes of buffers as people write them. Pure."""
+"""Parses and prints sizes in bytes, as in `4KB` or `64MiB`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RANGE_FACTOR = 4
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of each size, ascending, each once: `4KB,1MB`, or a range `4KB:64MB`, `4KB:64MB:2`.
+    """Parses `4KB,1MB`, or a range `4KB:64MB`, `4KB:64MB:2`. Returns sizes in bytes, ascending, without duplicates.
 
-    A range is a geometric one: each size is the factor (4 unless given) times the one before, and the end is
-    in it. Raises UsageError.
+    A range is geometric: each size is the factor (default 4) times the previous one; the end is included.
+    Raises UsageError for other texts.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -33,12 +33,12 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError."""
+    """Returns the bytes of `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError for other texts."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(
             f"{text.strip()!r} is no size: write 4096, 4KB or 1.5MB (10^3, 10^6 bytes), 4KiB or 4K (2^10 bytes), "
-            "several with commas, or a range 4KB:64MB"
+            "several separated by commas, or a range 4KB:64MB"
         )
     size = float(match[1]) * _UNITS[match[2].upper()]
     if size != int(size) or size < 1:
@@ -71,7 +71,7 @@ def _range(text: str) -> list[int]:
 
 
 def describe_bytes(num_bytes: float) -> str:
-    """`4 KB`, `1.02 MB`, `64 MiB` where it is a round number of those."""
+    """For example `4 KB`, `1.02 MB`; `64 MiB` if the size is a whole number of KiB, MiB or GiB below 1024."""
     if num_bytes >= 1024 and num_bytes == int(num_bytes):
         for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
             if num_bytes % unit == 0 and num_bytes // unit < 1024 and num_bytes % 1000 != 0:

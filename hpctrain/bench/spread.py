@@ -1,4 +1,4 @@
-"""Median and spread of repeated measurements. Pure."""
+"""Median and spread of repeated measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Of `count` samples: the middle, the quartiles, the ends. All in the samples' unit."""
+    """Median, quartiles, minimum and maximum of `count` samples, in the samples' unit."""
 
     median: float
     q1: float
@@ -23,7 +23,7 @@ class Spread:
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
-    """Quantiles by linear interpolation between the sorted samples (numpy's default). ValueError if empty."""
+    """Interpolates quantiles linearly between the sorted samples (numpy's default). Raises ValueError if empty."""
     if not samples:
         raise ValueError("no samples")
     ordered = sorted(samples)
@@ -38,14 +38,14 @@ def spread_of(samples: Sequence[float]) -> Spread:
 
 
 def describe_spread(spread: Spread, show: Callable[[float], str]) -> str:
-    """`12.1 (11.8-12.9)`: the median, and between which values the middle half of the samples is."""
+    """Median and quartiles, for example `12.1 (11.8-12.9)`; the value alone for a single sample."""
     if spread.count == 1:
         return show(spread.median)
     return f"{show(spread.median)} ({show(spread.q1)}-{show(spread.q3)})"
 
 
 def show_number(value: float) -> str:
-    """Three significant digits at least, no exponent: `0.0123`, `12.3`, `1,234`."""
+    """At least three significant digits, at most six decimals, no exponent: `0.0123`, `12.3`, `1,234`."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))

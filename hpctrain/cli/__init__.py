@@ -1,1 +1,1 @@
-"""The command line: parse, call, exit code."""
+"""The command line: parses options, calls the package, sets the exit code."""

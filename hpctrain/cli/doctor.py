@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: what is here, what is missing, and what differs between ranks."""
+"""`hpctrain doctor`: checks the installation and the environment, and compares them between ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def doctor_command(
         Path, typer.Option("--run-directory", help="Where runs and checkpoints would be written.")
     ] = Path("."),
     backend: Annotated[
-        str, typer.Option("--backend", help="How the ranks meet: auto, horovod or mpi.")
+        str, typer.Option("--backend", help="Communication backend: auto, horovod or mpi.")
     ] = "auto",
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=1.0, help="Give up when the ranks have not met by then.")
+        float, typer.Option("--timeout-s", min=1.0, help="Give up if the ranks are not connected by then.")
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings and facts as JSON.")] = False,
 ) -> None:
-    """Tell what is here and what is missing; under mpirun or srun, for all ranks and where they differ.
+    """Report what is installed and what is missing; under mpirun or srun, for all ranks, and where they differ.
 
     \b
     hpctrain doctor
     hpctrain launch -n 4 -- hpctrain doctor
     srun --mpi=pmix -N 2 -n 8 hpctrain doctor --run-directory /scratch/runs
 
-    Exit code: 0 when all is well or there are only warnings, 5 when there is a problem.
+    Exit code: 0 if there are no problems (warnings allowed), 5 if there is one.
     """
     from hpctrain.cli.doctor_report import report
-    from hpctrain.run.doctor.findings import Severity
+    from hpctrain.run import Severity
 
     level = report(run_directory=run_directory, backend=backend, timeout_s=timeout_s, as_json=as_json)
     if level is Severity.PROBLEM:

@@ -9,9 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.command import Launcher, plan_launch, read_hosts
-from hpctrain.launch.machine import survey_machine
-from hpctrain.launch.process import resolve_command, run_plan
+from hpctrain.launch import Launcher, plan_launch, read_hosts, resolve_command, run_plan, survey_machine
 
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -32,18 +30,18 @@ def launch_command(
         Launcher, typer.Option("--launcher", help="auto: srun inside a Slurm allocation, else mpirun.")
     ] = Launcher.AUTO,
     host: Annotated[
-        Optional[str], typer.Option("--host", help="Machines to start ranks on, with commas between.")  # noqa: UP045
+        Optional[str], typer.Option("--host", help="Machines to start ranks on, separated by commas.")  # noqa: UP045
     ] = None,
     hostfile: Annotated[
-        Optional[Path], typer.Option("--hostfile", help="File with one machine a line.")  # noqa: UP045
+        Optional[Path], typer.Option("--hostfile", help="File with one machine per line.")  # noqa: UP045
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
-    """Start the ranks of a command, print how, and pass on signals and the exit code.
+    """Start the ranks of a command, print the launcher's command line, and forward signals and the exit code.
 
     \b
     hpctrain launch -n 4 -- hpctrain train recipe.toml
-    hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine plays two nodes
+    hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine emulates two nodes
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml
 
     Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once.

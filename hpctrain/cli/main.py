@@ -1,4 +1,4 @@
-"""`hpctrain`: the root of the commands, and the one place where an error becomes a message and an exit code."""
+"""`hpctrain`: the root command, and the one place where an error becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from typing import Annotated
 import typer
 
 from hpctrain.errors import HpctrainError, LaunchError
-from hpctrain.launch import identify
-from hpctrain.launch.yielding import restart_with_sleep
+from hpctrain.launch import identify, restart_with_sleep
 from hpctrain.version import __version__
 
 HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
 
 \b
-  hpctrain doctor                                        what is here, and what is missing
+  hpctrain doctor                                        what is installed, and what is missing
   hpctrain data pack digits data/digits                  make HDF5 shards
   hpctrain train examples/digits.toml                    train, one rank
   hpctrain launch -n 4 -- hpctrain train examples/digits.toml       four ranks
   srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
-  hpctrain checkpoint list runs/digits/checkpoints       what was saved
+  hpctrain checkpoint list runs/digits/checkpoints       the saved checkpoints
   hpctrain bench step examples/digits.toml --ranks 1,2,4       samples/s, efficiency, exposed communication
 
 \b
 Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
-7 diverged; 75 stopped early with its state saved (run the same command again to go on).
+7 diverged; 75 stopped early with its state saved (run the same command again to resume).
 """
 
-# The launcher needs this long to notice that rank 0 has left, on a loaded machine.
+# On a loaded machine the launcher needs up to this long to notice that rank 0 has exited.
 OTHERS_SPEAK_AFTER_S = 5.0
 
 app = typer.Typer(
@@ -89,10 +88,10 @@ def main() -> None:
 
 
 def tell_and_exit(error: HpctrainError) -> None:
-    """Print `error` once for the whole job, and leave with its code.
+    """Prints `error` once for the whole job, and exits with its code.
 
-    Rank 0 speaks at once, and the launcher ends the others when it is gone. A rank that still runs after a
-    moment knows that rank 0 did not meet the error, and speaks for itself; not if all ranks agreed on it.
+    Rank 0 prints at once, and the launcher ends the other ranks when it exits. A rank that still runs after
+    OTHERS_SPEAK_AFTER_S prints the error itself, since rank 0 did not have it, unless the error is agreed.
     """
     rank = 0
     with contextlib.suppress(LaunchError):
@@ -106,7 +105,7 @@ def tell_and_exit(error: HpctrainError) -> None:
         prefix = f"hpctrain: rank {rank} on {socket.gethostname()}: "
     print(f"{prefix}{error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(int(error.exit_code))  # at once: taking torch down takes longer than the others wait
+    os._exit(int(error.exit_code))  # unloading torch takes longer than the other ranks wait
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What commands that ranks carry out together share: the ranks, and the progress that rank 0 shows."""
+"""Helpers of commands that run on several ranks: opening the world, and progress on rank 0."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import typer
 from hpctrain.errors import HpctrainError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.interface.communicator import World
+    from hpctrain.comm import World
 
 LINE_INTERVAL_S = 5.0
 
 
 def this_rank() -> int:
-    """This process's rank, as the launcher says; nothing is started."""
+    """This process's rank, from the launcher's environment variables. Does not start MPI."""
     from hpctrain.launch import identify
 
     return identify(os.environ, socket.gethostname()).rank
@@ -30,8 +30,11 @@ def this_rank() -> int:
 
 @contextmanager
 def all_ranks() -> Iterator[World]:
-    """The ranks that the command was started as. They leave together: by an error that all know, or all at once."""
-    from hpctrain.comm.backends.open_world import open_world
+    """Opens the world of the ranks that the launcher started, and closes it on exit and after an agreed error.
+
+    Collective. An error on one rank ends the others too: the launcher does it, or `abort` for other exceptions.
+    """
+    from hpctrain.comm import open_world
 
     world = open_world("auto").world
     try:
@@ -39,7 +42,7 @@ def all_ranks() -> Iterator[World]:
     except HpctrainError as error:
         if error.agreed or world.num_ranks == 1:
             world.close()
-        raise  # met by this rank alone: the launcher ends the others when it is gone
+        raise  # if not agreed: the launcher ends the other ranks when this one exits
     except BaseException:
         if world.num_ranks > 1:
             traceback.print_exc()
@@ -50,8 +53,8 @@ def all_ranks() -> Iterator[World]:
 
 @contextmanager
 def progress(verb: str, *, rank: int) -> Iterator[Callable[[int, int], None]]:
-    """A callback for bytes done and bytes to do. Rank 0 shows its own share on stderr: a bar on a terminal, else a
-    plain line every few seconds."""
+    """Yields a callback (bytes done, bytes in total). Rank 0 shows its own part of the work on stderr: a bar on a
+    terminal, else a plain line every LINE_INTERVAL_S seconds."""
     if rank != 0:
         yield lambda done, total: None
         return

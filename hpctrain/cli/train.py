@@ -20,12 +20,12 @@ def train_command(
         str,
         typer.Option(
             metavar="auto|never|PATH",
-            help="auto: go on from the newest good checkpoint, if there is one. never: start anew (what an earlier "
-            "run left is moved aside). PATH: go on from this checkpoint.",
+            help="auto: resume from the newest good checkpoint, if there is one. never: start from scratch (files of "
+            "an earlier run are moved aside). PATH: resume from this checkpoint.",
         ),
     ] = "auto",
 ) -> None:
-    """Train, as this rank of whatever launched it; alone it is one rank.
+    """Train as RECIPE says. Each process that mpirun, srun or hpctrain launch started is one rank.
 
     \b
     hpctrain train examples/digits.toml
@@ -35,13 +35,12 @@ def train_command(
     """
     from hpctrain.resilience import SaveSignal, StopRequest
 
-    # Before torch is loaded, and not given back before the process ends: a signal in the first or the last
-    # seconds must not kill a rank.
+    # Installed before torch is loaded and never removed: a signal in the first or the last seconds must not kill a
+    # rank.
     stop = StopRequest().install()
     save_signal = SaveSignal().install()
 
-    from hpctrain.run.recipe.load import load_recipe
-    from hpctrain.run.training import Resume, train
+    from hpctrain.run import Resume, load_recipe, train
 
     train(
         load_recipe(recipe, overrides=overrides or []),

@@ -1,21 +1,5 @@
-"""Who this process is in the run, and the command line that starts a run."""
+"""The rank of this process, and the command line that starts a run."""
 
-from hpctrain.launch.command import Launcher, LaunchPlan, plan_launch
-from hpctrain.launch.identity import RankIdentity, cross_check, identify
-from hpctrain.launch.machine import Machine, survey_machine
-from hpctrain.launch.process import TERMINAL_VARIABLE, LaunchOutcome, run_launch, run_plan
+import lazy_loader
 
-__all__ = [
-    "TERMINAL_VARIABLE",
-    "LaunchOutcome",
-    "LaunchPlan",
-    "Launcher",
-    "Machine",
-    "RankIdentity",
-    "cross_check",
-    "identify",
-    "plan_launch",
-    "run_launch",
-    "run_plan",
-    "survey_machine",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The command line that starts a run's ranks: mpirun or srun, with what each of them needs. Pure."""
+"""Builds the command line that starts a run's ranks: mpirun or srun, with its options and environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE, find_launcher, identify
+from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE, identify
+from hpctrain.launch.launchers import find_launcher
 from hpctrain.launch.machine import Machine
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
@@ -16,7 +17,7 @@ from hpctrain.launch.srun import srun_argv, srun_mpi_type
 
 
 class Launcher(str, Enum):
-    """What starts the ranks. AUTO: srun inside a Slurm allocation, else mpirun."""
+    """Program that starts the ranks. AUTO: srun inside a Slurm allocation, else mpirun."""
 
     AUTO = "auto"
     MPIRUN = "mpirun"
@@ -36,7 +37,7 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
 
     def shell_line(self) -> str:
-        """The launch as one line that a shell runs to the same effect."""
+        """The launch as an equivalent shell command line."""
         words = [f"-u {shlex.quote(name)}" for name in self.env_removed]
         words += [f"{name}={shlex.quote(value)}" for name, value in self.env_updates.items()]
         return " ".join([*(["env", *words] if words else []), shlex.join(self.argv)])
@@ -53,14 +54,13 @@ def plan_launch(
     hosts: Sequence[str] = (),
     hostfile: str | None = None,
 ) -> LaunchPlan:
-    """Plan the start of `num_ranks` ranks of `command`.
+    """Plans the start of `num_ranks` ranks of `command`.
 
-    With real nodes (a Slurm allocation of several, or `hosts`) `ranks_per_node` places the ranks in
-    blocks; the last node may hold fewer. On one machine it emulates nodes: the ranks read
-    HPCTRAIN_RANKS_PER_NODE.
-    `hostfile` is the file that `hosts` were read from, named to mpirun instead of a list.
+    On several nodes (a Slurm allocation, or `hosts`) the ranks are placed in blocks of `ranks_per_node`; the last node
+    may hold fewer. On one machine `ranks_per_node` emulates nodes: the ranks read HPCTRAIN_RANKS_PER_NODE.
+    If `hostfile`, the file that `hosts` were read from, is given, it is passed to mpirun instead of a list.
 
-    Raises LaunchError when the ranks cannot be placed, the launcher is not installed, or this process is
+    Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is
     itself one of several ranks.
     """
     if not command:
@@ -102,7 +102,7 @@ def plan_launch(
 
 
 def read_hosts(text: str) -> list[str]:
-    """The machines named in a hostfile's text, each once: the first word of each line, without `:slots`."""
+    """Returns the machines in a hostfile's text, each once: the first word of each line, without `:slots`."""
     lines = (line.split("#")[0].split() for line in text.splitlines())
     return list(dict.fromkeys(words[0].split(":")[0] for words in lines if words))
 
@@ -112,7 +112,7 @@ def _refuse_launch_by_a_rank(environ: Mapping[str, str]) -> None:
     if row is None:
         return
     identity = identify({k: v for k, v in environ.items() if k != RANKS_PER_NODE_VARIABLE}, "this machine")
-    # One Slurm task is the shell of `srun --pty bash`: launching from there is what it is for.
+    # One Slurm task is the shell of `srun --pty bash`: launching from it is allowed.
     if identity.num_ranks > 1 or row.name != "Slurm":
         raise LaunchError(
             f"`hpctrain launch` was itself started as rank {identity.rank} of {identity.num_ranks} by "
@@ -132,7 +132,7 @@ def _choose(
             )
         if not in_slurm:
             raise LaunchError(
-                "--launcher srun: this shell is in no Slurm allocation (SLURM_JOB_ID is not set); get one "
+                "--launcher srun: this shell is not in a Slurm allocation (SLURM_JOB_ID is not set); get one "
                 "with salloc or sbatch first, or use --launcher mpirun"
             )
         if has_hosts:

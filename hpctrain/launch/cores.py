@@ -1,7 +1,7 @@
-"""Which cores a rank may compute on, and what its share of them is when other ranks may use them too.
+"""Cores that a rank may run on, and its share of them if other ranks may use them too.
 
 A core has one or more hardware threads, which the kernel calls CPUs. A rank's affinity may be all CPUs of its machine,
-or those that its launcher gave to this rank alone, or something between.
+those that the launcher bound to this rank alone, or something between.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCores:
-    """Where one rank may run.
+    """CPUs and cores that one rank may use.
 
-    cpus: numbers of the hardware threads in its affinity. cores: the cores that these belong to, each named by its
-    lowest hardware thread. limit: CPU seconds a second that its control group may use, None without a limit; all ranks
-    of the same `limit_group` share it.
+    cpus: numbers of the hardware threads in its affinity. cores: the cores that these belong to, each identified by its
+    lowest hardware thread. limit: CPU seconds per second that its control group may use, None without a limit; all
+    ranks with the same `limit_group` share it.
     """
 
     host: str
@@ -33,7 +33,7 @@ class RankCores:
     limit_group: str = ""
 
     def to_json(self) -> list[Any]:
-        """A short form: some 50 bytes, also for hundreds of cores."""
+        """Compact form as JSON values: about 50 bytes, even for hundreds of cores."""
         return [self.host, _to_spans(self.cpus), _to_spans(self.cores), self.limit, self.limit_group]
 
     @classmethod
@@ -45,15 +45,15 @@ class RankCores:
 
 
 def core_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
-    """How many cores `rank` has for itself, when the ranks that may run on a core share it evenly. Pure.
+    """Returns the number of cores of `rank` if the ranks that may run on a core share it evenly.
 
-    ranks: of all ranks of the run, or of the rank's host.
+    ranks: cores of all ranks of the run, by rank.
     """
     return _share(ranks, rank, lambda found: found.cores)
 
 
 def cpu_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
-    """As `core_share`, counting each hardware thread. Pure."""
+    """As `core_share`, counted in hardware threads."""
     return _share(ranks, rank, lambda found: found.cpus)
 
 
@@ -76,7 +76,7 @@ def _share(
 
 
 def num_cpus_of_host(ranks: Sequence[RankCores], host: str) -> int:
-    """The hardware threads that the ranks of a host share; a limit that all of them share counts too. Pure."""
+    """Returns the number of hardware threads that the ranks of a host share, at most a limit common to all of them."""
     there = [found for found in ranks if found.host == host]
     num_cpus = len(frozenset().union(*(found.cpus for found in there)))
     limits = {(found.limit_group, found.limit) for found in there}
@@ -85,7 +85,7 @@ def num_cpus_of_host(ranks: Sequence[RankCores], host: str) -> int:
 
 
 def read_cores(root: Path = Path("/")) -> RankCores:
-    """Where this process may run. root: of the files that the kernel shows."""
+    """Reads the cores that this process may use. root: directory with `proc` and `sys`."""
     cpus = frozenset(os.sched_getaffinity(0))
     limit, group = _read_limit(root)
     return RankCores(
@@ -98,7 +98,7 @@ def read_cores(root: Path = Path("/")) -> RankCores:
 
 
 def _core_of(cpu: int, root: Path) -> int:
-    """The lowest hardware thread of the core that `cpu` belongs to; `cpu` itself where the kernel does not say."""
+    """The lowest hardware thread of the core that `cpu` belongs to; `cpu` itself if the kernel does not report it."""
     text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
         return min(_from_spans(text)) if text else cpu
@@ -107,7 +107,10 @@ def _core_of(cpu: int, root: Path) -> int:
 
 
 def _read_limit(root: Path) -> tuple[float | None, str]:
-    """The tightest CPU limit above this process, as CPU seconds a second, and the control group that has it."""
+    """Smallest CPU limit of this process's control groups, in CPU seconds per second, and the group that sets it.
+
+    (None, "") if there is no limit.
+    """
     found: list[tuple[float, str]] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -118,7 +121,7 @@ def _read_limit(root: Path) -> tuple[float | None, str]:
             mounts, read = (groups / controllers, groups / "cpu"), _limit_of_version_1
         else:
             continue
-        # In a container the path may be the host's, of which only the mounted root is to be seen.
+        # In a container the path may be that of the host, of which only the root is mounted.
         place = Path("/", path.lstrip("/"))
         for mount in mounts:
             for above in (place, *place.parents):
@@ -137,7 +140,7 @@ def _limit_of_version_1(group: Path) -> float | None:
 
 
 def _ratio(words: Sequence[str]) -> float | None:
-    """`max` and -1 are no limit."""
+    """Quota divided by period; None if there is no limit (`max` or -1) or the words are not two numbers."""
     try:
         quota, period = (int(word) for word in words)
     except ValueError:
@@ -153,7 +156,7 @@ def _read(path: Path) -> str:
 
 
 def _to_spans(numbers: frozenset[int]) -> str:
-    """`0-7,16`, as the kernel writes it."""
+    """For example `0-7,16`, as in the kernel's files."""
     runs = groupby(enumerate(sorted(numbers)), key=lambda entry: entry[1] - entry[0])
     spans = ([number for _, number in run] for _, run in runs)
     return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)

@@ -1,4 +1,4 @@
-"""Which rank failed first, from what its launcher prints. Pure."""
+"""Finds the rank that failed first in the launcher's output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-# Open MPI 4 and 5 name a rank that a signal ended; srun also one that left with a code.
+# Open MPI 4 and 5 report a rank that was ended by a signal; srun also one that exited with a code.
 _OPEN_MPI = re.compile(
     rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on\s+signal (?P<signal>\d+)"
 )
@@ -17,7 +17,7 @@ _SIGNALS = {text: number for number in signal.valid_signals() if (text := signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """A rank (srun may name several at once: `0-1`) that left with `exit_code`, or was ended by `signal`."""
+    """A rank (srun may report several at once: `0-1`) that exited with `exit_code`, or was ended by `signal`."""
 
     rank: str
     node: str
@@ -26,9 +26,9 @@ class RankFailure:
 
 
 def find_failure(line: bytes) -> RankFailure | None:
-    """The failure that this line of a launcher's output tells; None for any other line.
+    """Returns the failure reported in this line of a launcher's output; None for any other line.
 
-    srun's `Terminated` is left out: srun ends the ranks so when another one has failed.
+    srun's `Terminated` is ignored: srun ends the remaining ranks in this way after another one has failed.
     """
     match = _OPEN_MPI.search(line)
     if match is not None:
@@ -45,12 +45,12 @@ def find_failure(line: bytes) -> RankFailure | None:
 
 
 def signal_name(number: int) -> str:
-    """`signal 9 (SIGKILL: ...)`, with what usually sends it."""
+    """Number and name of a signal, for example `signal 9 (SIGKILL: ...)`, with the usual sender of SIGKILL."""
     try:
         name = signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    hint = ": often the kernel for want of memory, or the scheduler" if name == "SIGKILL" else ""
+    hint = ": often from the kernel, out of memory, or from the scheduler" if name == "SIGKILL" else ""
     return f"signal {number} ({name}{hint})"
 
 

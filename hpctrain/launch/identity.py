@@ -1,4 +1,4 @@
-"""Which rank this process is, read from the variables that its launcher set. Pure."""
+"""Rank of this process, read from the environment variables that its launcher set."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ RANKS_PER_NODE_VARIABLE = "HPCTRAIN_RANKS_PER_NODE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """This process's place in the run. None: the launcher does not tell.
+    """Rank of this process in the run and on its node. None: the launcher does not set it.
 
-    `local_rank`, `local_size`, `node_rank`, `node_name` speak of the emulated node when `emulated`.
-    `host_rank` and `host_size` always count the ranks that share this machine: what a device or the cores
-    are chosen by.
+    If `emulated`, `local_rank`, `local_size`, `node_rank` and `node_name` refer to the emulated node. `host_rank` and
+    `host_size` always count the ranks on this machine: devices and cores are assigned by them.
     """
 
     launcher: str
@@ -34,7 +33,7 @@ class RankIdentity:
     host_size: int | None = None
 
     def describe(self) -> str:
-        """`rank 2 of 4 (Open MPI), local rank 0 of 2 on host/1 (emulated node)`."""
+        """For example `rank 2 of 4 (Open MPI), local rank 0 of 2 on host/1 (emulated node)`."""
         text = f"rank {self.rank} of {self.num_ranks} ({self.launcher})"
         if self.local_rank is not None:
             text += f", local rank {self.local_rank}"
@@ -43,10 +42,10 @@ class RankIdentity:
 
 
 def identify(environ: Mapping[str, str], hostname: str) -> RankIdentity:
-    """Who this process is. `hostname` names the node where the launcher gives no name of its own.
+    """Returns the identity of this process. `hostname`: node name if the launcher sets none.
 
-    Raises LaunchError when the variables contradict each other (left over from another launch), when a rank
-    is given without the number of ranks, or when torchrun started this process.
+    Without a launcher's variables this is the only rank. Raises LaunchError if the variables contradict each other
+    (left over from another launch), if a rank is set without the number of ranks, or if torchrun started this process.
     """
     row = find_launcher(environ)
     if row is None:
@@ -74,8 +73,8 @@ def _from_row(row: LauncherVariables, environ: Mapping[str, str], hostname: str)
     if rank is None or num_ranks is None:
         missing = row.rank if rank is None else " or ".join(row.num_ranks)
         raise LaunchError(
-            f"{row.name} started this process, but {missing} is not set: part of the launcher's "
-            f"variables were removed or are left over from another launch; {row.cure}"
+            f"{row.name} started this process, but {missing} is not set: some of the launcher's "
+            f"variables were removed, or are left over from another launch; {row.cure}"
         )
     if not 0 <= rank < num_ranks:
         raise LaunchError(
@@ -114,7 +113,7 @@ def _from_row(row: LauncherVariables, environ: Mapping[str, str], hostname: str)
 
 
 def _number(environ: Mapping[str, str], names: tuple[str, ...], row: LauncherVariables) -> int | None:
-    """The first of `names` that is set, as a number from 0."""
+    """Value of the first of `names` that is set; None if none is. Raises LaunchError if it is not a number."""
     for name in names:
         text = environ.get(name)
         if not text:
@@ -126,7 +125,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], row: LauncherVar
 
 
 def _emulate(identity: RankIdentity, text: str, hostname: str) -> RankIdentity:
-    """Place the ranks of one machine on made-up nodes of `text` ranks each, in rank order."""
+    """Places the ranks of one machine on emulated nodes of `text` ranks each, in rank order. Raises LaunchError."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise LaunchError(
             f"{RANKS_PER_NODE_VARIABLE}={text!r} is not a number of at least 1: unset it, "
@@ -134,7 +133,7 @@ def _emulate(identity: RankIdentity, text: str, hostname: str) -> RankIdentity:
         )
     if identity.host_size is not None and identity.host_size != identity.num_ranks:
         raise LaunchError(
-            f"{RANKS_PER_NODE_VARIABLE}={text} makes up nodes on one machine, but only "
+            f"{RANKS_PER_NODE_VARIABLE}={text} emulates nodes on one machine, but only "
             f"{identity.host_size} of the {identity.num_ranks} ranks are on {hostname}: unset "
             f"it to use the real nodes"
         )
@@ -158,18 +157,18 @@ def _emulate(identity: RankIdentity, text: str, hostname: str) -> RankIdentity:
 def _refuse_torchrun(environ: Mapping[str, str]) -> None:
     if environ.get("RANK") and environ.get("WORLD_SIZE") and environ.get("MASTER_ADDR"):
         raise LaunchError(
-            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} say that torchrun, or something "
-            "like it, started this process. Here the ranks come from mpirun or srun: use "
+            f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} are set, as by torchrun or a similar "
+            "launcher. hpctrain's ranks are started by mpirun or srun: use "
             f"`hpctrain launch -n {environ['WORLD_SIZE']} -- COMMAND`, or unset RANK, WORLD_SIZE and "
             "MASTER_ADDR to run as one rank"
         )
 
 
 def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int) -> None:
-    """Raise TopologyError when MPI sees another rank or another number of ranks than the environment tells.
+    """Raises TopologyError if MPI reports another rank or number of ranks than the environment.
 
-    Every rank sees such a disagreement, so no vote is needed; and where MPI itself is divided into runs of
-    one rank, a vote could not be held.
+    Every rank finds such a disagreement by itself, so the ranks need not vote; and they could not vote if each
+    process is a separate MPI run of one rank.
     """
     if (identity.rank, identity.num_ranks) == (mpi_rank, mpi_size):
         return
@@ -178,14 +177,14 @@ def cross_check(identity: RankIdentity, *, mpi_rank: int, mpi_size: int) -> None
         if identity.launcher != "none"
         else "no launcher's variables are set, so this should be the only rank"
     )
-    told = f"MPI says rank {mpi_rank} of {mpi_size}"
+    reported = f"MPI reports rank {mpi_rank} of {mpi_size}"
     if mpi_size == 1:
         reason = (
-            "The launcher and the MPI library do not belong together: each process runs alone, "
-            f"{identity.num_ranks} times the same run"
+            "The launcher and the MPI library do not belong together: each process runs alone, so that the run "
+            f"would be done {identity.num_ranks} times"
         )
     elif mpi_size != identity.num_ranks:
         reason = "The variables are left over from another launch, or another launcher started the ranks"
     else:
-        reason = "The ranks are numbered in two ways, so devices and data would go to the wrong rank"
-    raise TopologyError(f"{found}, but {told}. {reason}: {cure_for(identity.launcher)}")
+        reason = "The two number the ranks differently, so that ranks would use wrong devices and data"
+    raise TopologyError(f"{found}, but {reported}. {reason}: {cure_for(identity.launcher)}")

@@ -1,16 +1,16 @@
-"""Where each launcher writes what a rank is. Pure: one table.
+"""Table of the environment variables that each launcher sets in a rank.
 
-The rows stand in the order in which they are asked:
+The rows are tried in this order:
 
 1. Open MPI, MVAPICH2, Hydra (MPICH and Intel MPI). They set their variables in every rank and nowhere else.
    They come before Slurm because inside an allocation Open MPI starts its own daemons with srun: a rank on
-   the second node then also carries the step variables of a step with one task a node, which is not the run.
+   the second node then also has the variables of that Slurm step, which has one task per node and is not the run.
 2. A Slurm step (srun). Only step-scoped variables count. SLURM_NTASKS and SLURM_PROCID are also set in the
-   shell of a batch script, where one plain `python` is one rank; SLURM_STEP_ID is set in a step alone.
-3. PMI, then PMIx, set by something else that starts ranks (Cray PALS, flux, prun).
+   shell of a batch script, where one plain `python` is one rank; SLURM_STEP_ID is set in a step only.
+3. PMI, then PMIx, set by other launchers (Cray PALS, flux, prun).
 4. None of them: one rank.
 
-Known confusions this order settles: pytorch-lightning#19762, #20391, #20776; DeepSpeed#8444.
+Mistakes in other projects that this order avoids: pytorch-lightning#19762, #20391, #20776; DeepSpeed#8444.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherVariables:
-    """One row of the table: where a launcher writes a rank's facts. The first name set counts."""
+    """One row of the table: the names of a launcher's variables. Of several names the first one that is set counts.
+
+    cure: advice for starting the ranks correctly.
+    """
 
     name: str
     present: Callable[[Mapping[str, str]], bool]
@@ -55,7 +58,7 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
         num_ranks=("OMPI_COMM_WORLD_SIZE",),
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        # OMPI_COMM_WORLD_NODE_RANK is NOT the node's number: it is the local rank over all jobs on the node.
+        # OMPI_COMM_WORLD_NODE_RANK is not the node's number: it is the local rank over all jobs on the node.
         cure="start the ranks with the mpirun of the Open MPI that mpi4py and Horovod were built with",
     ),
     LauncherVariables(
@@ -92,7 +95,7 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
         tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
         host_name="SLURMD_NODENAME",
         cure="start the ranks with `srun --mpi=TYPE`, where `srun --mpi=list` shows the types and TYPE is "
-        "one that this MPI library knows (pmix for Open MPI, pmi2 for MPICH), or with mpirun inside the job",
+        "one that this MPI library supports (pmix for Open MPI, pmi2 for MPICH), or with mpirun inside the job",
     ),
     LauncherVariables(
         name="PMI",
@@ -104,7 +107,7 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
         node_rank=("PALS_NODEID",),
     ),
     LauncherVariables(
-        # PMIx tells a process its rank by the environment, but the number of ranks by a call only.
+        # PMIx sets the rank in the environment, but reports the number of ranks only through a call.
         name="PMIx",
         present=_all_set("PMIX_RANK", "PMIX_NAMESPACE"),
         rank="PMIX_RANK",
@@ -114,12 +117,12 @@ LAUNCHERS: tuple[LauncherVariables, ...] = (
 
 
 def find_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
-    """The row of the launcher that started this process; None when none did."""
+    """Returns the row of the launcher that started this process; None if there is none."""
     return next((row for row in LAUNCHERS if row.present(environ)), None)
 
 
 def cure_for(launcher: str) -> str:
-    """How to start the ranks so that `launcher`, a row's name, and the MPI library belong together."""
+    """Advice on starting the ranks so that the launcher (a row's name) matches the MPI library."""
     row = next((row for row in LAUNCHERS if row.name == launcher), None)
     return (
         row.cure if row is not None else "start the ranks with the mpirun of this MPI library, or with srun"

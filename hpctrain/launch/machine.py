@@ -1,4 +1,4 @@
-"""What a launch is planned from: the cores of this machine and the launchers that are installed on it."""
+"""Input for planning a launch: the cores of this machine and its installed launchers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _QUERY_TIMEOUT_S = 20
 
 
 class MpirunFamily(Enum):
-    """The families of mpirun whose options differ."""
+    """Families of mpirun, by their options."""
 
     OPEN_MPI_4 = "Open MPI 4 or older"
     OPEN_MPI_5 = "Open MPI 5 or newer"
@@ -35,7 +35,7 @@ class Mpirun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Srun:
-    """`mpi_types`: what `srun --mpi=list` names, such as pmix and pmi2."""
+    """`mpi_types`: names listed by `srun --mpi=list`, such as pmix and pmi2."""
 
     path: str
     mpi_types: tuple[str, ...]
@@ -43,10 +43,10 @@ class Srun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """`num_cpus`: the hardware threads that this process may use, which is what its ranks will share; `num_cores`: the
-    cores that these belong to. Both at most what its control group may use at a time.
+    """`num_cpus`: number of hardware threads that this process may use, which its ranks will share; `num_cores`: number
+    of cores that these belong to. Neither exceeds the CPU limit of its control group.
 
-    yield_library: the library that ranks preload where they outnumber `num_cpus`; None where it was not compiled.
+    yield_library: the library that ranks preload if there are more than `num_cpus`; None if it was not compiled.
     """
 
     num_cores: int
@@ -58,7 +58,7 @@ class Machine:
 
 
 def survey_machine() -> Machine:
-    """Look at this machine: runs `mpirun --version` and `srun --mpi=list` where they are installed."""
+    """Inspects this machine. Runs `mpirun --version` and `srun --mpi=list` if they are installed."""
     mine = read_cores()
     mpirun_path = shutil.which("mpirun") or shutil.which("mpiexec")
     srun_path = shutil.which("srun")
@@ -77,12 +77,12 @@ def survey_machine() -> Machine:
 
 
 def host_name() -> str:
-    """This machine's name, as ranks tell it to each other."""
+    """This machine's name, as ranks exchange it."""
     return socket.gethostname()
 
 
 def read_mpirun_version(text: str, *, path: str) -> Mpirun:
-    """Which family an mpirun belongs to, from what `mpirun --version` printed. Pure."""
+    """Determines the family of an mpirun from `text`, the output of `mpirun --version`."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no version printed")
     family = MpirunFamily.UNKNOWN
     found = re.search(r"\(Open MPI\) (\d+)[.\d]*|\(OpenRTE\) (\d+)|PRRTE", text)
@@ -97,14 +97,14 @@ def read_mpirun_version(text: str, *, path: str) -> Mpirun:
 
 
 def read_mpi_types(text: str) -> tuple[str, ...]:
-    """The types in what `srun --mpi=list` printed; the layout changed between Slurm's versions. Pure."""
+    """Returns the types in `text`, the output of `srun --mpi=list`. Its layout depends on Slurm's version."""
     listed = [line for line in text.splitlines() if "specific" not in line and "are..." not in line]
     words = (word.strip(" ,:\t") for line in listed for word in line.removeprefix("srun: ").split())
     return tuple(dict.fromkeys(word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word)))
 
 
 def _first_output(argv: list[str]) -> str:
-    """What a short query prints (both streams); empty when it cannot be run or does not end in time."""
+    """Output of a short command (both streams); empty if it cannot be run or takes over _QUERY_TIMEOUT_S seconds."""
     try:
         done = subprocess.run(
             argv,

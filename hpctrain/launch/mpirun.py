@@ -1,4 +1,4 @@
-"""The options of mpirun: Open MPI 4, Open MPI 5, and Hydra (MPICH, Intel MPI). Pure."""
+"""Options of mpirun: Open MPI 4, Open MPI 5, and Hydra (MPICH, Intel MPI)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE
 from hpctrain.launch.machine import Machine, MpirunFamily
 from hpctrain.launch.placement import Placement, give_way_while_waiting, set_threads
 
-# mpirun itself hands its environment to the ranks of its own machine; to other machines only what is named.
+# mpirun passes its environment to ranks on its own machine; to other machines only the variables that are listed.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _CARRIED_PREFIXES = ("HPCTRAIN_", "HOROVOD_", "NCCL_", "UCX_", "OMP_", "HDF5_", "TORCH_", "CUDA_")
 
@@ -23,6 +23,7 @@ def mpirun_argv(
     hostfile: str | None,
     notes: list[str],
 ) -> list[str]:
+    """Returns mpirun and its options. Adds to `updates` variables for its environment, to `notes` lines to print."""
     assert machine.mpirun is not None
     family = machine.mpirun.family
     set_threads(placement, num_cores=machine.num_cores, environ=environ, updates=updates)
@@ -36,7 +37,7 @@ def mpirun_argv(
         return _hydra(placement, path=machine.mpirun.path, hosts=hosts, hostfile=hostfile)
     if family is MpirunFamily.UNKNOWN:
         notes.append(
-            f"{machine.mpirun.path} is of an unknown kind ({machine.mpirun.version}): only -n is passed"
+            f"{machine.mpirun.path} is an unknown mpirun ({machine.mpirun.version}): only -n is passed"
         )
         return [machine.mpirun.path, "-n", str(placement.num_ranks)]
     if outnumbered:
@@ -49,14 +50,14 @@ def mpirun_argv(
     if not environ.get("OMPI_MCA_hwloc_base_binding_policy") and not environ.get(
         "PRTE_MCA_hwloc_default_binding_policy"
     ):
-        # Open MPI binds a rank to one core when there are two ranks, and to a socket when there are more: the
-        # threads of the loader and of torch would share that core. A site sets the variables above to bind.
+        # Open MPI binds a rank to one core if there are two ranks, and to a socket if there are more: the threads of
+        # the loader and of torch would share that core. A site can set the variables above to bind ranks.
         argv += ["--bind-to", "none"]
-    # odls_base_sigkill_timeout stays at its second: from one rank's failure to the others' SIGKILL.
-    # A stop with a save goes by SIGUSR1 and ends in a barrier, so it needs no more; a rank that waits inside
-    # MPI for a dead one does not hear SIGTERM, so it gains by no more; and mpirun waits it out, twice.
+    # odls_base_sigkill_timeout, from one rank's failure to SIGKILL for the others, stays at its default of 1 s.
+    # A stop with a save uses SIGUSR1 and ends in a barrier, so it needs no more time. A rank that waits inside
+    # MPI for a dead rank does not handle SIGTERM, so more time would not help; and mpirun waits for it twice.
     if placement.on_one_machine and not hosts:
-        # Nothing to start elsewhere: no ssh, no daemon, even inside an allocation.
+        # All ranks are on this machine: no ssh and no daemon, even inside an allocation.
         argv += ["--mca", "plm", "isolated"] if family is MpirunFamily.OPEN_MPI_4 else []
         return argv
     if hostfile is not None:
@@ -72,7 +73,7 @@ def mpirun_argv(
 
 
 def _hydra(placement: Placement, *, path: str, hosts: Sequence[str], hostfile: str | None) -> list[str]:
-    """Hydra passes the whole environment on by itself, shares cores freely, and forks on its own machine."""
+    """Options of Hydra, which passes its whole environment to all ranks and lets ranks share cores by default."""
     argv = [path, "-n", str(placement.num_ranks)]
     if placement.on_one_machine and not hosts:
         return [*argv, "-launcher", "fork"]

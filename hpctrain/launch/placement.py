@@ -1,4 +1,4 @@
-"""How many ranks go on how many nodes, and how the ranks of one node share its cores. Pure."""
+"""Placement of ranks on nodes, and the environment of ranks that share a node's cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OTHER_ALLOCATIONS = ("PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "PE_HOSTFILE", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Ranks on nodes. `num_nodes` is None where the scheduler's node count is known to mpirun alone."""
+    """Number of ranks and nodes. `num_nodes` is None if only mpirun knows the scheduler's number of nodes."""
 
     num_ranks: int
     ranks_per_node: int | None
@@ -41,6 +41,8 @@ def place_ranks(
     hosts: Sequence[str],
     notes: list[str],
 ) -> Placement:
+    """Places ranks on the nodes of `hosts` or the scheduler's allocation; on one machine with `ranks_per_node` less
+    than `num_ranks` it emulates nodes. Appends to `notes`. Raises LaunchError if there are too few nodes."""
     num_nodes: int | None = 1
     where = "this machine is"
     if hosts:
@@ -49,7 +51,7 @@ def place_ranks(
         text = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
         if not text.isdigit() or int(text) < 1:
             raise LaunchError(
-                f"SLURM_JOB_NUM_NODES={text!r} is no number of nodes: unset it, or get a new allocation"
+                f"SLURM_JOB_NUM_NODES={text!r} is not a number of nodes: unset it, or get a new allocation"
             )
         num_nodes = int(text)
         where = f"the Slurm allocation {environ['SLURM_JOB_ID']} has {num_nodes}, which is"
@@ -71,7 +73,9 @@ def place_ranks(
             )
         num_nodes = needed
     elif num_nodes is not None and num_nodes > num_ranks:
-        notes.append(f"{num_nodes} nodes are at hand, and {num_ranks} ranks use {num_ranks} of them at most")
+        notes.append(
+            f"{num_nodes} nodes are available, but {num_ranks} ranks use at most {num_ranks} of them"
+        )
         num_nodes = num_ranks
     return Placement(
         num_ranks=num_ranks, ranks_per_node=ranks_per_node, num_nodes=num_nodes, emulated=emulated
@@ -81,19 +85,19 @@ def place_ranks(
 def set_threads(
     placement: Placement, *, num_cores: int, environ: Mapping[str, str], updates: dict[str, str]
 ) -> None:
-    """Set a rank's threads to its part of the cores, unless the user has set them."""
+    """Sets OMP_NUM_THREADS to a rank's share of the cores, unless the user has set it."""
     if not environ.get("OMP_NUM_THREADS"):
-        # Without it every rank starts one thread a core, and ranks x cores threads fight for the cores.
+        # Without it every rank starts one thread per core, which is ranks x cores threads on the machine.
         updates["OMP_NUM_THREADS"] = str(max(1, num_cores // placement.ranks_on_a_node))
 
 
 def give_way_while_waiting(
     environ: Mapping[str, str], *, updates: dict[str, str], library: str | None, notes: list[str]
 ) -> None:
-    """Have ranks that outnumber the cores give theirs up while they wait.
+    """Sets the environment so that ranks that outnumber the cores sleep while they wait.
 
-    Open MPI polls while it waits, on a core that the rank it waits for may need; asked to yield instead, it keeps that
-    rank from running on some kernels. library: turns its yielding into short sleeps.
+    Open MPI polls while it waits, on a core that the awaited rank may need. On some kernels it keeps that rank from
+    running even if it is set to yield (sched_yield). library: path of the library that turns yields into short sleeps.
     """
     if not environ.get(YIELD_VARIABLE):
         updates[YIELD_VARIABLE] = "1"
@@ -103,6 +107,6 @@ def give_way_while_waiting(
         updates[PRELOAD_VARIABLE] = with_preload(environ, library)
     else:
         notes.append(
-            "the library that lets waiting ranks sleep was not compiled: on Linux 6.18 and newer ranks may wait for "
-            "seconds; install a C compiler, then hpctrain again (make setup)"
+            "the library that lets waiting ranks sleep was not compiled: on Linux 6.18 and newer, ranks may wait for "
+            "seconds; install a C compiler, then install hpctrain again (make setup)"
         )

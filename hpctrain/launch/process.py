@@ -1,6 +1,6 @@
-"""Running a planned launch: says the command, passes signals on, and leaves no rank behind. Thin.
+"""Runs a planned launch: prints the command, forwards signals, and ends ranks that outlive the launcher.
 
-A run is stopped by SIGUSR1: mpirun (Open MPI, Hydra) and srun pass it on to every rank, where SIGTERM and
+A run is stopped by SIGUSR1: mpirun (Open MPI, Hydra) and srun forward it to every rank, whereas SIGTERM and
 SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM becomes SIGUSR1, the
 ranks save at a step they agree on, and the run ends with exit code 75.
 """
@@ -32,21 +32,21 @@ _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 
-# Tells the ranks that a person looks at their output: mpirun gives them a terminal of its own making, also
-# when its output goes to a file.
+# Set for the ranks if their output is shown on a terminal. They cannot find out themselves: mpirun gives them a
+# pseudo-terminal even if its output goes to a file.
 TERMINAL_VARIABLE = "HPCTRAIN_TERMINAL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOutcome:
-    """exit_code: 128 + n when signal n ended the launcher. stop_asked: a signal had asked the launch to stop."""
+    """exit_code: 128 + n if signal n ended the launcher. stop_asked: True if a signal asked the launch to stop."""
 
     exit_code: int
     stop_asked: bool
 
 
 def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
-    """Run the launch, with the ranks' output on ours, and return its exit code. See `run_launch`."""
+    """Runs the launch with this process's stdout and stderr and returns its exit code. See `run_launch`."""
     return run_launch(plan, environ=environ, messages=messages).exit_code
 
 
@@ -57,13 +57,13 @@ def run_launch(
     messages: IO[str] | None = None,
     output: IO[bytes] | None = None,
 ) -> LaunchOutcome:
-    """Run the launch to its end.
+    """Runs the launch and waits for its end.
 
-    `messages`: where the command and what happened to it are told; stderr unless given. `output`: a file for
-    what the ranks print, in place of our stdout and stderr. Takes over this process's handlers of SIGINT,
-    SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it is called from the main thread. The launcher gets
-    a session of its own: a Ctrl-C of the terminal reaches only this process.
-    Raises LaunchError when the launcher cannot be started.
+    `messages`: stream for the command line and for notes on its end; stderr by default. `output`: file for the ranks'
+    output instead of this process's stdout and stderr. Replaces this process's handlers of SIGINT, SIGTERM, SIGHUP,
+    SIGUSR1 and SIGUSR2 while it runs, so it must be called from the main thread. The launcher runs in a separate
+    session, so that Ctrl-C in the terminal reaches only this process.
+    Raises LaunchError if the launcher cannot be started.
     """
     out = messages if messages is not None else sys.stderr
     for note in plan.notes:
@@ -92,35 +92,35 @@ def run_launch(
     if failure is not None and failure.signal is not None:
         _say(out, f"rank {failure.rank} on {failure.node} was ended by {signal_name(failure.signal)}")
     if failure is not None and exit_code == 128 + signal.SIGTERM:
-        # srun gives the highest code of all ranks, also of those that it ended because another one failed.
+        # srun returns the highest code of all ranks, including those that it ended because another one failed.
         exit_code = failure.exit_code
     if exit_code < 0:
         _say(out, f"{Path(plan.argv[0]).name} itself was ended by {signal_name(-exit_code)}")
         exit_code = 128 - exit_code
     if exit_code == ExitCode.STOPPED_EARLY:
-        _say(out, "stopped early with the state saved: the same command goes on from there")
+        _say(out, "stopped early with the state saved: the same command resumes from there")
     return LaunchOutcome(exit_code=exit_code, stop_asked=watch.stop_asked)
 
 
 def resolve_command(program: str) -> str:
-    """The path of a program that ranks shall run, or its name when the PATH of the ranks finds it.
+    """Returns the path of a program for the ranks, or its name if it is on the PATH.
 
-    `hpctrain` is the one beside this Python, also when its environment is not activated. Raises LaunchError
-    when there is no such program here.
+    `hpctrain` is the one in the folder of this Python, even if its environment is not activated. Raises LaunchError
+    if there is no such program.
     """
-    beside = Path(sys.executable).parent / program
-    if program == "hpctrain" and os.access(beside, os.X_OK):
-        return str(beside)
+    installed = Path(sys.executable).parent / program
+    if program == "hpctrain" and os.access(installed, os.X_OK):
+        return str(installed)
     if shutil.which(program) is not None:
         return program
-    if "/" not in program and os.access(beside, os.X_OK):
-        return str(beside)
+    if "/" not in program and os.access(installed, os.X_OK):
+        return str(installed)
     advice = f"did you mean `python {program}`?" if program.endswith(".py") else "check the name and the PATH"
-    raise LaunchError(f"the command to launch, {program!r}, is no program that can be run: {advice}")
+    raise LaunchError(f"the command to launch, {program!r}, is not an executable program: {advice}")
 
 
 class _Watch:
-    """The launcher while it runs: its stderr is copied on, signals are passed, stray ranks are ended."""
+    """Watches the running launcher: copies its stderr, forwards signals, and ends ranks that outlive it."""
 
     def __init__(
         self, child: subprocess.Popen[bytes], wakeup: socket.socket, out: IO[str], *, copy_to: int
@@ -135,7 +135,7 @@ class _Watch:
         self._line = b""
 
     def until_exit(self) -> int:
-        """Wait for the launcher, then for what it left behind. Returns its exit code, -n for signal n."""
+        """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
         assert self._child.stderr is not None
         os.set_blocking(self._child.stderr.fileno(), False)
         with selectors.DefaultSelector() as ready:
@@ -156,7 +156,7 @@ class _Watch:
         return int(self._child.returncode)
 
     def _copy_stderr(self) -> bool:
-        """Copy what is there. False once the launcher closed its end."""
+        """Copies the available output. Returns False once the launcher has closed its end of the pipe."""
         assert self._child.stderr is not None
         while True:
             try:
@@ -165,12 +165,12 @@ class _Watch:
                 return True
             if not data:
                 return False
-            with contextlib.suppress(OSError):  # our own reader went away: the ranks must not suffer from it
+            with contextlib.suppress(OSError):  # a closed output of this process must not end the ranks
                 _write_all(self._copy_to, data)
             *lines, self._line = (self._line + data).split(b"\n")
             self._line = self._line[-_MAX_LINE_BYTES:]
             for line in lines:
-                # The first rank to fail is the cause; the others fall with it.
+                # The first failure is the cause; the others follow from it.
                 self.failure = self.failure or find_failure(line)
 
     def _pass_signals(self, numbers: bytes) -> None:
@@ -203,19 +203,19 @@ class _Watch:
         self._child.kill()
 
     def _end_strays(self) -> None:
-        """End ranks of this machine that the launcher left: it died, or could not end them.
+        """Ends ranks on this machine that outlived the launcher because it died or could not end them.
 
-        A launcher that ended in order may have children that are just going: they get a moment first.
+        After a launcher that exited normally, processes that are just exiting have _STRAY_GRACE_S seconds to do so.
         """
         start_s = time.monotonic()
-        patience_s = 0.0 if self._child.returncode < 0 else _STRAY_GRACE_S
+        wait_limit_s = 0.0 if self._child.returncode < 0 else _STRAY_GRACE_S
         asked: set[int] = set()
         while strays := _session_members(self._child.pid):
             waited_s = time.monotonic() - start_s
-            if waited_s > patience_s + 2 * _STRAY_GRACE_S:
+            if waited_s > wait_limit_s + 2 * _STRAY_GRACE_S:
                 break
-            for pid in strays if waited_s >= patience_s else ():
-                late = waited_s > patience_s + _STRAY_GRACE_S
+            for pid in strays if waited_s >= wait_limit_s else ():
+                late = waited_s > wait_limit_s + _STRAY_GRACE_S
                 if late or pid not in asked:
                     _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
                     asked.add(pid)
@@ -227,7 +227,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """Give the signals of `_HANDLED` as bytes on a socket, and put everything back afterwards."""
+    """Yields a socket on which each signal of `_HANDLED` arrives as a byte; restores the handlers afterwards."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -246,12 +246,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _die_with_parent() -> None:
-    """In the child: get SIGTERM when the parent dies, also by SIGKILL. mpirun and srun then end the ranks."""
+    """Makes the kernel send SIGTERM to this child when its parent dies, even by SIGKILL; it then ends the ranks."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _session_members(session: int) -> list[int]:
-    """Living processes of the session, on this machine. (Ranks have process groups of their own.)"""
+    """PIDs of running processes of the session on this machine. By session, since ranks have own process groups."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,4 +1,4 @@
-"""Slurm's short form for a count per node, as in SLURM_STEP_TASKS_PER_NODE. Pure."""
+"""Parses Slurm's short form of a count per node, as in SLURM_STEP_TASKS_PER_NODE."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PART = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_counts(text: str, *, variable: str) -> list[int]:
-    """One count per node: `2(x3),1` is [2, 2, 2, 1]. `variable` is where the text came from.
+    """Returns one count per node: `2(x3),1` is [2, 2, 2, 1]. `variable`: name of the environment variable.
 
-    Raises LaunchError when the text is not in this form.
+    Raises LaunchError if the text is not in this form.
     """
     counts: list[int] = []
     for part in text.split(","):

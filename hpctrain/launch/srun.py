@@ -1,4 +1,4 @@
-"""The options of srun inside a Slurm allocation. Pure."""
+"""Options of srun inside a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.launch.slurm_counts import expand_counts
 
 
 def srun_mpi_type(machine: Machine) -> str | None:
-    """The way of wiring ranks up that both srun and the installed MPI know; None when there is none."""
+    """Returns the `--mpi` type that both srun and the installed MPI support; None if there is none."""
     types = machine.srun.mpi_types if machine.srun else ()
     hydra = machine.mpirun is not None and machine.mpirun.family is MpirunFamily.HYDRA
     wanted = ("pmi2", "pmix", "cray_shasta") if hydra else ("pmix", "cray_shasta")
@@ -32,13 +32,15 @@ def srun_argv(
     removed: list[str],
     notes: list[str],
 ) -> list[str]:
+    """Returns srun and its options. Adds to `updates` variables to set, to `removed` variables to unset, to `notes`
+    lines to print."""
     assert machine.srun is not None
     argv = [machine.srun.path]
     mpi_type = srun_mpi_type(machine)
     if mpi_type is not None:
         argv.append(f"--mpi={mpi_type}")
         if mpi_type.startswith("pmix") and "SLURM_PMIX_FENCE" not in environ:
-            # The default, a tree, let ranks out of MPI_Init before all were in (Slurm 22.05, Open MPI 4.1.4).
+            # With the default, a tree, ranks left MPI_Init before all had entered it (Slurm 22.05, Open MPI 4.1.4).
             updates["SLURM_PMIX_FENCE"] = "ring"
     else:
         notes.append("srun lists no MPI type that is known to work: the cluster's default is used")
@@ -48,7 +50,7 @@ def srun_argv(
     if placement.num_ranks == per_node * num_nodes:
         argv += [f"--ntasks-per-node={per_node}", "--distribution=block"]
     else:
-        # With a shorter last node srun ignores --ntasks-per-node; planes of per_node tasks fill node by node.
+        # If the last node has fewer ranks, srun ignores --ntasks-per-node; a plane of per_node tasks fills each node.
         argv.append(f"--distribution=plane={per_node}")
         removed += [name for name in ("SLURM_NTASKS_PER_NODE",) if name in environ]
     argv.append("--kill-on-bad-exit=1")
@@ -63,7 +65,7 @@ def srun_argv(
         )
         removed += [name for name in ("SLURM_CPUS_PER_TASK",) if name in environ]
     else:
-        # Since Slurm 22.05 a step does not take the job's --cpus-per-task over by itself.
+        # Since Slurm 22.05 a step does not inherit the job's --cpus-per-task.
         asked = environ.get("SLURM_CPUS_PER_TASK", "")
         cores_per_rank = int(asked) if asked.isdigit() else cores // per_node
         argv.append(f"--cpus-per-task={cores_per_rank}")
@@ -72,11 +74,13 @@ def srun_argv(
     if environ.get("SLURM_STEP_ID"):
         argv.append("--overlap")  # this shell is itself a step and holds the cores
     if environ.get("SLURM_EXPORT_ENV"):
-        argv.append("--export=ALL")  # else a job sent with --export=NONE starts ranks without these settings
+        argv.append(
+            "--export=ALL"
+        )  # otherwise a job submitted with --export=NONE starts ranks without these settings
     return argv
 
 
 def _slurm_cores(environ: Mapping[str, str]) -> int | None:
-    """Cores that the allocation has on its smallest node."""
+    """Number of cores of the allocation on its smallest node; None if Slurm does not set it."""
     text = environ.get("SLURM_JOB_CPUS_PER_NODE")
     return min(expand_counts(text, variable="SLURM_JOB_CPUS_PER_NODE")) if text else None

@@ -1,7 +1,7 @@
-"""The library that ranks preload where they outnumber the cores: `sched_yield` as a short sleep.
+"""The library that ranks preload if they outnumber the cores: it replaces `sched_yield` by a short sleep.
 
-`hpctrain launch` preloads it for the ranks. A rank of `hpctrain` that plain mpirun or srun started runs its command
-line once more with it (`restart_with_sleep`). Why so: docs/adr/0024-yield-by-sleep.md.
+`hpctrain launch` preloads it for the ranks. A rank of `hpctrain` that was started by plain mpirun or srun restarts its
+command line with it (`restart_with_sleep`). Reasons: docs/adr/0024-yield-by-sleep.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hpctrain.launch.launchers import find_launcher
 
 YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 PRELOAD_VARIABLE = "LD_PRELOAD"
-# Set from the restart of a rank until it has started: if something drops LD_PRELOAD, it must not restart for ever.
+# Set in a restarted rank until it has started: prevents endless restarts if something removes LD_PRELOAD.
 RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
 LIBRARY_STEM = "_yield_by_sleep"
-# Their MPI libraries do not yield the way Open MPI does.
+# Launchers whose MPI libraries do not yield as Open MPI does.
 _OTHER_MPI = ("MVAPICH2", "Intel MPI", "MPICH")
 
 
 def find_library(directory: Path = Path(__file__).parent) -> str | None:
-    """Path of the compiled library; None where it was not compiled, or LD_PRELOAD cannot hold its path."""
+    """Path of the compiled library; None if it was not compiled, or if LD_PRELOAD cannot express its path."""
     for suffix in EXTENSION_SUFFIXES:
         path = str(directory / f"{LIBRARY_STEM}{suffix}")
         if os.path.exists(path) and not set(path) & set(": \t"):  # these separate libraries
@@ -39,7 +39,7 @@ def find_library(directory: Path = Path(__file__).parent) -> str | None:
 
 
 def with_preload(environ: Mapping[str, str], library: str) -> str:
-    """The value of LD_PRELOAD that adds `library` to what `environ` has there."""
+    """Returns the value of LD_PRELOAD in `environ` with `library` appended."""
     there = environ.get(PRELOAD_VARIABLE, "")
     if LIBRARY_STEM in there:
         return there
@@ -47,25 +47,25 @@ def with_preload(environ: Mapping[str, str], library: str) -> str:
 
 
 def yields(environ: Mapping[str, str]) -> bool:
-    """Whether Open MPI will yield where ranks outnumber cores: unless the user has switched it off."""
+    """True if Open MPI will yield when ranks outnumber cores, i.e. unless the user has switched it off."""
     return environ.get(YIELD_VARIABLE, "").strip().lower() not in ("0", "false", "no")
 
 
 def in_effect(maps: str | None = None) -> bool:
-    """Whether this process runs with the library. maps: the content of /proc/self/maps."""
+    """True if this process has the library loaded. maps: content of /proc/self/maps, read if None."""
     return LIBRARY_STEM in (_own_maps() if maps is None else maps)
 
 
 def may_starve(maps: str | None = None) -> bool:
-    """Whether this process waits by Open MPI's yielding, without the library. Known once MPI is loaded."""
+    """True if this process waits by Open MPI's yielding, without the library. Valid once MPI is loaded."""
     found = _own_maps() if maps is None else maps
     return "libopen-pal" in found and LIBRARY_STEM not in found
 
 
 def describe_crowd(cores: Sequence[RankCores], *, may_starve: Sequence[bool]) -> str | None:
-    """What to do where ranks outnumber the cores of their host without the library; None where all is well. Pure.
+    """Returns advice if ranks without the library outnumber the cores of their host; None if there is no such host.
 
-    cores, may_starve: of each rank.
+    cores, may_starve: by rank.
     """
     counts = Counter(found.host for found in cores)
     for host in dict.fromkeys(found.host for found, may in zip(cores, may_starve, strict=True) if may):
@@ -90,9 +90,9 @@ def _own_maps() -> str:
 def restart_environment(
     environ: Mapping[str, str], *, num_cpus: int | None, library: str | None
 ) -> dict[str, str] | None:
-    """What a rank sets to run once more with the library; None where it does not need to. Pure.
+    """Returns the variables to set for a restart with the library; None if no restart is needed.
 
-    num_cpus: the hardware threads that all ranks of this host share; None where that is unknown.
+    num_cpus: number of hardware threads that all ranks of this host share; None if unknown.
     """
     row = find_launcher(environ)
     if row is None or row.name in _OTHER_MPI or library is None or num_cpus is None:
@@ -113,10 +113,10 @@ def restart_environment(
 
 
 def restart_with_sleep() -> None:
-    """Run this process's command line again with the library where ranks outnumber the cores; else return.
+    """Restarts this process's command line with the library if ranks outnumber the cores; else returns.
 
-    To be called before MPI starts: the new program keeps the process, its launcher's variables and its files, so the
-    launcher sees no difference. `hpctrain launch` has preloaded the library already, then this returns at once.
+    Must be called before MPI starts: the new program keeps the process id, the launcher's variables and open files, so
+    the launcher sees no difference. Returns at once under `hpctrain launch`, which has preloaded the library.
     """
     environ = os.environ
     added = restart_environment(environ, num_cpus=_launcher_cpus(environ), library=find_library())
@@ -124,15 +124,15 @@ def restart_with_sleep() -> None:
     if added is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        with contextlib.suppress(OSError):  # then it runs without the library
+        with contextlib.suppress(OSError):  # on failure, continue without the library
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, **added})
 
 
 def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
-    """The hardware threads that the launcher may use on this host, which is what its ranks share.
+    """Number of hardware threads that the launcher may use on this host, which its ranks share; None if unknown.
 
-    A rank's own affinity may be its share already (--bind-to core). The launcher is the nearest ancestor that is no
-    rank: a shell script between the two has the rank's variables, and its affinity.
+    A rank's own affinity may already be its share of them (--bind-to core). The launcher is the nearest ancestor that
+    lacks the rank's variables: a shell script between the two has the rank's variables and affinity.
     """
     row = find_launcher(environ)
     if row is None:
@@ -145,7 +145,7 @@ def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     text = environ.get("SLURM_CPUS_ON_NODE", "") if row.name == "Slurm" else ""
-    # Slurm's own process is not confined to the step's part of the node.
+    # The affinity of slurmstepd is not limited to the step's part of the node.
     return min(num_cpus, int(text)) if num_cpus is not None and text.isdigit() else num_cpus
 
 
@@ -153,5 +153,5 @@ def _has_variable(pid: int, name: str) -> bool:
     try:
         items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:
-        return False  # another user's: slurmstepd
+        return False  # a process of another user, such as slurmstepd
     return any(item.startswith(name.encode() + b"=") for item in items)

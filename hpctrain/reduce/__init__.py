@@ -1,8 +1,5 @@
-"""Gradients in, updated parameters out."""
+"""Reduction of gradients over the ranks and the optimizer step: updaters, algorithms, wire formats, autotuning."""
 
-from hpctrain.reduce.contract.updater import StepOutcome, Updater
-from hpctrain.reduce.data_parallel.all_reduce_updater import AllReduceUpdater
-from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.horovod_compression.compressors import Compression
+import lazy_loader
 
-__all__ = ["AllReduceUpdater", "Compression", "LossScale", "StepOutcome", "Updater"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The names of reductions, what each needs, and what runs instead where it cannot run. Pure."""
+"""Names of the reduction algorithms and wire formats, their requirements, and fallbacks. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Algorithm(str, Enum):
     """How buckets are summed over the ranks. The values are the names in the recipe."""
 
     FLAT = "flat"  # the backend's own all-reduce
-    RING = "ring"  # ours: slices go round all ranks
-    DIRECT = "direct"  # ours: every rank sends each owner its slice
+    RING = "ring"  # hpctrain's ring over all ranks
+    DIRECT = "direct"  # hpctrain's: every rank sends each owner its slice
     HIERARCHICAL = "hierarchical"  # shared memory within a node, direct between nodes
     HIERARCHICAL_RING = "hierarchical-ring"  # shared memory within a node, ring between nodes
-    HIERARCHICAL_FLAT = "hierarchical-flat"  # the backend's operations, within and between
-    NCCL_HIERARCHICAL = "nccl-hierarchical"  # Horovod's own two levels
+    HIERARCHICAL_FLAT = "hierarchical-flat"  # the backend's operations, within and between nodes
+    NCCL_HIERARCHICAL = "nccl-hierarchical"  # Horovod's two-level all-reduce
     NCCL_TORUS = "nccl-torus"  # Horovod's 2-D torus
 
 
@@ -26,27 +26,27 @@ AUTO = "auto"
 ALGORITHM_NAMES = (AUTO, *(algorithm.value for algorithm in Algorithm))
 NCCL_ALGORITHMS = (Algorithm.NCCL_HIERARCHICAL, Algorithm.NCCL_TORUS)
 
-# By the operations of the backend itself.
+# Algorithms that use the backend's own operations.
 LIBRARY_ALGORITHMS = (Algorithm.FLAT, Algorithm.HIERARCHICAL_FLAT, *NCCL_ALGORITHMS)
 
 CODEC_WIRES = ("fp32", "fp16", "bf16", "int8")
-# These send something other than a value for each value, by collective operations of the backend.
+# Wire formats that do not encode every value; they use the backend's collective operations.
 SPARSE_WIRES = ("top-k", "low-rank")
 WIRE_NAMES = (AUTO, *CODEC_WIRES, *SPARSE_WIRES)
 
-# By the backends' own operations.
+# Wire formats that the backends' own operations cannot sum.
 _NOT_SUMMED = ("bf16", "int8")
 TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIERARCHICAL_FLAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What a run has to reduce with.
+    """Capabilities of a run that decide which algorithms are available.
 
     backend: of the reductions (`World.reduction_backend`).
-    messages: whether the run has messages of our own over MPI (`World.transport`).
-    shared_memory: whether the ranks of each node can share the buckets' memory.
-    nccl: the algorithms of Horovod's that are switched on in this process; never more than one.
+    messages: True if point-to-point messages over MPI are available (`World.transport`).
+    shared_memory: True if each node's shared memory can hold its ranks' buckets.
+    nccl: Horovod's algorithm that is switched on in this process, if any.
     """
 
     backend: str
@@ -59,14 +59,14 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What runs, and what the user should know of it; None: it is what was asked for."""
+    """The algorithm that runs, and a note for the user if it is not the requested one."""
 
     algorithm: Algorithm
     note: str | None = None
 
 
 def parse_algorithm(name: str) -> Algorithm:
-    """UsageError, with the names there are, for another one."""
+    """Returns the algorithm of this name. Raises UsageError, with the valid names, if there is none."""
     try:
         return Algorithm(name)
     except ValueError:
@@ -76,13 +76,13 @@ def parse_algorithm(name: str) -> Algorithm:
 
 
 def check_wire(name: str) -> None:
-    """UsageError, with the names there are, for another one."""
+    """Raises UsageError, with the valid names, unless `name` is a wire format."""
     if name not in WIRE_NAMES:
         raise UsageError(f"wire format {name!r}: choose one of {', '.join(WIRE_NAMES)}")
 
 
 def decide(asked: Algorithm, *, wire: str, means: Means) -> Decision:
-    """What comes of an algorithm on these means: itself, or what runs instead and why."""
+    """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason."""
     algorithm, reasons = asked, []
     while (instead := _instead_of(algorithm, wire=wire, means=means)) is not None:
         algorithm, reason = instead
@@ -104,7 +104,7 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
         )
     if wire in SPARSE_WIRES:
         if algorithm is not Algorithm.FLAT:
-            return Algorithm.FLAT, f"the wire {wire} goes by the backend's own operations"
+            return Algorithm.FLAT, f"the wire format {wire} uses the backend's own operations"
         return None
     if algorithm in NCCL_ALGORITHMS and means.nccl is not algorithm:
         return Algorithm.HIERARCHICAL, "Horovod does not run it here"
@@ -122,22 +122,22 @@ def _instead_of(algorithm: Algorithm, *, wire: str, means: Means) -> tuple[Algor
     if algorithm in TWO_LEVELS and not (means.messages and means.shared_memory):
         why = "the ranks of a node cannot share enough memory"
         if not means.messages:
-            why = f"the backend {means.backend} has no messages of our own here"
+            why = f"the backend {means.backend} has no point-to-point messages here"
         if wire in _NOT_SUMMED:
             return Algorithm.DIRECT, f"{why}, and cannot sum {wire} itself"
         return Algorithm.HIERARCHICAL_FLAT, why
     if algorithm is Algorithm.RING and not means.messages:
-        return Algorithm.DIRECT, f"the backend {means.backend} has no messages of our own here"
+        return Algorithm.DIRECT, f"the backend {means.backend} has no point-to-point messages here"
     if algorithm is Algorithm.FLAT and wire in _NOT_SUMMED:
         return Algorithm.DIRECT, f"the backend cannot sum {wire}"
     return None
 
 
 def candidates(*, wire: str, means: Means) -> list[Algorithm]:
-    """The algorithms that run as themselves, for `auto` to choose from; never empty.
+    """Returns the algorithms that are available without fallback, for `auto` to choose from; never empty.
 
-    On a GPU only what stays there: NCCL's, through the backend. On CPUs nothing of Horovod's where there are sums of
-    our own: what its thread takes from the computation shows in no trial of a reduction.
+    On a GPU only those that stay on it: NCCL's, through the backend. On CPUs none of Horovod's if hpctrain's own are
+    available: a trial of a reduction does not show the CPU time that Horovod's thread takes from training.
     """
     if means.topology.num_ranks == 1:
         return [Algorithm.FLAT]

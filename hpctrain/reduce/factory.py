@@ -1,4 +1,4 @@
-"""From the name of an algorithm and of a wire format to what reduces."""
+"""Makes reducers from the names of an algorithm and a wire format."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from hpctrain.comm import World, all_gather_json, make_two_level
-from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm import Transport, World, all_gather_json, make_two_level
 from hpctrain.errors import CommunicationError
 from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, candidates, check_wire, decide
 from hpctrain.reduce.codecs.registry import codec_named
@@ -23,7 +22,7 @@ from hpctrain.reduce.shared_memory.summation import COMPILED
 from hpctrain.topology import Topology
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Of what is free, so that other users of it (MPI itself, loaders) have room too.
+# Usable share of the free shared memory; the rest is for others (MPI itself, loaders).
 _SHARED_SHARE = 0.8
 
 
@@ -31,8 +30,9 @@ _SHARED_SHARE = 0.8
 class ReducerMaker:
     """Makes the reducers of one run.
 
-    gradient_bytes: of one rank's buckets, to see whether a node's memory can hold those of its ranks.
-    note: told, once each, what runs instead of what was asked for. Collective over `world`.
+    The constructor is collective over `world`. gradient_bytes: size of one rank's buckets, to check that a node's
+    shared memory can hold those of its ranks. nccl: Horovod's algorithm that is switched on. note: called with a text,
+    once for each, if another algorithm than the requested one is used.
     """
 
     def __init__(
@@ -62,13 +62,14 @@ class ReducerMaker:
         )
 
     def candidates(self, *, wire: str) -> list[str]:
-        """The algorithms that run here as themselves with this wire. Not collective."""
+        """Returns the algorithms that are available with this wire format, without fallback. Not collective."""
         return [algorithm.value for algorithm in candidates(wire=wire, means=self.means)]
 
     def make(self, algorithm: Algorithm, *, wire: str) -> BucketReducer:
-        """A reducer in a message space of its own; its `close` gives that back. Collective.
+        """Makes a reducer with a separate message space, which its `close` frees. Collective.
 
-        UsageError for a wire format that does not exist.
+        If `algorithm` is not available, makes the reducer of the fallback and reports it through `note`. Raises
+        UsageError for an unknown wire format.
         """
         check_wire(wire)
         decision = decide(algorithm, wire=wire, means=self.means)
@@ -89,7 +90,7 @@ class ReducerMaker:
         return self._engine(decision.algorithm, wire=wire)
 
     def _of_library(self, algorithm: Algorithm, *, wire: str) -> CollectiveReducer:
-        """By the operations of the run's reduction backend, whose world the reducer closes."""
+        """Makes a reducer that uses the reduction backend's operations and closes its world. Collective."""
         world = self._world.open_reduction_world()
         if algorithm is Algorithm.HIERARCHICAL_FLAT:
             levels = make_two_level(world, self._topology)
@@ -105,7 +106,7 @@ class ReducerMaker:
         ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
         if COMPILED is None:
             self._tell(
-                "numpy makes the sums within a node, more slowly: nothing was compiled; see hpctrain doctor"
+                "numpy makes the sums within a node, which is slower: nothing was compiled; see hpctrain doctor"
             )
         return EngineReducer(
             self._transport(),
@@ -125,12 +126,12 @@ class ReducerMaker:
     def _transport(self) -> Transport:
         transport = self._world.transport(self._topology)
         if transport is None:
-            raise CommunicationError(f"the backend {self._world.backend} has no messages any more")
+            raise CommunicationError(f"the backend {self._world.backend} has no point-to-point messages")
         return transport
 
 
 def _room(world: World, topology: Topology, *, gradient_bytes: int) -> bool:
-    """Whether every node can hold its ranks' buckets in shared memory; the same on every rank. Collective."""
+    """Returns True if every node's shared memory can hold its ranks' buckets; the same on every rank. Collective."""
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
     # Emulated nodes share one machine's memory, so all ranks are counted there.
     most = max(len(ranks) for ranks in topology.ranks_by_node)

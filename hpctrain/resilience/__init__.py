@@ -1,6 +1,5 @@
-"""What keeps a run alive, or ends it with its work saved."""
+"""Signals that ask a run for a checkpoint, or to save and stop."""
 
-from hpctrain.resilience.save_signal import SaveSignal
-from hpctrain.resilience.stop import StopRequest
+import lazy_loader
 
-__all__ = ["SaveSignal", "StopRequest"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

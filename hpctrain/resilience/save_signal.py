@@ -1,4 +1,4 @@
-"""A signal asks the run for a checkpoint. The ranks agree on the step, as they do for a stop."""
+"""SIGUSR2 asks the run for a checkpoint. The ranks agree on the step, as they do for a stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAVE_SIGNAL = signal.SIGUSR2
 
 @final
 class SaveSignal:
-    """Remembers when this rank was sent SIGUSR2."""
+    """Records when this rank received SIGUSR2."""
 
     def __init__(self) -> None:
         self._previous: Any = None
@@ -22,7 +22,7 @@ class SaveSignal:
         self.received_s: float | None = None  # on the monotonic clock
 
     def install(self) -> SaveSignal:
-        """Take the signal over. Outside the main thread (ranks as threads) there is none to take."""
+        """Installs the handler and returns self. Does nothing outside the main thread (ranks as threads)."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(SAVE_SIGNAL) is not signal.SIG_IGN:
             self._previous = signal.signal(SAVE_SIGNAL, self._handle)

@@ -1,4 +1,4 @@
-"""A signal asks the run to stop; the ranks agree on the step at which they do (F7)."""
+"""Signals that ask the run to stop; the ranks agree on the step at which they stop (F7)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# SIGTERM: Slurm's preemption and scancel. SIGUSR1: `sbatch --signal=USR1@120`, and what `hpctrain launch`
-# sends through mpirun. SIGINT: Ctrl-C on a run of one rank. SIGHUP: the terminal was closed.
+# SIGTERM: Slurm's preemption and scancel. SIGUSR1: `sbatch --signal=USR1@120`, and `hpctrain launch` through
+# mpirun. SIGINT: Ctrl-C on a run of one rank. SIGHUP: the terminal was closed.
 
 
 class StopRequest:
-    """Remembers that this rank was asked to stop. Only the agreed vote in the training loop acts on it.
+    """Records that this rank was asked to stop. The training loop acts on it after a vote of all ranks.
 
-    A second Ctrl-C (SIGINT) on the same rank ends it at once, as the person at the keyboard expects.
+    A second Ctrl-C (SIGINT) on the same rank ends it at once.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class StopRequest:
         return self.signal_name is not None
 
     def install(self) -> StopRequest:
-        """Take over the stop signals. Outside the main thread (ranks as threads) there are none to take."""
+        """Installs handlers for the stop signals and returns self. Does nothing outside the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # nohup, or a shell's background job: it was asked not to react
+                    continue  # nohup, or a shell's background job: the signal is to be ignored
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restores the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
     def request(self, reason: str) -> None:
-        """Ask for a stop from inside the program."""
+        """Requests a stop from inside the program. The first reason is kept."""
         self.signal_name = self.signal_name or reason
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,5 @@
-"""One recipe is one run; a session is its ranks."""
+"""Running a recipe: the session of ranks, the objects of a run, and its records."""
 
-from hpctrain.run.recipe.load import load_recipe, parse_recipe
-from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.session import Session, start
+import lazy_loader
 
-__all__ = ["Recipe", "Session", "load_recipe", "parse_recipe", "start"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

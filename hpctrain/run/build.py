@@ -1,4 +1,4 @@
-"""The recipe's sections as the objects of a run. Nothing here communicates."""
+"""Makes the objects of a run from the recipe's sections. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint.retention.policy import Best, Retention
-from hpctrain.checkpoint.saving.save import SaveOptions
-from hpctrain.checkpoint.saving.saver import SaveMode, WhenBusy
+from hpctrain.checkpoint import Best, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
 from hpctrain.errors import HpctrainError, RecipeError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce.autotune.trial_cache import FILE_NAME
-from hpctrain.reduce.autotune.tune import CalibrationFiles
+from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles
+from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
-from hpctrain.run.optimizers import build_optimizer
-from hpctrain.run.precision import MODEL_DTYPE, autocast_for
-from hpctrain.run.recipe.schema import CheckpointSection, Recipe
+from hpctrain.run.optimizers import build_decay, build_optimizer
+from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
+from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import ReductionPlan
 from hpctrain.run.session import Session
 from hpctrain.topology import Topology
@@ -40,17 +38,18 @@ from hpctrain.train import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a rank builds by itself, and may fail to build."""
+    """Objects that a rank builds without communication. Building them may fail on one rank only."""
 
     loader: Loader
     held_out: Loader | None
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    decay: Decay | Callable[[int, int], float]
     autocast: Callable[[], AbstractContextManager[object]]
 
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
-    """Raises RecipeError for what does not fit, also for an error in the user's `build_model`."""
+    """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
     loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = _model(recipe, task, session)
@@ -59,6 +58,7 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
         held_out=_held_out_loader(recipe, data.held_out, session) if data.held_out is not None else None,
         model=model,
         optimizer=build_optimizer(model, recipe.optimizer),
+        decay=build_decay(recipe.optimizer),
         autocast=autocast_for(recipe.run.precision, device=session.device),
     )
 
@@ -83,7 +83,7 @@ def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
 
 
 def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Loader:
-    # A part of the samples is drawn by a shuffled order that is fixed: the same part in every run.
+    # With evaluation_samples, a fixed shuffled order selects the same samples in every run.
     return session.loader(
         dataset,
         global_batch=max(recipe.data.evaluation_batch, session.num_ranks),
@@ -107,10 +107,10 @@ def _model(recipe: Recipe, task: Task, session: Session) -> torch.nn.Module:
 
 
 def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:
-    """Optimizer steps of the whole run, counted from its beginning.
+    """Returns the number of optimizer steps of the whole run, counted from its beginning.
 
-    With `epochs` the steps still to do are counted from `position`, so that a run resumed with another
-    global batch ends with its last epoch all the same.
+    With `epochs` the remaining steps are counted from `position`, so that a run resumed with another
+    global batch still ends with its last epoch.
     """
     if recipe.run.steps is not None:
         return recipe.run.steps
@@ -121,7 +121,7 @@ def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:
     return position.step + in_this + epochs_after_this * loader.batches_per_epoch
 
 
-def build_schedule(recipe: Recipe, *, steps: int) -> Schedule:
+def build_schedule(recipe: Recipe, *, steps: int, decay: Decay | Callable[[int, int], float]) -> Schedule:
     section = recipe.optimizer
     lr = scaled_lr(
         section.lr,
@@ -133,7 +133,7 @@ def build_schedule(recipe: Recipe, *, steps: int) -> Schedule:
         peak_lr=lr,
         total_steps=steps,
         warmup_steps=section.warmup_steps,
-        decay=Decay(section.schedule),
+        decay=decay,
         final_fraction=section.final_lr_fraction,
         step_every=section.step_every or 1,
         step_factor=section.step_factor,
@@ -145,14 +145,14 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 
 
 def reduction_plan(recipe: Recipe) -> ReductionPlan:
-    """What the section [reduction] asks for. A fixed algorithm or a fixed wire alone is measured too, for the other."""
+    """Returns the plan of the section [reduction]. If only algorithm or wire is fixed, the other is measured."""
     section = recipe.reduction
     return ReductionPlan(
         algorithm=section.algorithm,
         wire=section.wire,
         bucket_bytes=max(1, int(section.bucket_mb * 1e6)) if section.bucket_mb is not None else None,
         files=CalibrationFiles(
-            run=Path(recipe.run.directory) / FILE_NAME,
+            run=Path(recipe.run.directory) / CALIBRATION_FILE,
             shared=Path(section.calibration) if section.calibration is not None else None,
         ),
     )
@@ -175,7 +175,7 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
         when_busy=WhenBusy(section.when_busy),
         options=SaveOptions(
             keep=retention(section),
-            # MPI-IO keeps to no limit.
+            # MPI-IO cannot limit the write rate.
             engine="direct" if section.limit_mb_per_s is not None else section.engine,
             files=section.files,
             node_of_rank=topology.node_of_rank,

@@ -1,4 +1,4 @@
-"""The section [data] of a recipe as the objects of a run."""
+"""Makes the objects of a run from the section [data] of its recipe."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any
 
 from hpctrain.comm import check_same
 from hpctrain.data import (
-    ORDER_NAME,
     Blocks,
+    CollectiveDataset,
     Dataset,
+    MemoryStore,
     OrderSpec,
     Samples,
     Sequential,
     Shuffled,
+    StagedDataset,
     Stratified,
     Verify,
     Weighted,
+    block_samples_for,
     make_checker,
+    read_column,
 )
-from hpctrain.data.locality.collective_dataset import CollectiveDataset
-from hpctrain.data.locality.memory_store import MemoryStore
-from hpctrain.data.locality.staged_dataset import StagedDataset
-from hpctrain.data.order.order_spec import block_samples_for
-from hpctrain.data.reading.read_column import read_column
 from hpctrain.errors import DataError
 from hpctrain.run.recipe.schema import DataSection
 from hpctrain.run.session import Session
@@ -32,7 +31,7 @@ from hpctrain.run.session import Session
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """samples: what training batches are read from; `dataset` itself, or something in front of it."""
+    """samples: source of the training batches: `dataset` itself, or a wrapper (staged, collective or in memory)."""
 
     dataset: Dataset
     samples: Samples
@@ -40,9 +39,9 @@ class RunData:
 
 
 def open_data(section: DataSection, *, session: Session) -> RunData:
-    """Open what a run reads, as its recipe says. Collective. Raises DataError on every rank.
+    """Opens the datasets of a run as its recipe says. Collective. Raises DataError on every rank.
 
-    What needs all ranks to be closed is closed with the session.
+    Objects whose closing is collective are closed with the session.
     """
     dataset = _open_checked(section.train, section, session=session)
     held_out = None
@@ -63,9 +62,9 @@ def open_data(section: DataSection, *, session: Session) -> RunData:
 
 
 def open_same_dataset(directory: str, *, session: Session, **options: Any) -> Dataset:
-    """Open a dataset, and DataError on every rank unless all have the same content. Collective.
+    """Opens a dataset. Collective. Raises DataError on every rank if the ranks find different content.
 
-    options: of `Dataset.open`.
+    options: keyword arguments of `Dataset.open`.
     """
     dataset = session.open_dataset(directory, **options)
     check_same(
@@ -86,7 +85,7 @@ def _staged(section: DataSection, dataset: Dataset, *, session: Session) -> Stag
     staged = StagedDataset.open(
         dataset, directory=section.stage, max_bytes=int(section.stage_gb * 1e9), reopen=reopen
     )
-    session.on_close(staged.close)  # here: another rank may fail, and this one copies already
+    session.on_close(staged.close)  # registered at once: copying has started, and another rank may fail
     return staged
 
 
@@ -104,7 +103,7 @@ def _open_checked(directory: str, section: DataSection, *, session: Session) -> 
 
 
 def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
-    """The order of training samples. Reads weights or strata. Raises DataError where they do not fit."""
+    """Returns the order of training samples. Reads weights or strata. Raises DataError if they do not fit."""
     chosen = section.chosen_order
     if chosen == "blocks":
         return Blocks(
@@ -118,17 +117,9 @@ def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
 
 
 def default_block(dataset: Dataset) -> int:
-    """Samples in a block where the recipe does not say."""
+    """Default number of samples in a block."""
     windows = dataset.manifest.tokens
-    if windows is not None:  # windows may overlap: what counts is the stream they are cut from
+    if windows is not None:  # windows may overlap: count the bytes of the token stream, not of the windows
         itemsize = sum(spec.sample_bytes for spec in dataset.fields.values()) // (windows.window + 1)
         return block_samples_for(windows.stride * itemsize)
     return block_samples_for(sum(spec.sample_bytes for spec in dataset.fields.values()))
-
-
-def place_identity(order: OrderSpec) -> dict[str, Any]:
-    """What a checkpoint notes of the order, without which its place in the data means nothing."""
-    # The two plain orders are noted as they were before there were others.
-    if isinstance(order, Sequential):
-        return {"order": ORDER_NAME, "shuffle": False}
-    return {"order": order.name, "shuffle": True}

@@ -1,4 +1,4 @@
-"""The run directory: made by rank 0, seen by all, and never overwritten."""
+"""The run directory: made by rank 0, checked by all ranks; files of earlier runs are moved, never overwritten."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import uuid
 from pathlib import Path
 
 from hpctrain.checkpoint import step_of
-from hpctrain.comm import Collective, agreed, on_rank_0
-from hpctrain.comm.collectives.shared_folder import VISIBLE_WITHIN_S, is_seen
+from hpctrain.comm import VISIBLE_WITHIN_S, Collective, agreed, is_seen, on_rank_0
 from hpctrain.errors import LaunchError
 
 
 def prepare_run_directory(directory: Path, *, comm: Collective) -> None:
-    """Make `directory` and check that every rank sees the same one and can write there. Collective."""
+    """Makes `directory` and checks that every rank sees it and can write there. Collective. Raises LaunchError."""
     token = on_rank_0(comm, lambda: _create(directory))
     agreed(comm, lambda: _check(directory, token, rank=comm.rank))
     comm.barrier()
@@ -22,7 +21,10 @@ def prepare_run_directory(directory: Path, *, comm: Collective) -> None:
 
 
 def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | None:
-    """Move what an earlier run left under `names` into `directory/previous-N`. Collective; nothing is lost."""
+    """Moves the existing `names` of `directory` into `directory/previous-N`, which is new. Collective.
+
+    Returns that folder; None if none of the names exists.
+    """
 
     def move() -> str | None:
         return _move(directory, [directory / name for name in names if (directory / name).exists()])
@@ -32,7 +34,10 @@ def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | 
 
 
 def set_aside_newer(checkpoints: Path, *, step: int, comm: Collective) -> Path | None:
-    """Move the checkpoints of later steps than `step` into `previous-N` beside the folder. Collective."""
+    """Moves checkpoints of steps after `step` into `previous-N`, a new folder next to `checkpoints`. Collective.
+
+    Returns that folder; None if there are no such checkpoints.
+    """
 
     def move() -> str | None:
         steps = {path: step_of(path) for path in checkpoints.glob("*")}

@@ -1,4 +1,4 @@
-"""What a run starts from: its own checkpoints, what its nodes still hold, or another run's weights."""
+"""Initial state of a run: from its own checkpoints, from those on its nodes' storage, or from another run's weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.loading.partial_load import load_weights
-from hpctrain.checkpoint.tiers.recover import recover
-from hpctrain.checkpoint.tiers.tiers import Tiers
+from hpctrain.checkpoint import Tiers, load_weights, recover
 from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
 from hpctrain.run.recipe.schema import Recipe
@@ -20,7 +18,10 @@ from hpctrain.train import Position, Resumed, TrainingState, resume
 
 
 def open_tiers(recipe: Recipe, *, session: Session) -> Tiers | None:
-    """The nodes' own storage as the first place of checkpoints, where the recipe asks for it. Collective."""
+    """Opens the nodes' own storage for checkpoints (`checkpoint.local`); None if it is not set. Collective.
+
+    Closed with the session.
+    """
     section = recipe.checkpoint
     if section.local is None:
         return None
@@ -45,8 +46,10 @@ def resume_run(
     identity: dict[str, Any],
     tiers: Tiers | None,
 ) -> Resumed:
-    """Restore `state` from the run's newest good checkpoint, or the one at `path`; nothing when it begins anew.
-    Collective. Raises CheckpointError on every rank."""
+    """Restores `state` from the run's newest good checkpoint, or the one at `path`; does nothing if `anew`.
+
+    Collective. Raises CheckpointError on every rank.
+    """
     if anew:
         if tiers is not None:
             tiers.forget(comm=session.world)
@@ -58,7 +61,7 @@ def resume_run(
         state, source=path or directory, named=path is not None, comm=session.world, identity=identity
     )
     if path is not None:
-        # The run branches off here: what the other branch saved later must not be taken for this one's.
+        # The run branches off here: later checkpoints of the other branch must not be mistaken for this run's.
         moved = set_aside_newer(directory, step=resumed.position.step, comm=session.world)
         if tiers is not None:
             tiers.forget(from_step=resumed.position.step + 1, comm=session.world)
@@ -70,7 +73,7 @@ def resume_run(
 
 
 def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
-    """Bring what the nodes hold, and the shared folder does not, into the shared folder. Collective."""
+    """Copies checkpoints that only the nodes' storage has into the shared folder. Collective."""
     found = recover(tiers, comm=session.world)
     if session.rank == 0:
         for note in found.notes:
@@ -80,7 +83,7 @@ def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
 
 
 def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Session) -> None:
-    """Put the weights that the recipe names into `model`, and tell what did not fit. Collective.
+    """Loads the weights of `checkpoint.weights_from`, if set, into `model`; prints what did not fit. Collective.
 
     Raises CheckpointError on every rank.
     """
@@ -100,7 +103,7 @@ def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Sessi
 
 
 def renamed(name: str, *, mapping: Mapping[str, str]) -> str:
-    """`name` with its beginning replaced as `mapping` says; of several that fit the longest counts."""
+    """Returns `name` with its prefix replaced according to `mapping`; the longest matching prefix is used."""
     fitting = [begin for begin in mapping if name.startswith(begin)]
     if not fitting:
         return name

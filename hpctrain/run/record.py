@@ -1,4 +1,4 @@
-"""The record of where a run ran: enough to explain its speed and to repeat it. No secrets."""
+"""Record of a run's environment, sufficient to explain its speed and to repeat it. Contains no secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.version import __version__
 
 PACKAGES = ("torch", "numpy", "h5py", "mpi4py", "horovod")
 
-# Named one by one: a prefix such as HOROVOD_ would also take keys that must not be written down.
+# Listed one by one: a prefix such as HOROVOD_ would also match secret keys, which must not be recorded.
 VARIABLES = (
     "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", "LD_PRELOAD", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD",
     "HPCTRAIN_RANKS_PER_NODE", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT",
@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def environment_record(session: Session, *, commit: str | None) -> dict[str, Any]:
-    """What this run runs on, over all ranks. Collective; the same value on every rank."""
+    """Returns the environment of all ranks. Collective; the same value on every rank."""
     mine = {
         "rank": session.rank,
         "host": platform.node(),
@@ -54,7 +54,7 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
 
 
 def versions_record() -> dict[str, Any]:
-    """Versions of what this process runs on. Not collective."""
+    """Returns the versions of Python, packages and libraries in this process. Not collective."""
     return {
         "hpctrain": __version__,
         "python": platform.python_version(),
@@ -66,7 +66,7 @@ def versions_record() -> dict[str, Any]:
 
 
 def machine_record() -> dict[str, Any]:
-    """The machine that this process runs on: what a measurement depends on. Not collective."""
+    """Returns the properties of this machine that a measurement depends on. Not collective."""
     return {
         "host": platform.node(),
         "cpu": _cpu_model(),
@@ -79,7 +79,7 @@ def machine_record() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """As the kernel names it; the architecture where it gives no name."""
+    """CPU model name from the kernel; the architecture if the kernel has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def working_commit() -> str | None:
-    """Commit of the working directory, with `+changes` where files differ from it; None outside git."""
+    """Returns the commit of the working directory, with `+changes` if files differ from it; None outside git."""
     try:
         asked = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]
         done = subprocess.run(asked, cwd=Path.cwd(), capture_output=True, text=True, timeout=5, check=False)

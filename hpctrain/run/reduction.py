@@ -1,4 +1,4 @@
-"""What a run reduces with: by the names in the recipe, or by measurement."""
+"""Makes the reducer of a run, from the names in the recipe or by measurement."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from hpctrain.reduce.algorithms import (
+from hpctrain.reduce import (
     AUTO,
+    DEFAULT_BUCKET_BYTES,
     LIBRARY_ALGORITHMS,
     SPARSE_WIRES,
     Algorithm,
+    AutoReducer,
+    BucketReducer,
+    CalibrationFiles,
+    Candidate,
+    ReducerMaker,
     check_wire,
+    find_choice,
     parse_algorithm,
 )
-from hpctrain.reduce.autotune.cost_model import Candidate
-from hpctrain.reduce.autotune.decision import DEFAULT_BUCKET_BYTES
-from hpctrain.reduce.autotune.tune import CalibrationFiles, find_choice
-from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
 
-# What `wire = "auto"` chooses among: nothing that loses more than one rounding of a gradient.
+# Candidates of `wire = "auto"`: they lose at most one rounding of a gradient.
 AUTO_WIRES = ("fp32", "fp16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionPlan:
-    """What is asked for. bucket_bytes: None to choose. files: where measurements are kept between runs."""
+    """The requested reduction. bucket_bytes: None to choose it. files: files that keep measurements between runs."""
 
     algorithm: str = AUTO
     wire: str = "fp32"
@@ -39,7 +40,7 @@ class ReductionPlan:
     files: CalibrationFiles = field(default_factory=CalibrationFiles)
 
     def __post_init__(self) -> None:
-        """UsageError for a name that does not exist."""
+        """Raises UsageError for an unknown algorithm or wire format."""
         if self.algorithm != AUTO:
             parse_algorithm(self.algorithm)
         check_wire(self.wire)
@@ -47,7 +48,7 @@ class ReductionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What it came to. overlap: reduce beside backward. record: the choice and its numbers, for the run's record."""
+    """The reducer that was made. overlap: reduce during backward. record: the choice and its measurements, as JSON."""
 
     reducer: BucketReducer
     wire: str
@@ -61,7 +62,7 @@ class Reduction:
 
     @property
     def by_library(self) -> bool:
-        """Whether buckets of some size are reduced by the operations of the run's reduction backend."""
+        """True if buckets of some size are reduced by the all-reduce of the run's reduction backend."""
         ranges = self.record.get("ranges", [])
         names = {entry["algorithm"] for entry in ranges} or {self.algorithm}
         return any(algorithm.value in names for algorithm in LIBRARY_ALGORITHMS)
@@ -78,10 +79,10 @@ def make_reduction(
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
-    """The reducer that `plan` asks for, or the one that runs instead, which `note` is told. Collective.
+    """Makes the reducer requested by `plan`, or the one that runs instead, which is reported to `note`. Collective.
 
-    gradient_bytes: of all the gradients of one rank. With `auto`, a measurement of at most two seconds, unless a
-    file has one. overlap: whether reductions are to run beside backward. nccl: what Horovod's NCCL was set to.
+    With `auto`, measures for at most two seconds unless a file has the result. gradient_bytes: size of all gradients
+    of one rank. overlap: whether reductions run during backward. nccl: the NCCL algorithm that Horovod was set to.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
@@ -117,7 +118,7 @@ def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:
     wires = AUTO_WIRES if plan.wire == AUTO else (plan.wire,)
     if plan.algorithm != AUTO:
         return [Candidate(plan.algorithm, wire) for wire in wires]
-    # A sparse wire has one way to go.
+    # Sparse wire formats have one algorithm.
     return [
         Candidate(algorithm, wire)
         for wire in wires
@@ -126,5 +127,5 @@ def _candidates(plan: ReductionPlan, maker: ReducerMaker) -> list[Candidate]:
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the buckets of one rank: half-precision gradients are summed in float32."""
+    """Returns the bytes of one rank's buckets; half-precision gradients are summed in float32."""
     return sum(p.numel() * max(4, p.dtype.itemsize) for p in model.parameters() if p.requires_grad)

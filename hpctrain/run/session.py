@@ -1,4 +1,4 @@
-"""The composition root: who am I, how do we talk, which device. A value, not module state."""
+"""The session of a run: its ranks, communication, topology and device. An object, without module state."""
 
 from __future__ import annotations
 
@@ -16,48 +16,55 @@ from typing import Any, TypeVar, final, overload
 
 import torch
 
+from hpctrain.checkpoint import SaveOptions, Saving
 from hpctrain.comm import (
+    HorovodBuild,
     Monitored,
+    Operation,
     agreed,
     all_gather_json,
+    all_reduce_values,
     broadcast_tensors,
-    make_two_level,
     open_world,
 )
-from hpctrain.comm.backends.horovod_environment import (
-    NCCL_VARIABLES,
-    HorovodBuild,
-    nccl_in_effect,
-    why_no_nccl,
-)
-from hpctrain.comm.collectives.reduce_values import Operation, all_reduce_values
 from hpctrain.data import Dataset, Loader, Samples
 from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
-from hpctrain.launch import RankIdentity, identify
-from hpctrain.launch.cores import RankCores, core_share, cpu_share, read_cores
-from hpctrain.launch.yielding import describe_crowd, may_starve
-from hpctrain.reduce import AllReduceUpdater, LossScale
-from hpctrain.reduce.algorithms import AUTO, TWO_LEVELS, Algorithm, Means, decide, parse_algorithm
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.run.device import choose_device
-from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes, make_reduction
+from hpctrain.launch import (
+    RankCores,
+    RankIdentity,
+    core_share,
+    describe_crowd,
+    identify,
+    may_starve,
+    read_cores,
+)
+from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale
+from hpctrain.run.compute.device import choose_device
+from hpctrain.run.compute.kept_memory import keep_freed_memory
+from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
+from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
+from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
-from hpctrain.train.sync_batch_norm import communicates_in_forward, convert_sync_batch_norm
+from hpctrain.train import (
+    Position,
+    TrainingState,
+    communicates_in_forward,
+    convert_sync_batch_norm,
+    data_identity,
+    resume,
+)
 
 T = TypeVar("T")
-
-# Sums a buffer over all ranks, in place; collective.
-Reducer = Callable[[torch.Tensor], None]
 
 
 @final
 class Session:
-    """One run's ranks, seen from this one. Made by `start`; use it as a context manager.
+    """This rank's access to the run's other ranks. Made by `start`; use it as a context manager.
 
-    On leaving the `with` block: an error that all ranks share is told once by rank 0 and ends every rank with
-    its exit code; an error that this rank alone met is told with its rank and aborts the whole job, so that no
-    other rank waits for it.
+    When the `with` block raises an error that all ranks share, rank 0 prints it once and every rank exits with its
+    exit code. An error of this rank only is printed with its rank and aborts the whole job, so that no other rank
+    waits for this one.
     """
 
     def __init__(
@@ -76,14 +83,13 @@ class Session:
         self.world = world
         self.mesh = Mesh(topology, world.rank)
         self.device = device
-        self._horovod = horovod
         self._hook_before: Callable[..., object] | None = None
-        self.notes: list[str] = []  # what was fallen back from, and why
-        self._reducers: list[
-            BucketReducer
-        ] = []  # in the order in which they were made, the same on all ranks
+        self.notes: list[str] = []  # fallbacks and their reasons
+        self.reductions = Reductions(world, topology=topology, device=device, horovod=horovod, note=self.note)
         self._closers: list[Callable[[], object]] = []
-        self._updaters: weakref.WeakSet[AllReduceUpdater] = weakref.WeakSet()
+        self._models: weakref.WeakKeyDictionary[AllReduceUpdater, torch.nn.Module] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @property
     def topology(self) -> Topology:
@@ -102,71 +108,10 @@ class Session:
         return self.topology.local_rank_of(self.rank)
 
     def note(self, text: str) -> None:
-        """Something the user should know: told once, by rank 0, and kept for the run's record."""
+        """Adds a note for the user: printed once, by rank 0, and kept for the run's record."""
         self.notes.append(text)
         if self.rank == 0:
             tell(f"note: {text}")
-
-    def reducer(self, *, algorithm: str = AUTO) -> Reducer:
-        """A function that sums any buffer over all ranks in place, in a message space of its own. Collective.
-
-        By the backend's own operations, so it can be called with any size: `flat`, or `hierarchical-flat`, which is
-        `auto` too where there are two levels. With the backend `horovod`, Horovod runs from here on until the session
-        is closed.
-        """
-        asked = Algorithm.HIERARCHICAL_FLAT if algorithm == AUTO else parse_algorithm(algorithm)
-        means = Means(backend=self.world.reduction_backend, topology=self.topology, messages=False)
-        two_levels = decide(Algorithm.HIERARCHICAL_FLAT, wire="fp32", means=means).note is None
-        runs = Algorithm.HIERARCHICAL_FLAT if two_levels and asked in TWO_LEVELS else Algorithm.FLAT
-        if algorithm != AUTO and runs is not asked:
-            why = "a buffer of any size goes by the backend's operations"
-            if asked in TWO_LEVELS and not two_levels:
-                why = self.topology.describe()
-            self.note(f"reduction: {asked.value} was asked for, {runs.value} is used: {why}")
-        if self.num_ranks == 1:
-            return lambda buffer: None
-        world = self.world.open_reduction_world()
-        self.on_close(world.close)
-        return world.all_reduce if runs is Algorithm.FLAT else make_two_level(world, self.topology).all_reduce
-
-    def reduction(self, plan: ReductionPlan, *, gradient_bytes: int) -> Reduction:
-        """What sums an updater's buckets. Collective. The session gives its memory back when it closes."""
-        made = make_reduction(
-            self.world, plan, topology=self.topology, device=self.device, gradient_bytes=gradient_bytes,
-            overlap=self.overlap(), nccl=self.nccl(plan.algorithm), note=self.note,
-        )  # fmt: skip
-        self._reducers.append(made.reducer)
-        return made
-
-    def overlap(self) -> bool:
-        """Whether reductions gain by running beside backward. Collective.
-
-        They wait for a network or a device, or have a core to run on. On one node whose ranks use every core they
-        would only take turns with backward, at the price of the turns.
-        """
-        everyone = [RankCores.from_json(c) for c in all_gather_json(self.world, read_cores().to_json())]
-        share = cpu_share(everyone, self.rank)
-        spare = all(all_gather_json(self.world, share >= torch.get_num_threads() + 1))
-        return spare or self.topology.num_nodes > 1 or self.device.type != "cpu"
-
-    def nccl(self, asked: str) -> Algorithm | None:
-        """Which of Horovod's own two-level sums runs in this process; told where it is not the one asked for."""
-        device_type = self.device.type
-        found = nccl_in_effect(self._horovod, topology=self.topology, device_type=device_type)
-        if asked in NCCL_VARIABLES:
-            why = why_no_nccl(asked, build=self._horovod, topology=self.topology, device_type=device_type)
-            if why is not None:
-                self.note(f"reduction: {asked}: {why}")
-        elif found is not None:
-            self.note(f"reduction: Horovod's all-reduce runs {found}, as {NCCL_VARIABLES[found]} asks")
-        return Algorithm(found) if found is not None else None
-
-    def bucket_reducer(
-        self, *, algorithm: str = AUTO, wire: str = "fp32", gradient_bytes: int = 0
-    ) -> BucketReducer:
-        """The reducer of `reduction`, by the names in the recipe. Collective."""
-        plan = ReductionPlan(algorithm=algorithm, wire=wire)
-        return self.reduction(plan, gradient_bytes=gradient_bytes).reducer
 
     def updater(
         self,
@@ -180,23 +125,76 @@ class Session:
         clip_norm: float | None = None,
         reduction: Reduction | None = None,
     ) -> AllReduceUpdater:
-        """Wrap `optimizer`; the model's parameters and buffers become those of rank 0. Collective.
+        """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        In a plain Horovod script this is what `hvd.DistributedOptimizer` and the two broadcasts were:
-        `loss.backward()`, `step()` and `zero_grad()` stay. reduction: made before, by `reduction`; then
-        algorithm, wire and bucket_bytes are its own. BufferMismatch on every rank, naming those that differ, where one
-        has another model or trains another part of it.
+        Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
+        `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
+        algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
+        if one has another model or trains another part of it.
         """
         broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0, name="the model")
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
-            reduction = self.reduction(plan, gradient_bytes=gradient_bytes(model))
+            reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model))
         updater = AllReduceUpdater(
             optimizer, comm=self.world, reducer=reduction.reducer, bucket_bytes=reduction.bucket_bytes,
             loss_scale=loss_scale, clip_norm=clip_norm, overlap=reduction.overlap,
         )  # fmt: skip
-        self._updaters.add(updater)
+        self._models[updater] = model
         return updater
+
+    def save_state(
+        self,
+        directory: str | Path,
+        updater: AllReduceUpdater,
+        position: Position,
+        *,
+        loader: Loader | None = None,
+        options: SaveOptions | None = None,
+    ) -> Path:
+        """Saves model, optimizer, updater, random generators and `position`; returns the checkpoint's path. Collective.
+
+        directory: of the checkpoints, shared by all nodes; this one gets the name of `position.step`. updater: one that
+        this session made. loader: whose dataset, order and seed `position` belongs to; `load_state` compares them.
+        options: how to save, and which older checkpoints to keep (by default the last three). Raises CheckpointError on
+        every rank, and the older checkpoints stay, if the state cannot be written.
+        """
+        state, identity = self._state_of(updater, loader)
+        saved = state.capture(position, comm=self.world, identity=identity)
+        saving = Saving.begin(
+            saved, directory=directory, step=position.step, comm=self.world, options=options or SaveOptions()
+        )
+        return saving.finish().path
+
+    def load_state(
+        self, source: str | Path, updater: AllReduceUpdater, *, loader: Loader | None = None
+    ) -> Position:
+        """Restores what `save_state` saved; returns where to continue. Collective.
+
+        Returns `Position()`, step 0, if there is no checkpoint yet. source: a checkpoint, or a directory of them, of
+        which the newest undamaged one is taken; any number of ranks may have saved it. Raises CheckpointError on
+        every rank, with nothing changed, if the checkpoint belongs to another model, optimizer, dataset, order or seed.
+        """
+        state, identity = self._state_of(updater, loader)
+        resumed = resume(state, source=Path(source), named=False, comm=self.world, identity=identity)
+        return resumed.position
+
+    def _state_of(
+        self, updater: AllReduceUpdater, loader: Loader | None
+    ) -> tuple[TrainingState, dict[str, Any]]:
+        """What to save of an updater's training, and what the position in its data belongs to."""
+        if updater not in self._models:
+            raise UsageError(
+                "save_state and load_state take an updater that this session made with `updater`"
+            )
+        seed = loader.seed if loader is not None else 0
+        state = TrainingState(self._models[updater], updater.optimizer, updater, seed)
+        if loader is None:
+            return state, {}
+        manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one
+        return state, data_identity(
+            loader, fingerprint=manifest.fingerprint if manifest is not None else None
+        )
 
     def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
         """Open a dataset on every rank, or raise the same DataError on all. Collective.
@@ -255,11 +253,9 @@ class Session:
         """Finish communication. Collective."""
         if self._hook_before is not None:
             sys.excepthook = self._hook_before
-        # Their threads first: they use the reducers' memory.
-        ended = [updater.close() for updater in list(self._updaters)]
-        if all(all_gather_json(self.world, all(ended))):
-            while self._reducers:
-                self._reducers.pop(0).close()
+        # The updaters' threads first: they use the reducers' memory.
+        ended = [updater.close() for updater in list(self._models)]
+        self.reductions.close(free=all(all_gather_json(self.world, all(ended))))
         while self._closers:
             self._closers.pop()()
         self.world.close()
@@ -275,7 +271,7 @@ class Session:
         self.close()
 
     def abort_on_uncaught_error(self) -> None:
-        """Outside a `with` block too, an error that nobody catches ends all ranks, not only this one."""
+        """Makes an uncaught error end all ranks, not only this one, even outside a `with` block."""
         if self.num_ranks > 1:
             self._hook_before = sys.excepthook
             sys.excepthook = self._uncaught
@@ -289,13 +285,13 @@ class Session:
             os._exit(leave.code if isinstance(leave.code, int) else 1)
 
     def _fail(self, error: BaseException) -> None:
-        """End this rank because of `error`, and all others with it. Returns only when there are no others."""
+        """Ends this rank and all others because of `error`. Returns only if there are no others."""
         if self.num_ranks == 1:
             return
         if isinstance(error, HpctrainError) and error.agreed:
             if self.rank == 0:
                 print(f"hpctrain: {error}", file=sys.stderr, flush=True)
-            # The launcher ends all ranks when the first leaves with an error: not before rank 0 has spoken.
+            # The launcher ends all ranks when the first exits with an error: wait until rank 0 has printed it.
             self.world.barrier()
             self.close()
             raise SystemExit(int(error.exit_code)) from error
@@ -324,14 +320,16 @@ def start(
     algorithm: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Session:
-    """Join the other ranks that mpirun or srun started; alone it is a session of one rank. Collective.
+    """Connects to the other ranks that mpirun or srun started; without a launcher, one rank. Collective.
 
-    ranks: refuse to start with another number. algorithm: of the reduction, which Horovod must know when it starts
+    ranks: required number of ranks. algorithm: of the reduction, if Horovod must know it when it starts
     (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer ends the run with exit code 6, and all
     ranks have ended by then (see `Monitored`); after `session.world.publish_in(shared_folder)`, which is collective,
-    the message names the ranks that did not come.
-    Raises LaunchError or TopologyError where launcher, environment and communication library disagree.
+    the message names the ranks that did not take part.
+    Raises LaunchError or TopologyError if launcher, environment and communication library disagree.
     """
+    postpone_dynamo()
+    keep_freed_memory()
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
     check_num_ranks(identity, ranks=ranks)
     opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
@@ -357,7 +355,7 @@ def start(
 
 
 def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
-    """Refuse a number of ranks that the run did not ask for."""
+    """Raises TopologyError if `ranks` is given and another number was started."""
     if ranks is not None and identity.num_ranks != ranks:
         raise TopologyError(
             f"the recipe asks for {ranks} ranks, {identity.launcher} started {identity.num_ranks}: start it with "
@@ -366,7 +364,7 @@ def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
 
 
 def _set_threads(asked: int | None, share: Fraction) -> None:
-    """As asked, else as OMP_NUM_THREADS says, else this rank's share of the cores it may run on."""
+    """Sets torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of the cores it may run on."""
     if asked is not None:
         torch.set_num_threads(asked)
     elif not os.environ.get("OMP_NUM_THREADS"):

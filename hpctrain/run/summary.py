@@ -1,4 +1,4 @@
-"""What a run amounts to: `summary.json`, and the last line it tells."""
+"""Summary of a run: `summary.json`, and the last line that is printed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def summarize(
     wall_s: float,
     status: str,
 ) -> dict[str, Any]:
-    """Merge the ranks' totals; rank 0 writes and tells the summary. Collective; the same value on all ranks.
+    """Merges the ranks' totals; rank 0 writes and prints the summary. Collective; the same value on all ranks.
 
-    status: `finished`, `stopped` or `diverged`. Seconds are means over the ranks; `samples_per_s` counts the
-    time of the steps, with input, communication and saving, without start-up and evaluation.
+    status: `finished`, `stopped` or `diverged`. Seconds are means over the ranks. `samples_per_s` is relative to the
+    time of the steps, including input, communication and saving, without start-up and evaluation.
     """
     by_rank = all_gather_json(session.world, totals.seconds)
     names = sorted({name for seconds in by_rank for name in seconds})
@@ -69,7 +69,7 @@ def summarize(
 
 
 def finished_summary(directory: Path, *, step: int) -> dict[str, Any] | None:
-    """The summary of a run that ended at `step`, if there is one. For rank 0 to ask."""
+    """Returns the summary in `directory` if it is that of a run finished at `step`, else None. Call it on rank 0."""
     try:
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):

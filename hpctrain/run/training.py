@@ -1,4 +1,4 @@
-"""A training run, from its recipe to its summary."""
+"""Runs the training that a recipe describes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hpctrain.checkpoint.saving.save_requests import SaveRequests
-from hpctrain.checkpoint.saving.saver import Begin
-from hpctrain.checkpoint.tiers.tiers import Tiers
-from hpctrain.checkpoint.tiers.two_tier_save import saving_through
+from hpctrain.checkpoint import Begin, SaveRequests, Tiers, saving_through
 from hpctrain.comm import all_gather_json, check_same, make_shared_folder, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
@@ -27,10 +22,11 @@ from hpctrain.run.build import (
     reduction_plan,
     total_steps,
 )
-from hpctrain.run.data import open_data, place_identity
+from hpctrain.run.compute.postponed_dynamo import set_deterministic
+from hpctrain.run.compute.precision import MODEL_DTYPE, loss_scale_for
+from hpctrain.run.data import open_data
 from hpctrain.run.directory import prepare_run_directory, set_aside
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
-from hpctrain.run.precision import MODEL_DTYPE, loss_scale_for
 from hpctrain.run.recipe.load import to_toml
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.record import environment_record, working_commit
@@ -39,10 +35,14 @@ from hpctrain.run.session import Session, start
 from hpctrain.run.summary import SUMMARY, finished_summary, summarize
 from hpctrain.telemetry import RecordWriter, tell, write_json
 from hpctrain.train import (
+    Checkpointing,
     LoopSettings,
+    RunRecorder,
     Task,
+    TaskRunner,
     Training,
     TrainingState,
+    data_identity,
     derive_seed,
     import_task,
     seed_generators,
@@ -51,14 +51,14 @@ from hpctrain.train import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """What `--resume` asks for."""
+    """Value of `--resume`. path: checkpoint to resume from. anew: start from scratch. Neither: newest checkpoint."""
 
     path: Path | None = None
     anew: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Resume:
-        """`auto`, `never`, or the path of a checkpoint."""
+        """Parses `auto`, `never`, or the path of a checkpoint."""
         if text in ("auto", "never"):
             return cls(anew=text == "never")
         return cls(path=Path(text))
@@ -72,14 +72,14 @@ def train(
     stop: StopRequest,
     save_signal: SaveSignal | None = None,
 ) -> dict[str, Any]:
-    """Carry out `recipe` with the ranks that the launcher started. Collective. Returns the summary.
+    """Trains as `recipe` says, with the ranks that the launcher started. Collective. Returns the summary.
 
-    Raises StoppedEarly when a rank was asked to stop: everything is saved then.
+    Raises StoppedEarly, with the state saved, if a rank was asked to stop.
     """
     search = [Path.cwd(), recipe_path.absolute().parent]
-    # Before anything communicates: what is wrong with the recipe is wrong on every rank.
+    # Before anything communicates, since every rank finds the same mistakes in the recipe.
     task = import_task(recipe.task.target, options=recipe.task.options, search=search)
-    # Also before: asking git means a fork, which MPI does not like.
+    # Also before, since it runs git, and forking is unsafe once MPI has started.
     first = identify(os.environ, socket.gethostname()).rank == 0
     commit = working_commit() if first else None
     with start(
@@ -105,10 +105,10 @@ def carry_out(
     commit: str | None = None,
     save_signal: SaveSignal | None = None,
 ) -> dict[str, Any]:
-    """Train `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary.
+    """Trains `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary.
 
-    commit: of the user's working directory, for the record; rank 0's is written.
-    save_signal: asks for a checkpoint, as the file `save-now` in the run directory does.
+    commit: commit of the user's working directory, for the record; rank 0's is written.
+    save_signal: requests a checkpoint, as does the file `save-now` in the run directory.
     """
     started = time.time()
     directory = Path(recipe.run.directory)
@@ -119,14 +119,12 @@ def carry_out(
         _start_anew(recipe, session)
     data = open_data(recipe.data, session=session)
     if recipe.run.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Or else every new buffer would first be filled with NaN.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        set_deterministic()
     parts = session.agreed(
         lambda: build_parts(recipe, task, session=session, data=data),
         os_error=RecipeError,
     )
-    reduction = session.reduction(reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model))
+    reduction = session.reductions.make(reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model))
     environment = {
         **environment_record(session, commit=commit),
         "algorithm": reduction.algorithm,
@@ -134,7 +132,7 @@ def carry_out(
         "reduction": reduction.record,
     }
     if recipe.reduction.sync_batch_norm:
-        # The optimizer has the parameters already: the layers keep them.
+        # The optimizer already refers to the parameters, which the conversion keeps.
         parts = replace(parts, model=session.sync_batch_norm(parts.model))
     _tell_start(recipe, session, reduction=reduction, dataset=data.dataset)
     updater = session.updater(
@@ -148,11 +146,7 @@ def carry_out(
     )
     seed_generators(derive_seed(recipe.run.seed, "rank", session.rank))
     state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
-    identity = {
-        "dataset": data.dataset.manifest.fingerprint,
-        **place_identity(parts.loader.order),
-        "last_batch": recipe.data.last_batch,
-    }
+    identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     records = session.agreed(
         lambda: RecordWriter(directory / "metrics" / f"rank-{session.rank:05}.jsonl"), os_error=LaunchError
@@ -172,26 +166,39 @@ def carry_out(
                 return _nothing_left(before, recipe=recipe, session=session)
         on_rank_0(session.world, lambda: _write_records(recipe, environment, step=resumed.position.step))
         settings = build_settings(recipe, session=session, steps=steps)
-        training = Training(
-            task,
-            state=state,
-            loader=parts.loader,
-            held_out=parts.held_out,
-            schedule=build_schedule(recipe, steps=steps),
-            settings=settings,
+        recorder = RunRecorder(
+            records, settings, resumed=resumed, loaders=[parts.loader, parts.held_out],
+            world=session.world,
+        )  # fmt: skip
+        checkpoints = Checkpointing(
+            settings.checkpoint,
             comm=session.world,
-            device=session.device,
-            dtype=MODEL_DTYPE[recipe.run.precision],
-            autocast=parts.autocast,
-            identity=identity,
-            resumed=resumed,
-            begin_save=_through(tiers, settings, session=session),
             records=records,
-            stop=stop,
+            say=recorder.say,
+            clock=recorder.clock,
             requests=SaveRequests(
                 run_directory=directory if session.rank == 0 else None, save_signal=save_signal
             ),
-            on_step=lambda step: setattr(session.world, "step", step),
+            saved_step=resumed.position.step if resumed.path is not None else None,
+            begin=_through(tiers, settings, session=session),
+        )
+        runner = TaskRunner(
+            task, parts.model, device=session.device, dtype=MODEL_DTYPE[recipe.run.precision],
+            autocast=parts.autocast,
+        )  # fmt: skip
+        training = Training(
+            runner,
+            state=state,
+            loader=parts.loader,
+            held_out=parts.held_out,
+            schedule=build_schedule(recipe, steps=steps, decay=parts.decay),
+            settings=settings,
+            comm=session.world,
+            checkpoints=checkpoints,
+            recorder=recorder,
+            stop=stop,
+            identity=identity,
+            resumed=resumed,
         )
 
         def summary(status: str) -> dict[str, Any]:
@@ -221,7 +228,7 @@ def carry_out(
 
 
 def _check_same_recipe(recipe: Recipe, session: Session) -> None:
-    """Each rank has read its own file: with different recipes they would drift apart without a word."""
+    """Raises RecipeError on every rank if the ranks' recipes differ; each rank has read its own file. Collective."""
     sections = recipe.model_dump()
     if len({str(found) for found in all_gather_json(session.world, sections)}) > 1:
         for name, values in sections.items():
@@ -229,14 +236,14 @@ def _check_same_recipe(recipe: Recipe, session: Session) -> None:
 
 
 def _through(tiers: Tiers | None, settings: LoopSettings, *, session: Session) -> Begin | None:
-    """How saves begin where they go through the nodes' own storage."""
+    """Returns the function that starts a save through the nodes' own storage; None without such storage."""
     if tiers is None:
         return None
     return saving_through(tiers, comm=session.world, options=settings.checkpoint.options)
 
 
 def _write_records(recipe: Recipe, environment: dict[str, Any], *, step: int) -> None:
-    """What runs now, in files of its own; every start is kept in `starts.jsonl`."""
+    """Writes the recipe and environment of this start, and appends both to `starts.jsonl`. For rank 0."""
     directory = Path(recipe.run.directory)
     (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
     write_json(directory / "environment.json", environment)
@@ -248,11 +255,11 @@ def _write_records(recipe: Recipe, environment: dict[str, Any], *, step: int) ->
 
 
 def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -> dict[str, Any]:
-    """The run was finished before: its records stay as they are."""
+    """Reports that the run was already finished, and leaves its records unchanged. Returns its summary."""
     if session.rank == 0:
         tell(
-            f"{recipe.run.name}: finished before, at step {before['step']}; raise run.steps or run.epochs to go on, "
-            "or start anew with --resume never"
+            f"{recipe.run.name}: already finished, at step {before['step']}; increase run.steps or run.epochs to "
+            "continue, or start from scratch with --resume never"
         )
     return before
 
@@ -266,11 +273,11 @@ def _start_anew(recipe: Recipe, session: Session) -> None:
         moved.append(set_aside(checkpoints.parent, [checkpoints.name], comm=session.world))
     for place in moved:
         if place is not None and session.rank == 0:
-            tell(f"starting anew: what an earlier run left is in {place}")
+            tell(f"starting from scratch: files of an earlier run were moved to {place}")
 
 
 def _describe_backend(session: Session, reduction: Reduction) -> str:
-    """What communicates, and why, for the start line."""
+    """Describes the communication backends, with the reason for the choice, for the line printed at the start."""
     world = session.world
     if world.backend == world.reduction_backend:
         why = session.backend_reason

@@ -1,1 +1,1 @@
-"""Two tasks that come with hpctrain: both train on a laptop, on data that is on every machine."""
+"""Two example tasks. Both train on a laptop, on data that needs no download."""

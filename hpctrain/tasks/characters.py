@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.train.task import Fields
+from hpctrain.train import Fields
 
 
 class TransformerBlock(nn.Module):
@@ -23,7 +23,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: (batch, window, width)."""
+        """hidden: float, shape (batch, window, width). Returns the same shape."""
         batch, window, width = hidden.shape
         mixed = self.query_key_value(self.attention_norm(hidden))
         query, key, value = mixed.view(batch, window, 3, self.heads, width // self.heads).permute(
@@ -37,7 +37,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of the next token, (batch, window, vocabulary), from tokens, (batch, window)."""
+    """Logits of the next token, shape (batch, window, vocabulary), from integer tokens, shape (batch, window)."""
 
     def __init__(
         self, *, vocabulary: int, window: int, width: int, layers: int, heads: int, dropout: float
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
 
 
 class Characters:
-    """Next-byte prediction on `tokens` (n, window + 1); the loss is in nats per character."""
+    """Next-byte prediction on `tokens`, integers of shape (n, window + 1). The loss is in nats per character."""
 
     def __init__(
         self, *, window: int = 128, vocabulary: int = 256, width: int = 128, layers: int = 2, heads: int = 4,

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.train.task import Fields
+from hpctrain.train import Fields
 
 
 class Digits:
-    """Convolutional classifier of `image` (n, 1, 8, 8), values 0 to 16, into `label` (n,), 0 to 9."""
+    """Classifies `image`, shape (n, 1, 8, 8), values 0 to 16, into `label`, shape (n,), values 0 to 9."""
 
     def __init__(self, *, width: int = 32, dropout: float = 0.0) -> None:
         self._width = width

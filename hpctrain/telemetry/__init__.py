@@ -1,7 +1,5 @@
-"""Spans and counters of a run, written per rank. Nothing here communicates."""
+"""Records and timings of a run, written per rank. Nothing here communicates."""
 
-from hpctrain.telemetry.console import tell
-from hpctrain.telemetry.records import RecordWriter, read_records, write_json
-from hpctrain.telemetry.step_clock import StepClock
+import lazy_loader
 
-__all__ = ["RecordWriter", "StepClock", "read_records", "tell", "write_json"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""JSON lines: one record a line, one file a rank."""
+"""Records of a run as JSON lines, one file a rank; and lines for the user on standard output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from hpctrain.storage import replace_file
+
 _BLOCK_BYTES = 1 << 16
 
 
 def _plain(value: Any) -> Any:
-    """Standard JSON has no NaN or infinity: they are written as the strings "nan", "inf" and "-inf"."""
+    """Replaces NaN and infinities, which standard JSON does not have, by the strings "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -25,10 +27,10 @@ def _plain(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to `path`, in a folder that is there. A record is in the kernel's hands when `write` returns.
+    """Appends records to `path`; its folder must exist. `write` flushes each record to the operating system.
 
-    After a resume, steps that the killed run had recorded beyond its last checkpoint stand in the file twice:
-    the later record is the one that counts.
+    After a resume, steps that the killed run had recorded beyond its last checkpoint are in the file twice; the later
+    record counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,12 +39,13 @@ class RecordWriter:
         self._file: IO[str] | None = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
+        """Writes a record. After an OSError it prints one message and drops this and all later records."""
         if self._file is None:
             return
         try:
             self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
         except OSError as error:
-            # A full disk must not end the training that the records are about.
+            # A full disk must not end the training.
             print(f"hpctrain: no more records in {self._path}: {error.strerror}", file=sys.stderr, flush=True)
             self._file = None
 
@@ -53,9 +56,9 @@ class RecordWriter:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """A killed rank may have left half a line: appended to, it would spoil the next one.
+    """Removes an incomplete last line, left by a killed rank, to which the next record would be appended.
 
-    Reads back from the end as far as the last whole line, which is one block however long the file is.
+    Reads backwards to the last complete line, usually one block, whatever the length of the file.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -77,7 +80,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file. A last line that a killed rank left unfinished is passed over."""
+    """Yields the records of a file. Skips an incomplete last line, which a killed rank may leave. Raises OSError."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -85,8 +88,19 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as one JSON file that is there whole or not at all."""
+    """Writes `value` as a JSON file atomically. Makes the folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    temporary.write_text(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    content = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
+    replace_file(path, content.encode(), partial=path.with_name(f".{path.name}.{os.getpid()}.partial"))
+
+
+def tell(text: str, *, end: str = "\n") -> None:
+    """Prints and flushes. If the reader has closed the pipe (`| head`), output is discarded; the run continues."""
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):
+        # Python flushes again at exit; an error there would end the process with exit code 120.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Where the time of one step went."""
+"""Divides the time of a step into named parts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 
 class StepClock:
-    """Adds up seconds under names, from one `lap` to the next.
+    """Sums seconds by name, from one `lap` to the next.
 
     Names used by the training loop: `input` (waiting for a batch), `compute` (forward, backward, optimizer),
-    `sync` (all the time the reduction took, on whatever thread), `exposed_sync` (the part of it for which
-    training stood still), `checkpoint`.
+    `sync` (total time of the reduction, on any thread), `exposed_sync` (the part of it for which
+    training was blocked), `checkpoint`.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class StepClock:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Add the duration of the `with` block to `name`, also when the block raises."""
+        """Adds the duration of the `with` block to `name`, even if the block raises."""
         started = time.perf_counter()
         try:
             yield
@@ -30,7 +30,7 @@ class StepClock:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """The duration of the `with` block belongs to no step."""
+        """Excludes the duration of the `with` block from the step."""
         started = time.perf_counter()
         try:
             yield
@@ -41,7 +41,7 @@ class StepClock:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def lap(self) -> dict[str, float]:
-        """Seconds by name since the last lap, with `step` the whole of it; starts the next lap."""
+        """Returns seconds by name since the last lap, with the total under `step`, and starts the next lap."""
         now = time.perf_counter()
         seconds = {"step": now - self._lap_started, **self._seconds}
         self._lap_started = now

@@ -72,7 +72,7 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
             updater.backward(model(torch.ones(1, 1000)).mean(), weight=1 / session.num_ranks)
             updater.step()
     else:
-        reduce = functools.partial(session.reducer(algorithm=algorithm), torch.zeros(500_000))
+        reduce = functools.partial(session.reductions.in_place_sum(algorithm=algorithm), torch.zeros(500_000))
     start_s = time.monotonic()
     for number in itertools.count():
         session.world.step = number
@@ -89,7 +89,9 @@ class _Still:
 
     def step(self) -> None: ...
 
-    def zero_grad(self, *, set_to_none: bool) -> None: ...
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None  # or the sums would grow until they are infinite
 
 
 if __name__ == "__main__":

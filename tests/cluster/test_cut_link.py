@@ -46,7 +46,7 @@ def assert_a_cut_ends_all(
     ranks_per_node: int,
     folder: Path,
     watch: Path,
-    under_way: Callable[[], object],
+    in_flight: Callable[[], object],
 ) -> None:
     """Cut the link of `words`, a command on all nodes, when it is under way. watch: folder of its ranks' positions."""
     command = ["srun", f"--nodes={NUM_NODES}", f"--ntasks-per-node={ranks_per_node}", "--wait=5"]
@@ -58,7 +58,7 @@ def assert_a_cut_ends_all(
         )  # fmt: skip
     codes = [folder / f"{rank}.code" for rank in range(NUM_NODES * ranks_per_node)]
     try:
-        wait_for(under_way, srun=srun, timeout_s=60)
+        wait_for(in_flight, srun=srun, timeout_s=60)
         cut_at = time.time()
         cluster.cut_link(CUT)
         try:
@@ -107,7 +107,7 @@ def test_a_cut_link_ends_every_rank_with_code_6_and_the_nodes_name(
         ranks_per_node=2,
         folder=tmp_path,
         watch=tmp_path / "watch",
-        under_way=(tmp_path / "sums").exists,
+        in_flight=(tmp_path / "sums").exists,
     )
 
 
@@ -124,11 +124,11 @@ def test_a_cut_link_ends_a_training_with_code_6_and_the_nodes_name(cluster: Clus
     words += [word for setting in settings for word in ("--set", setting)]
     began_s: list[float] = []
 
-    def under_way() -> bool:
+    def in_flight() -> bool:
         """For three seconds, in which the ranks learn of each other."""
         if not began_s and metrics.exists() and metrics.read_text().count("\n") > 20:
             began_s.append(time.monotonic())
         return bool(began_s) and time.monotonic() > began_s[0] + 3
 
     watch = tmp_path / "run" / "watch"
-    assert_a_cut_ends_all(cluster, words, ranks_per_node=1, folder=tmp_path, watch=watch, under_way=under_way)
+    assert_a_cut_ends_all(cluster, words, ranks_per_node=1, folder=tmp_path, watch=watch, in_flight=in_flight)

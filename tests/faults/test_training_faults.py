@@ -224,7 +224,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(where: Path) -> None
 def test_a_checkpoint_of_other_data_is_refused(where: Path) -> None:
     assert train(where, "run.steps=10").returncode == 0
     result = train(where, "data.train=data/test")
-    assert_refused(result, ExitCode.CHECKPOINT, "its place in the data means nothing here", "dataset")
+    assert_refused(
+        result, ExitCode.CHECKPOINT, "its position in the data is not valid in this run", "dataset"
+    )
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_aloud(where: Path) -> None:

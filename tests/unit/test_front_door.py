@@ -1,4 +1,4 @@
-"""`import hpctrain`: what a type checker and completion see is what there is."""
+"""The public names: what a type checker and completion see is what there is, in `hpctrain` and in each package."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ import hpctrain
 from tests.ranks_launcher import REPOSITORY
 
 SCRIPT = REPOSITORY / "tests" / "unit" / "typed_user_script.py"
+STUBS = sorted((REPOSITORY / "hpctrain").glob("*/__init__.pyi"))
+PACKAGES = ["hpctrain", *(f"hpctrain.{stub.parent.name}" for stub in STUBS)]
 
 
-def typed_names() -> dict[str, str]:
-    """Name -> package, as written under TYPE_CHECKING."""
-    tree = ast.parse(Path(hpctrain.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    found = {}
-    for node in block.body:
+def names_of_stub(package: str) -> list[str]:
+    """The names that the package's `__init__.pyi` exports."""
+    path = Path(import_module(package).__file__ or "").with_suffix(".pyi")
+    found = []
+    for node in ast.parse(path.read_text()).body:
         assert isinstance(node, ast.ImportFrom)
-        assert node.module is not None
         for alias in node.names:
             assert alias.asname == alias.name  # else it is not exported, by PEP 484
-            found[alias.name] = node.module
+            found.append(alias.name)
     return found
 
 
-def test_type_checkers_see_the_names_that_are_loaded_when_used() -> None:
-    assert typed_names() == hpctrain._HOME
-    for name in hpctrain.__all__:
-        assert getattr(hpctrain, name) is not None
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_type_checkers_and_completion_see_is_there(package: str) -> None:
+    module = import_module(package)
+    names = names_of_stub(package)
+    assert len(names) == len(set(names)) > 0
+    assert sorted(module.__all__) == sorted(names)
+    assert set(names) <= set(dir(module))
+    for name in names:
+        assert getattr(module, name) is not None
 
 
-def test_completion_lists_every_name() -> None:
-    assert set(hpctrain.__all__) <= set(dir(hpctrain))
-
-
-def test_each_name_is_exported_by_the_package_that_it_is_from() -> None:
-    for name, package in hpctrain._HOME.items():
-        if package != "hpctrain.errors":
-            assert name in import_module(package).__all__
+def test_importing_the_command_line_loads_neither_torch_nor_h5py() -> None:
+    script = "import sys, hpctrain.cli.main; print(sorted({'torch', 'h5py', 'mpi4py'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.timeout(900)  # mypy reads torch too, at first without a cache

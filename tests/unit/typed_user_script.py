@@ -14,6 +14,7 @@ from hpctrain import (
     Loader,
     Position,
     Replicated,
+    SaveOptions,
     Session,
     Shard,
     State,
@@ -49,6 +50,6 @@ def train(task: Task, directory: Path) -> list[str]:
         hpctrain.save(state, directory=directory, step=1, comm=session.world)
     except HpctrainError as error:
         print(error)
-    kinds: tuple[type, ...] = (TrainingState, hpctrain.Compression)
+    kinds: tuple[type, ...] = (TrainingState, SaveOptions, hpctrain.Compression)
     print(kinds, hpctrain.resume, hpctrain.load_newest_good, hpctrain.__version__)
     return list(hpctrain.open_checkpoint(directory / "step-00000001.h5", comm=session.world).tensors)

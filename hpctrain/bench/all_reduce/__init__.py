@@ -1,1 +1,1 @@
-"""`hpctrain bench allreduce`: cells of size, algorithm and wire format, measured on the ranks of a session."""
+"""`hpctrain bench allreduce`: times all-reduces by size, algorithm and wire format on the ranks of a session."""

@@ -1,4 +1,4 @@
-"""One cell of the all-reduce table: a size, an algorithm, a wire format; and how its time is taken."""
+"""Times the cells of the all-reduce table. A cell is a combination of size, algorithm and wire format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from typing import final
 import torch
 
 from hpctrain.comm import Collective, ReduceOp, all_gather_json
-from hpctrain.reduce.autotune.trials import ELEMENT_BYTES
-from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce import ELEMENT_BYTES, Bucket, BucketReducer, Slot, run_to_end
 from hpctrain.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """num_bytes: of float32 gradients."""
+    """One combination to measure. num_bytes: size of the float32 gradients."""
 
     algorithm: str
     wire: str
@@ -34,11 +31,11 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellResult:
-    """What a cell came to. The same on every rank.
+    """Result of a cell. The same on every rank.
 
-    samples_s: of each repeat, the longest time that any rank took. sent_bytes_per_node: payload that left the
-    node that sent most, per reduction. relative_error: largest difference from the float64 sum over the
-    largest value of that sum, on the worst rank, in the last reduction (with what was fed back before).
+    samples_s: for each repeat, the time of the slowest rank. sent_bytes_per_node: payload bytes per reduction of the
+    node that sent most. relative_error: largest difference from the float64 sum, divided by the largest absolute value
+    of that sum, on the worst rank, in the last reduction (including the error feedback of earlier ones).
     """
 
     cell: Cell
@@ -48,10 +45,10 @@ class CellResult:
 
 
 def bucket_of(num_elements: int, *, number: int = 0, position: int = 0) -> Bucket:
-    """A bucket of exactly so many float32: the largest square matrix, what remains, and their two flags.
+    """Returns a bucket of exactly `num_elements` float32: the largest square matrix, the remainder, and their flags.
 
-    A matrix, since low-rank wires send only matrices as factors; other wires see no difference. No gap before
-    the flags: a table's 4 KB are 4 KB.
+    It has a matrix because low-rank wires send only matrices as factors; for other wires it makes no difference.
+    There is no padding before the flags: 4 KB in the table are 4 KB.
     """
     side = math.isqrt(max(0, num_elements - 2))
     numels = [num_elements - 1] if side < 4 else [side * side, num_elements - 2 - side * side]
@@ -89,7 +86,10 @@ def buckets_of(sizes_bytes: Sequence[int], *, in_flight: int = 1) -> list[Bucket
 
 @final
 class Gradients:
-    """What each rank brings, so that every rank knows the sum: one random vector times the rank's power of two."""
+    """Input of each rank: one random vector, the same everywhere, times the rank's power of two.
+
+    So every rank can compute the expected sum.
+    """
 
     def __init__(
         self, *, num_elements: int, rank: int, num_ranks: int, seed: int, device: torch.device
@@ -102,10 +102,12 @@ class Gradients:
         self._sum_of_factors = sum(factors)
 
     def fill(self, memory: torch.Tensor, *, bucket: Bucket) -> None:
+        """Writes this rank's gradients, and 1 for the flags, into `memory`: float32, shape (bucket.numel,)."""
         memory.copy_(self._mine[: bucket.numel])
         memory[bucket.first_flag :] = 1
 
     def relative_error(self, memory: torch.Tensor, *, bucket: Bucket) -> float:
+        """Largest difference of the sum in `memory` from the exact one, divided by the latter's largest value."""
         expected = self._base[: bucket.num_gradients].double() * self._sum_of_factors
         if not expected.numel():
             return 0.0
@@ -115,10 +117,10 @@ class Gradients:
 
 @final
 class CellTimer:
-    """Times the cells of reducers that all live side by side. Its methods are collective over `comm`.
+    """Times the cells of several reducers that exist at the same time. Its methods are collective over `comm`.
 
-    reducers: by (algorithm, wire), in the same order on every rank; each gets a bucket of every size.
-    progress: called with the share that is done, 0 to 1, after each reduction.
+    reducers: by (algorithm, wire), in the same order on every rank; each has a bucket of every size.
+    progress: called with the share done, 0 to 1, after each reduction.
     """
 
     def __init__(
@@ -149,14 +151,14 @@ class CellTimer:
         self._buffers: dict[tuple[str, str], list[torch.Tensor]] = {}
 
     def plan(self) -> None:
-        """Give every reducer its buckets. Apart from the constructor, which does not communicate."""
+        """Passes every reducer its buckets. Not done in the constructor, which does not communicate."""
         for key, reducer in self._reducers.items():
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
     def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
-        """Every cell `warmup + repeats` times, each round in another order; the first rounds do not count.
+        """Times every cell `warmup + repeats` times, in shuffled order each round; warm-up rounds are not counted.
 
-        What drifts (a neighbour's load, a clock) hits all cells alike.
+        The shuffling spreads drift (other load on the machine, clock frequency) evenly over the cells.
         """
         cells = [
             Cell(algorithm=algorithm, wire=wire, num_bytes=num_bytes)
@@ -180,7 +182,7 @@ class CellTimer:
                 self._progress((number + (place + 1) / len(order)) / rounds)
         times = torch.tensor(mine, dtype=torch.float64).reshape(-1)
         worst = torch.tensor(errors, dtype=torch.float64)
-        # The reduction is over when the last rank has it.
+        # A reduction ends when the last rank has the sum.
         self._comm.all_reduce(times, op=ReduceOp.MAX)
         self._comm.all_reduce(worst, op=ReduceOp.MAX)
         by_node = self._sent_by_node(sent)
@@ -195,7 +197,7 @@ class CellTimer:
         ]
 
     def _reduce(self, cell: Cell, *, check: bool) -> tuple[float, int, float]:
-        """Seconds on this rank, payload bytes it sent, and the error where `check`."""
+        """Reduces once. Returns seconds on this rank, payload bytes that it sent, and the error (0 unless `check`)."""
         key = (cell.algorithm, cell.wire)
         reducer, first = self._reducers[key], self._sizes_bytes.index(cell.num_bytes) * self._in_flight
         numbers = range(first, first + self._in_flight)
@@ -219,7 +221,7 @@ class CellTimer:
             torch.cuda.synchronize(self._device)
 
     def _sent_by_node(self, mine: list[int]) -> list[list[int]]:
-        """Node -> bytes that its ranks sent, by cell."""
+        """Bytes sent by node and cell: `[node][cell]`, summed over the node's ranks."""
         by_rank = all_gather_json(self._comm, mine)
         return [
             [sum(by_rank[rank][index] for rank in ranks) for index in range(len(mine))]

@@ -1,4 +1,4 @@
-"""The rate of the links between nodes, as plain messages reach it."""
+"""Measures the rate of the links between nodes with plain messages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import time
 
 import torch
 
-from hpctrain.comm import Collective, ReduceOp
-from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm import Collective, ReduceOp, Transport
 
 MESSAGE_BYTES = 1 << 20
 ROUNDS = 3
@@ -16,10 +15,10 @@ MAX_MESSAGES = 2048
 
 
 def measure_link(transport: Transport, *, comm: Collective) -> float | None:
-    """Bytes/s that each node sends and receives at once, the best of three rounds; None on one node. Collective.
+    """Returns the bytes/s that each node sends while it receives as many, best of three rounds; None on one node.
 
-    The first rank of each node sends plain messages to that of the next node, several at a time; the others
-    wait. A round takes as long as its slowest node. About 2 s.
+    The first rank of each node sends plain messages to the first rank of the next node, several at a time; the other
+    ranks wait. A round takes as long as its slowest node. Takes about 2 s. Collective.
     """
     firsts = [ranks[0] for ranks in transport.topology.ranks_by_node]
     if len(firsts) == 1:
@@ -34,7 +33,7 @@ def measure_link(transport: Transport, *, comm: Collective) -> float | None:
 
 
 def _shift(transport: Transport, *, comm: Collective, firsts: list[int], num_messages: int) -> float:
-    """Seconds of the slowest rank for `num_messages` to the next node, four of them under way at once."""
+    """Seconds of the slowest rank for `num_messages` to the next node, four of them in flight at once. Collective."""
     outgoing = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     incoming = [torch.empty_like(outgoing) for _ in range(4)]
     comm.barrier()

@@ -1,4 +1,4 @@
-"""Measuring all-reduces: which cells can run here, in which groups they fit into memory, what they came to."""
+"""Measures all-reduces: decides which cells can run, groups them to fit into memory, and computes the table's rows."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from hpctrain.bench.all_reduce.cells import CellResult, CellTimer
 from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.comm import Collective, all_gather_json
 from hpctrain.errors import UsageError
-from hpctrain.reduce.autotune.trials import ELEMENT_BYTES
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce import ELEMENT_BYTES, BucketReducer
 from hpctrain.topology import Topology
 
-# (algorithm, wire) -> a reducer in message spaces of its own. Collective. Raises UsageError, the same on
-# every rank, where the two cannot be had here.
+# (algorithm, wire) -> a reducer whose messages are separate from those of other reducers. Collective. Raises
+# UsageError, the same on every rank, if the combination cannot run here.
 MakeReducer = Callable[[str, str], BucketReducer]
-# (algorithm, wire, bytes) -> the algorithm that runs; None: the reducer's one.
+# (algorithm, wire, bytes) -> the algorithm that runs; None: the reducer's own.
 RunsFor = Callable[[str, str, int], str | None]
 
-# A bucket, and at most as much again for what is on the wire.
+# Memory of a reducer, in sizes of its buckets: the buckets, and somewhat more than that for encoded data.
 COPIES = 2.5
 SHARE_OF_MEMORY = 0.5
-SHARE_OF_SHARED = 0.8  # the ranks of a node share their buckets there
+SHARE_OF_SHARED = 0.8  # of /dev/shm, where the ranks of a node share their buckets
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceAsked:
-    """What is measured. sizes_bytes: of float32 gradients, ascending."""
+    """Settings of the measurement. sizes_bytes: sizes of float32 gradients, ascending. Raises UsageError."""
 
     sizes_bytes: tuple[int, ...]
     algorithms: tuple[str, ...]
@@ -51,7 +50,7 @@ class AllReduceAsked:
         for num_bytes in self.sizes_bytes:
             if num_bytes % ELEMENT_BYTES:
                 raise UsageError(
-                    f"--sizes: {num_bytes} bytes are no whole number of float32 ({ELEMENT_BYTES} bytes each)"
+                    f"--sizes: {num_bytes} bytes are not a whole number of float32 ({ELEMENT_BYTES} bytes each)"
                 )
         if self.repeats < 1 or self.warmup < 0 or self.in_flight < 1:
             raise UsageError(
@@ -62,7 +61,10 @@ class AllReduceAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A line of the table. runs: the algorithm that ran. Bandwidths in bytes/s; bounds None where there is none."""
+    """A line of the table. runs, wire_runs: the algorithm and wire format that ran. Bandwidths are in bytes/s.
+
+    bound_bytes_per_node, bound_s: None if there is no bound.
+    """
 
     algorithm: str
     runs: str
@@ -115,13 +117,12 @@ def measure_all_reduce(
     memory_bytes: float | None = None,
     runs: RunsFor = lambda algorithm, wire, num_bytes: None,
 ) -> AllReduceMeasured:
-    """Measure every cell that can run here. Collective; the same value on every rank.
+    """Measures every cell that can run here. Collective; returns the same value on every rank.
 
-    What cannot run, or would run as something that is measured anyway, is a note. memory_bytes: what the
-    buckets of this rank may take; half of what is free, shared by the host's ranks, unless given. Where
-    not all reducers fit they are measured in groups, one after another, which is a note too. runs: the
-    algorithm that a reducer takes for a size, where that differs between sizes.
-    Raises UsageError when nothing that was asked for can run.
+    A note is added for each combination that cannot run, or that would run as another one. memory_bytes: limit for the
+    buckets of this rank; default: half of the free memory, divided by the host's ranks. If the reducers do not all fit,
+    they are measured in groups, one after another, and a note says so. runs: the algorithm that a reducer selects for
+    a size, if that depends on the size. Raises UsageError if none of the combinations can run.
     """
     notes: list[str] = []
     pairs = [(algorithm, wire) for wire in asked.wires for algorithm in asked.algorithms]
@@ -167,7 +168,7 @@ def measure_all_reduce(
 def groups_that_fit(
     pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
 ) -> Iterator[list[tuple[str, str]]]:
-    """The pairs in as few groups as the memory allows, about equally large; at least one pair to a group."""
+    """Yields the pairs in as few groups as memory allows, about equally large; at least one pair per group."""
     at_once = max(1, int(budget_bytes // max(1, bytes_each)))
     num_groups = -(-len(pairs) // at_once)
     for number in range(num_groups):
@@ -176,7 +177,7 @@ def groups_that_fit(
 
 
 def _memory_for_buckets(comm: Collective) -> float:
-    """What is free for one rank on the host that has least. Collective."""
+    """Memory for one rank's buckets, in bytes, on the host that has least per rank. Collective."""
     free = SHARE_OF_MEMORY * psutil.virtual_memory().available
     if _SHARED_MEMORY.is_dir():
         free = min(free, SHARE_OF_SHARED * shutil.disk_usage(_SHARED_MEMORY).free)
@@ -188,7 +189,7 @@ def _memory_for_buckets(comm: Collective) -> float:
 def _make(
     pairs: Sequence[tuple[str, str]], make: MakeReducer, *, left_out: dict[str, list[tuple[str, str]]]
 ) -> dict[tuple[str, str], BucketReducer]:
-    """The reducers that can be had here; into `left_out` go the others, by the reason."""
+    """Returns the reducers that can run here. Adds the other pairs to `left_out`, by reason."""
     reducers: dict[tuple[str, str], BucketReducer] = {}
     for algorithm, wire in pairs:
         try:
@@ -199,15 +200,15 @@ def _make(
 
 
 def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """A line for each reason: `not measured: ring and direct (fp32, fp16): ...`."""
+    """One line per reason, for example `not measured: ring, direct (fp32, fp16): ...`."""
     lines = []
     for reason, pairs in left_out.items():
         by_wires: dict[str, list[str]] = {}
         for algorithm in dict.fromkeys(algorithm for algorithm, _ in pairs):
             wires = ", ".join(wire for name, wire in pairs if name == algorithm)
             by_wires.setdefault(wires, []).append(algorithm)
-        told = "; ".join(f"{', '.join(algorithms)} ({wires})" for wires, algorithms in by_wires.items())
-        lines.append(f"not measured: {told}: {reason}")
+        names = "; ".join(f"{', '.join(algorithms)} ({wires})" for wires, algorithms in by_wires.items())
+        lines.append(f"not measured: {names}: {reason}")
     return lines
 
 
@@ -220,7 +221,7 @@ def row_of(
     link_bytes_per_s: float | None,
     runs: str | None = None,
 ) -> Row:
-    """The line of a cell. With several in flight all of them count: their bytes, and the time of all."""
+    """Returns the row of a cell. With several buckets in flight, bytes and time are those of all of them together."""
     cell, count = measured.cell, asked.in_flight
     seconds = spread_of(measured.samples_s)
     num_bytes = cell.num_bytes * count

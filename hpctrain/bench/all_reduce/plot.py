@@ -1,4 +1,4 @@
-"""Size against bus bandwidth, as a picture. matplotlib is loaded only here, and only when a plot is asked for."""
+"""Plots bus bandwidth over size. matplotlib is imported only when a plot is requested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.bench.all_reduce.bandwidth import bound_seconds, bus_bandwidth
 from hpctrain.bench.all_reduce.measure import Row
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.errors import UsageError
-from hpctrain.reduce.autotune.trials import ELEMENT_BYTES
+from hpctrain.reduce import ELEMENT_BYTES
 from hpctrain.topology import Topology
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -19,9 +19,9 @@ _MARKERS = ("o", "s", "^", "D")
 
 
 def check_plot(path: Path) -> None:
-    """UsageError unless a plot can be written to `path`: to be found out before anything is measured."""
+    """Raises UsageError if no plot can be written to `path`. Called before the measurement starts."""
     if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {path}: the ending says which kind; give one of {', '.join(SUFFIXES)}")
+        raise UsageError(f"--plot {path}: the file name must end in one of {', '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "--plot needs matplotlib, which is not installed: pip install 'hpctrain[plot]', or measure with --json "
@@ -32,10 +32,10 @@ def check_plot(path: Path) -> None:
 def plot_all_reduce(
     rows: Sequence[Row], path: Path, *, topology: Topology, title: str, link_bytes_per_s: float | None = None
 ) -> None:
-    """Write the plot. A colour an algorithm, a line style a wire; the quartiles as a band; the bound in grey.
+    """Writes the plot: a colour per algorithm, a line style per wire, the quartiles as a band, the bound in grey.
 
-    The bound of a wire is the bus bandwidth that the least bytes out of a node would give at the link's
-    rate, with nothing else taking time.
+    The bound of a wire is the bus bandwidth if each node sent only `bound_bytes` at the link's rate, and nothing else
+    took time.
     """
     import matplotlib as mpl
 
@@ -88,7 +88,7 @@ def plot_all_reduce(
 
 
 def _mb_per_s(row: Row, seconds: float) -> float:
-    """Bus bandwidth of the row if it had taken `seconds`."""
+    """Bus bandwidth of the row in MB/s if it had taken `seconds`."""
     return row.busbw * row.seconds.median / seconds / 1e6 if seconds > 0 else 0.0
 
 

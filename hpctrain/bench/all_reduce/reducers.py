@@ -1,4 +1,4 @@
-"""The reducers that are measured: made as for training, by name."""
+"""Makes the reducers to be measured, in the same way as for training."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ from typing import Any, final
 
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.errors import UsageError
-from hpctrain.reduce.algorithms import (
+from hpctrain.reduce import (
     ALGORITHM_NAMES,
     AUTO,
     NCCL_ALGORITHMS,
     SPARSE_WIRES,
     WIRE_NAMES,
     Algorithm,
+    BucketReducer,
+    LowRankReducer,
     Means,
+    ReducerMaker,
+    TopKReducer,
     decide,
     parse_algorithm,
 )
-from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
-from hpctrain.reduce.collective_reducers.top_k import TopKReducer
-from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.factory import ReducerMaker
-from hpctrain.run.reduction import AUTO_WIRES, ReductionPlan, make_reduction
-from hpctrain.run.session import Session
+from hpctrain.run import AUTO_WIRES, ReductionPlan, Session, make_reduction
 
 ALGORITHMS = ALGORITHM_NAMES
 WIRES = WIRE_NAMES
-# Measured unless others are asked for: what may be used without losing more than a rounding.
+# Measured by default: wire formats that lose no more than a rounding.
 USUAL_WIRES = ("fp32", "fp16")
 
 
 def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Names with commas between, each once, in the order given; `all` for the usual ones. Raises UsageError."""
+    """Parses names separated by commas. Returns each once, in the order given; `usual` for `all`. Raises UsageError."""
     if text.strip() == "all":
         return usual
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
@@ -42,7 +41,10 @@ def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[
 
 
 def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
-    """The one of Horovod's own sums that was asked for, which it must know when it starts. UsageError for two."""
+    """The requested NCCL algorithm of Horovod, which Horovod must know when it starts; None if none is requested.
+
+    Raises UsageError for more than one.
+    """
     asked = [name for name in algorithms if name in NCCL_ALGORITHMS]
     if len(asked) > 1:
         raise UsageError(
@@ -54,16 +56,16 @@ def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
 
 @final
 class ReducersHere:
-    """Reducers as a training run of this session has them: a `MakeReducer`. Collective.
+    """Makes reducers as a training run of this session does: a `MakeReducer`. Collective.
 
-    gradient_bytes: of all buckets that one of them gets. Where the algorithm or the wire is `auto` a calibration
-    is measured anew, as no file of an earlier run is looked at; `calibrations` has its numbers and the choice.
-    nccl: the one of Horovod's own sums that the session was started for.
+    gradient_bytes: total size of the buckets of one reducer. If the algorithm or the wire is `auto`, a calibration is
+    measured (results cached by earlier runs are not used); `calibrations` has its numbers and the choice.
+    nccl: the NCCL algorithm of Horovod that the session was started with.
     """
 
     def __init__(self, session: Session, *, gradient_bytes: int, nccl: str | None = None) -> None:
         self._session = session
-        self._nccl = session.nccl(nccl or AUTO)
+        self._nccl = session.reductions.nccl(nccl or AUTO)
         self._gradient_bytes = gradient_bytes
         self._maker = ReducerMaker(
             session.world, topology=session.topology, device=session.device.type, gradient_bytes=gradient_bytes,
@@ -79,7 +81,7 @@ class ReducersHere:
                 check_runs(parse_algorithm(algorithm), wire=each, means=self._maker.means)
         if AUTO in (algorithm, wire):
             return self._by_measurement(algorithm, wire)
-        # From the first reduction on as they are in the middle of a training run.
+        # start_step=0: compressed from the first reduction on, as in the middle of a training run.
         if wire == "top-k" and session.num_ranks > 1:
             return TopKReducer(session.world.duplicate(), topology=session.topology, start_step=0)
         if wire == "low-rank" and session.num_ranks > 1:
@@ -96,13 +98,13 @@ class ReducersHere:
         return made.reducer
 
     def runs(self, algorithm: str, wire: str, *, num_bytes: int) -> str | None:
-        """The algorithm that `auto` takes for a bucket of this size; None where nothing was chosen."""
+        """The algorithm that `auto` selects for a bucket of this size; None if there was no calibration."""
         ranges = self.calibrations.get((algorithm, wire), {}).get("ranges", [])
         below = [entry["algorithm"] for entry in ranges if entry["from_bytes"] <= num_bytes]
         return below[-1] if below else None
 
     def lines(self) -> list[str]:
-        """Every choice and the numbers that it follows from, for a reader."""
+        """Lines that describe every choice and the measurements it is based on."""
         lines = []
         for (algorithm, wire), record in self.calibrations.items():
             head = f"auto, {wire}" if algorithm == AUTO else f"{algorithm}, wire auto"
@@ -125,10 +127,10 @@ class ReducersHere:
 
 
 def check_runs(asked: Algorithm, *, wire: str, means: Means) -> None:
-    """UsageError, without the name of `asked`, where it would not run as itself."""
+    """Raises UsageError if another algorithm would run in place of `asked`. The message does not name `asked`."""
     if means.topology.num_ranks == 1:
         if asked is not Algorithm.FLAT:
-            raise UsageError("one rank sends nothing, by any algorithm: see flat")
+            raise UsageError("one rank sends nothing, so that all algorithms are the same: see flat")
         return
     if asked is Algorithm.FLAT and means.nccl is not None and wire not in SPARSE_WIRES:
         raise UsageError(f"{means.nccl.value} would run instead: Horovod was started with it")

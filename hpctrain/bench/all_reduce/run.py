@@ -1,4 +1,4 @@
-"""The all-reduce measurement on the ranks of a session: from what was asked to the JSON document."""
+"""Runs the all-reduce measurement on the ranks of a session and builds its JSON document."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from hpctrain.bench.all_reduce.measure import AllReduceAsked, AllReduceMeasured,
 from hpctrain.bench.all_reduce.reducers import ReducersHere
 from hpctrain.bench.document import document_head
 from hpctrain.errors import UsageError
-from hpctrain.run.record import environment_record
-from hpctrain.run.session import Session
+from hpctrain.run import Session, environment_record
 
 SCHEMA = "hpctrain.bench.allreduce/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Rate of a node's link in one direction, and how it is known: `given` or `measured`."""
+    """Rate of a node's link in one direction. source: `given` or `measured`."""
 
     bytes_per_s: float
     source: str
@@ -29,7 +28,7 @@ class Link:
 
 
 def parse_link(text: str | None) -> float | None:
-    """Bytes/s of `--link-mbit`; None for `measure` and for nothing. Raises UsageError."""
+    """Parses `--link-mbit`. Returns bytes/s; None for `measure` and if not given. Raises UsageError."""
     if text is None or text == "measure":
         return None
     try:
@@ -42,7 +41,10 @@ def parse_link(text: str | None) -> float | None:
 
 
 def find_link(text: str | None, *, session: Session) -> Link | None:
-    """The rate that was given, or measured now. Collective."""
+    """Returns the link rate that was given, or measures it; None if it is not requested or cannot be measured.
+
+    Collective.
+    """
     given = parse_link(text)
     if given is not None:
         return Link(bytes_per_s=given, source="given")
@@ -51,7 +53,7 @@ def find_link(text: str | None, *, session: Session) -> Link | None:
     transport = session.world.transport(session.topology)
     if transport is None:
         session.note(
-            f"the link is not measured: the backend {session.world.backend} has no plain messages here"
+            f"the link is not measured: the backend {session.world.backend} has no point-to-point messages here"
         )
         return None
     try:
@@ -72,7 +74,7 @@ def all_reduce_on(
     link: Link | None,
     progress: Callable[[float], None],
 ) -> AllReduceMeasured:
-    """Measure with the reducers of `session`. Collective."""
+    """Runs `measure_all_reduce` with the reducers of `session`. Collective."""
     return measure_all_reduce(
         asked,
         reducers,
@@ -94,7 +96,7 @@ def all_reduce_document(
     link: Link | None,
     commit: str | None,
 ) -> dict[str, Any]:
-    """What `--json` writes; its fields are in docs/guides/benchmarks.md. Collective; rank 0's is written."""
+    """JSON document of `--json`; docs/guides/benchmarks.md describes its fields. Collective; rank 0's is written."""
     environment = environment_record(session, commit=commit)
     return {
         **document_head(SCHEMA, commit=commit),

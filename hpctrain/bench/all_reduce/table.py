@@ -1,4 +1,4 @@
-"""The all-reduce measurement for a reader: a table, and the words around it."""
+"""Table of the all-reduce measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.bench.spread import Spread, describe_spread, show_number
 
 
 def all_reduce_table(rows: Sequence[Row], *, title: str) -> Table:
-    """A line a cell. Columns about the wire only where something leaves a node, about its rate where it is known."""
+    """Table with one line per cell. Has traffic columns if there are several nodes, and a bound on time if known."""
     between_nodes = any(row.bound_bytes_per_node for row in rows)
     bounded = any(row.bound_s is not None for row in rows)
     table = Table(title=title, title_justify="left")

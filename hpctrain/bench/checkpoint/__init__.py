@@ -1,1 +1,1 @@
-"""`hpctrain bench checkpoint`: how fast state is saved and loaded, against plain reads and writes."""
+"""`hpctrain bench checkpoint`: how fast state is saved and loaded, compared with plain reads and writes."""

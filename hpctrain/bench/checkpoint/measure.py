@@ -1,4 +1,4 @@
-"""`hpctrain bench checkpoint`: how fast state is saved and loaded here, and how fast its bytes can be at all."""
+"""`hpctrain bench checkpoint`: times saving and loading state, and plain writes and reads of the same bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from random import Random
 from socket import gethostname
@@ -28,43 +27,30 @@ from hpctrain.bench.checkpoint.methods import (
     Way,
 )  # fmt: skip
 from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
+from hpctrain.bench.page_cache import Cache
 from hpctrain.bench.spread import Spread, spread_of
-from hpctrain.checkpoint.engines.engine_name import engine_named
-from hpctrain.checkpoint.saving.save_options import PageCache
-from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.collectives.agreement import agreed
+from hpctrain.checkpoint import PageCache, SaveMode, engine_named
+from hpctrain.comm import Collective, agreed, all_gather_json
 from hpctrain.errors import CheckpointError, UsageError
 
-# Of the state in a rank's memory: itself, what is read into fresh memory, and what else it needs.
+# Memory of a rank, in sizes of the state: the state, the copy that is read into fresh memory, and a reserve.
 MEMORY_COPIES = 2.2
-# The largest number of files of the state's size at one time: two to read from, one being written, and for each engine
-# two that a run has between its saves.
+# Maximum number of files of the state's size at one time: two to read from and one being written; and for each engine
+# the two that a run keeps between its saves.
 FILES_AT_ONCE, FILES_OF_RUN = 3, 2
-
-
-class Cache(str, Enum):
-    """warm: files are read that are in the page cache as far as it holds them. cold: they are put out of it first."""
-
-    WARM = "warm"
-    COLD = "cold"
-
-
-class Mode(str, Enum):
-    """sync: training waits until the checkpoint is there. async: while the state is copied; the rest is written
-    in the background."""
-
-    SYNC = "sync"
-    ASYNC = "async"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointAsked:
-    """num_bytes: of the state, which every rank holds whole. engines: names of `hpctrain.checkpoint.Engine`."""
+    """Settings of the measurement. Raises UsageError for values out of range.
+
+    num_bytes: size of the state, which every rank holds completely. engines: names of `hpctrain.checkpoint.Engine`.
+    """
 
     num_bytes: int = 512 << 20
     num_tensors: int = 32
     engines: tuple[str, ...] = ("auto",)
-    modes: tuple[Mode, ...] = tuple(Mode)
+    modes: tuple[SaveMode, ...] = tuple(SaveMode)
     page_cache: PageCache = "auto"
     repeats: int = 7
     warmup: int = 1
@@ -93,11 +79,11 @@ class CheckpointAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRow:
-    """A line of the table. raw: the row that it is held against; None for a raw one.
+    """A line of the table. raw: name of the row that it is compared with; None for a raw row.
 
-    seconds: of the slowest rank. share_of_raw: the raw time over this one's, round by round, median.
-    engine: the one that ran, and None where nothing was saved. stall: seconds in which training would stand still,
-    and stall_of_copy: over the time of a memcpy of the rank's share, round by round, median; of async saves.
+    seconds: of the slowest rank. share_of_raw: median over rounds of raw time / this time.
+    engine: the one that ran; None if nothing was saved. For async saves, stall: seconds in which training is blocked;
+    stall_of_copy: median over rounds of stall / time of a memcpy of the rank's share.
     """
 
     what: str
@@ -118,7 +104,7 @@ class CheckpointRow:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointMeasured:
-    """notes: what a reader must know. num_bytes: of the state. rank_bytes: what each rank writes of it raw."""
+    """num_bytes: size of the state. rank_bytes: bytes of the raw write, by rank. notes: lines for below the table."""
 
     rows: list[CheckpointRow]
     num_bytes: int
@@ -133,10 +119,10 @@ def measure_checkpoint(
     directory: Path,
     progress: Callable[[float], None] = lambda share: None,
 ) -> CheckpointMeasured:
-    """Every way once a round, in another order each round. Collective; the same value on every rank.
+    """Times every method once per round, in shuffled order. Collective; returns the same value on every rank.
 
-    directory: empty, on the filesystem to be measured, seen by all ranks; what is written stays in it.
-    Raises on every rank: UsageError where memory or disk do not hold what was asked for, CheckpointError.
+    directory: empty, on the filesystem to be measured, visible to all ranks; the files remain in it.
+    Raises on every rank: UsageError if memory or disk space is too small, CheckpointError if I/O fails.
     """
     check_room(asked, comm=comm, directory=directory)
     state = make_state(num_bytes=asked.num_bytes, num_tensors=asked.num_tensors, seed=asked.seed)
@@ -144,13 +130,13 @@ def measure_checkpoint(
     cold = asked.cache is Cache.COLD
     ways: list[Way] = [RawWriting(raw, comm=comm, directory=directory)]
     behind: list[AsyncSaving] = []
-    if Mode.SYNC in asked.modes:
+    if SaveMode.SYNC in asked.modes:
         ways += [
             way(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
             for way in (SyncSaving, RunSaving)
             for name in asked.engines
         ]
-    if Mode.ASYNC in asked.modes:
+    if SaveMode.ASYNC in asked.modes:
         behind = [
             AsyncSaving(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
             for name in asked.engines
@@ -184,7 +170,7 @@ def take_turns(
     seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, list[MethodTime]]:
-    """Each way's turns, by its name, without those of the first `warmup` rounds. Collective."""
+    """Times each method `warmup + repeats` times. Returns the times by method name, without warm-up. Collective."""
     progress(0.0)
     order = Random(seed)
     found: dict[str, list[MethodTime]] = {way.name: [] for way in ways}
@@ -198,6 +184,7 @@ def take_turns(
 
 
 def row_of(way: Way, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: int) -> CheckpointRow:
+    """Returns the row of one method. turns: the times of all methods, by name. num_bytes: bytes per turn."""
     mine = [turn.seconds for turn in turns[way.name]]
     stalls = [turn.stall_s for turn in turns[way.name] if turn.stall_s is not None]
     share = of_copy = None
@@ -213,12 +200,12 @@ def row_of(way: Way, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: in
 
 
 def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> None:
-    """Raises UsageError on every rank where memory or disk are too small on any. Collective."""
+    """Raises UsageError on every rank if memory or disk space is too small on any rank. Collective."""
     free_bytes = psutil.virtual_memory().available
     ranks_here = Counter(all_gather_json(comm, gethostname()))[gethostname()]
 
     def check() -> None:
-        copies = (len(asked.engines) + 1) / comm.num_ranks if Mode.ASYNC in asked.modes else 0.0
+        copies = (len(asked.engines) + 1) / comm.num_ranks if SaveMode.ASYNC in asked.modes else 0.0
         needed = int((MEMORY_COPIES + copies) * asked.num_bytes * ranks_here)
         if needed > free_bytes:
             raise UsageError(
@@ -227,7 +214,7 @@ def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> 
                 "smaller --size"
             )
         free = shutil.disk_usage(directory).free
-        files = FILES_AT_ONCE + FILES_OF_RUN * len(asked.engines) * (Mode.SYNC in asked.modes)
+        files = FILES_AT_ONCE + FILES_OF_RUN * len(asked.engines) * (SaveMode.SYNC in asked.modes)
         if files * asked.num_bytes > free:
             raise UsageError(
                 f"{files} files of {asked.num_bytes / 1e9:.3g} GB do not fit into {directory}, where "
@@ -242,11 +229,13 @@ def _notes(rows: Sequence[CheckpointRow], *, state: BenchState, comm: Collective
     cores = psutil.cpu_count() or 1
     most = max(Counter(all_gather_json(comm, gethostname())).values())
     if most > cores:
-        notes.append(f"{most} ranks share {cores} cores of a node: they take turns there, also while saving")
+        notes.append(
+            f"{most} ranks share {cores} cores of a node, also while saving: times are longer for it"
+        )
     fastest = min((row for row in rows if row.what != COPY), key=lambda row: row.seconds.median)
     if fastest.seconds.median < 0.02:
         notes.append(
-            f"{state.num_bytes / 1e6:.3g} MB are too few to measure a disk with: {fastest.what} takes "
+            f"{state.num_bytes / 1e6:.3g} MB are too few to measure a disk: {fastest.what} takes "
             f"{1e3 * fastest.seconds.median:.3g} ms; ask for a larger --size"
         )
     return notes

@@ -1,5 +1,5 @@
-"""Ways to get a state onto a disk and back. A way takes a turn: once, into a file that was not there before, but for
-the one that saves as a run does."""
+"""Methods of writing a state to disk and reading it back. Each times itself once per turn. Methods that write use a new
+file, except RunSaving, which reuses one as a run does."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ from typing import Any, Protocol, TypeVar, final
 
 from hpctrain.bench.checkpoint.raw_io import RawShare
 from hpctrain.bench.page_cache import evict
-from hpctrain.checkpoint import State, load, save
-from hpctrain.checkpoint.files.full_io import sync_directory
-from hpctrain.checkpoint.planning.replicas import ReplicaCheck
-from hpctrain.checkpoint.saving.background_thread import BackgroundThread
-from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
-from hpctrain.checkpoint.saving.save import SaveOptions, Saving
-from hpctrain.checkpoint.saving.save_options import PageCache
-from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
+from hpctrain.checkpoint import (
+    BackgroundThread,
+    HostBuffers,
+    PageCache,
+    ReplicaCheck,
+    SaveOptions,
+    Saving,
+    State,
+    load,
+    save,
+)
+from hpctrain.comm import Collective, agreed, all_gather_json, on_rank_0
 from hpctrain.errors import CheckpointError, DataError
+from hpctrain.storage import sync_directory
 
 T = TypeVar("T")
 RAW_WRITE, RAW_READ, COPY = "raw write", "raw read", "memcpy"
-# Of the steps that go on while a save is written in the background.
+# Length of a training step while a save is written in the background.
 STEP_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodTime:
-    """seconds: on the slowest rank, from a barrier on. stall_s: that part of them in which training would stand
-    still; None where there is no such part."""
+    """seconds: from a barrier to the end on the slowest rank. stall_s: the part of them in which training is blocked;
+    None if the method does not run in the background."""
 
     seconds: float
     stall_s: float | None = None
 
 
 class Way(Protocol):
-    """name: in the table. engine: the checkpoint engine that ran; known after a turn. raw: the way that it is
-    held against; None for that one itself."""
+    """A method that is timed. name: its name in the table. engine: the checkpoint engine that ran, known after a turn.
+    raw: name of the method that it is compared with; None for a raw method."""
 
     @property
     def name(self) -> str: ...
@@ -52,12 +56,12 @@ class Way(Protocol):
     def raw(self) -> str | None: ...
 
     def turn(self) -> MethodTime:
-        """Collective. Raises CheckpointError on every rank."""
+        """Runs the method once and returns its time. Collective. Raises CheckpointError on every rank."""
 
 
 @final
 class RawWriting:
-    """Every rank writes its share of the bytes into one plain file, and flushes it. The file is there before."""
+    """Every rank writes its share of the bytes into one plain file and flushes it. Creating the file is not timed."""
 
     name, engine, raw = RAW_WRITE, None, None
 
@@ -73,7 +77,7 @@ class RawWriting:
 
 @final
 class SyncSaving:
-    """`hpctrain.checkpoint.save`: hashes, flush, rename and all."""
+    """`hpctrain.checkpoint.save`, including hashes, flush and rename."""
 
     raw = RAW_WRITE
 
@@ -100,8 +104,8 @@ class SyncSaving:
 
 @final
 class RunSaving:
-    """The same as in a run that keeps one checkpoint, from its third on: the one before is let go of in that time, and
-    where that is faster the room of one is the next one's."""
+    """Saves as in a run that keeps one checkpoint, from the third save on. The time includes deleting the previous one,
+    whose disk blocks are reused if that is faster."""
 
     raw = RAW_WRITE
 
@@ -109,7 +113,7 @@ class RunSaving:
         self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto",
         replica_check: ReplicaCheck | None = None,
     ) -> None:  # fmt: skip
-        """replica_check: None is the default's."""
+        """replica_check: None for the default of `save`."""
         self._state, self._comm = state, comm
         self._options: dict[str, Any] = {"engine": engine, "page_cache": page_cache}
         self.name = f"save in a run, {engine}"
@@ -139,7 +143,7 @@ class RunSaving:
 
 @final
 class Copying:
-    """A memcpy of every rank's share, all at once: the least that a save in the background needs of training."""
+    """A memcpy of every rank's share, on all ranks at once: the minimum stall of a background save."""
 
     name, engine, raw = COPY, None, None
 
@@ -153,10 +157,11 @@ class Copying:
 
 @final
 class AsyncSaving:
-    """`Saving` with buffers and a thread, as training has it, behind steps that do nothing.
+    """`Saving` with buffers and a thread, as in training, between steps that do nothing.
 
-    Its stall is all that a training loop waits for: beginning, with the copy, and every phase's end; not the
-    question whether all ranks are ready, which training asks along with the gradients. Close it: it has a thread.
+    Its stall is the time for which a training loop waits: at the beginning, with the copy, and at the end of each
+    phase. Asking whether all ranks are ready is not counted: training does so along with the gradients.
+    Call `close`: it owns a thread.
     """
 
     raw = RAW_WRITE
@@ -215,7 +220,7 @@ class RawReading:
 
 @final
 class Loading:
-    """`hpctrain.checkpoint.load`: every rank the whole state, every byte verified."""
+    """`hpctrain.checkpoint.load`: every rank loads the whole state; every byte is verified."""
 
     name, engine, raw = "load, verified", None, RAW_READ
 
@@ -231,18 +236,18 @@ class Loading:
         begin_s = begin(self._comm)
         loaded = load(self._path, comm=self._comm)
         seconds = slowest_since(self._comm, begin_s)
-        del loaded  # giving memory back is nobody's reading
+        del loaded  # freeing memory is not timed
         return MethodTime(seconds=seconds)
 
 
 def begin(comm: Collective) -> float:
-    """This rank's clock when all have come. Collective."""
+    """Waits for all ranks. Returns this rank's clock (perf_counter, seconds) after the barrier. Collective."""
     comm.barrier()
     return time.perf_counter()
 
 
 def slowest_since(comm: Collective, begin_s: float) -> float:
-    """Seconds since then, on the rank where they are most. Collective."""
+    """Seconds since `begin_s` on the slowest rank. Collective."""
     mine = time.perf_counter() - begin_s
     return float(max(all_gather_json(comm, mine)))
 
@@ -250,7 +255,7 @@ def slowest_since(comm: Collective, begin_s: float) -> float:
 def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
     """Seconds of `function`, which does not communicate, on the slowest rank. Collective.
 
-    What it returns is given back after the time is taken. Raises CheckpointError on every rank for an OSError.
+    Freeing its return value is not timed. Raises CheckpointError on every rank for an OSError.
     """
     begin_s = begin(comm)
 
@@ -265,7 +270,7 @@ def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
 
 
 def remove(path: Path, *, comm: Collective) -> None:
-    """Remove a file or a folder, and have the filesystem done with it before anything else is timed. Collective."""
+    """Removes a file or a folder and syncs its directory, so that later times do not include it. Collective."""
 
     def gone() -> None:
         if path.is_dir():
@@ -278,19 +283,19 @@ def remove(path: Path, *, comm: Collective) -> None:
 
 
 def make_folder(path: Path, *, comm: Collective) -> None:
-    """Have the folder of a run's checkpoints, which is there in training but for the first one. Collective."""
+    """Makes the checkpoints' folder. Not timed: in training only the first save makes it. Collective."""
     on_rank_0(comm, lambda: _tried(lambda: path.mkdir(exist_ok=True)))
 
 
 def make_cold(path: Path, *, comm: Collective, cold: bool) -> None:
-    """Put the file out of every node's page cache, if that was asked for. Collective."""
+    """If `cold`, drops the file from every node's page cache. Collective."""
     if cold:
         files = [path] if path.is_file() else sorted(path.iterdir())
         agreed(comm, lambda: evict(files), os_error=DataError)
 
 
 def _tried(function: Callable[[], Any]) -> None:
-    """Raises CheckpointError for an OSError."""
+    """Calls `function`; raises CheckpointError for an OSError."""
     try:
         function()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The plainest way to write and read a state's bytes: what a checkpoint's speed is held against.
+"""Plain writes and reads of a state's bytes: the baseline for a checkpoint's speed.
 
-Every rank writes its part of the bytes into one file with as few calls as there can be, and flushes it to disk.
-Nothing is described, hashed, or renamed, and no rank waits for another.
+Every rank writes its part of the bytes into one file with as few calls as possible and flushes it to disk.
+There are no metadata, hashes or renames, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from hpctrain.checkpoint import Replicated, State
 
-# Of one call, as Linux has it.
+# Linux's limits for one call.
 IOV_MAX = 1024
 CALL_BYTES = 1 << 30
-# Ranks meet inside a tensor at a multiple of this, so that no page is written by two.
+# Parts of neighbouring ranks meet at a multiple of this, so that no page is written by two ranks.
 CUT_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BenchState:
-    """A replicated state of random bytes, the same on every rank. tensors: float32, one dimension, sizes as even
-    as can be; each has memory of its own, and all of it has been touched."""
+    """A replicated state of random bytes, the same on every rank. tensors: float32, one-dimensional, of equal size up
+    to one element; each has separate memory, all of it touched."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -46,12 +46,12 @@ class BenchState:
         return State(items=items, document={"step": 1, "made for": "hpctrain bench checkpoint"})
 
     def views(self) -> list[NDArray[np.uint8]]:
-        """The tensors' bytes, in order."""
+        """The tensors' bytes in order: uint8, shape (bytes,) each, sharing the tensors' memory."""
         return [np.asarray(tensor.view(torch.uint8).numpy()) for tensor in self.tensors]
 
 
 def make_state(*, num_bytes: int, num_tensors: int, seed: int = 0) -> BenchState:
-    """num_bytes: rounded down to whole elements, at least one a tensor."""
+    """Makes a random state. num_bytes: rounded down to whole elements, at least one per tensor."""
     generator = torch.Generator().manual_seed(seed)
     elements = max(num_tensors, num_bytes // 4)
     cuts = [elements * number // num_tensors for number in range(num_tensors + 1)]
@@ -64,9 +64,9 @@ def make_state(*, num_bytes: int, num_tensors: int, seed: int = 0) -> BenchState
 
 @final
 class RawShare:
-    """One rank's part of a state's bytes, laid end to end, in one file.
+    """One rank's part of a file that holds the state's tensors one after another.
 
-    begin, end: bytes of the file. `write` and `read` are not collective.
+    begin, end: byte range of the file. `write` and `read` are not collective.
     """
 
     def __init__(self, state: BenchState, *, rank: int, num_ranks: int) -> None:
@@ -84,11 +84,11 @@ class RawShare:
         return self.end - self.begin
 
     def create(self, path: Path) -> None:
-        """The empty file. One rank calls it, and the others wait for it."""
+        """Creates the empty file. One rank calls it; the others must wait for it. Raises OSError."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def write(self, path: Path) -> None:
-        """This rank's part, on disk when it returns. Raises OSError."""
+        """Writes this rank's part and flushes it to disk. Raises OSError."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             offset = self.begin
@@ -103,7 +103,7 @@ class RawShare:
             os.close(descriptor)
 
     def read(self, path: Path) -> list[NDArray[np.uint8]]:
-        """The whole state into fresh memory, an array for each tensor. Raises OSError."""
+        """Reads the whole state into fresh memory. Returns one uint8 array per tensor. Raises OSError."""
         arrays: list[NDArray[np.uint8]] = [
             np.empty(tensor.nbytes, dtype=np.uint8) for tensor in self._state.tensors
         ]
@@ -120,12 +120,12 @@ class RawShare:
         return arrays
 
     def prepare_copy(self) -> None:
-        """Have the memory that `copy` copies into, every page of it touched."""
+        """Allocates the memory that `copy` copies into and touches every page of it."""
         self._copy = np.empty(self.num_bytes, dtype=np.uint8)
         self._copy.fill(1)
 
     def copy(self) -> None:
-        """A memcpy of this rank's part, into the memory of `prepare_copy`."""
+        """Copies this rank's part into the memory of `prepare_copy`."""
         offset = 0
         for piece in self._pieces:
             self._copy[offset : offset + piece.nbytes] = piece
@@ -142,7 +142,7 @@ def _between(views: Sequence[NDArray[np.uint8]], begin: int, end: int) -> Iterat
 
 
 def _calls(arrays: Sequence[NDArray[np.uint8]]) -> Iterator[list[NDArray[np.uint8]]]:
-    """In order, as many to a call as the kernel takes; a larger one is cut."""
+    """Yields the arrays of each call, in order, as many as the kernel accepts; larger arrays are split."""
     call: list[NDArray[np.uint8]] = []
     size = 0
     for array in arrays:

@@ -1,4 +1,4 @@
-"""The checkpoint measurement for a reader, and as JSON."""
+"""Table and JSON document of the checkpoint measurement."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from hpctrain.bench.checkpoint.measure import CheckpointAsked, CheckpointMeasure
 from hpctrain.bench.document import document_head
 from hpctrain.bench.sizes import describe_bytes
 from hpctrain.bench.spread import describe_spread, show_number
-from hpctrain.run.record import environment_record
-from hpctrain.run.session import Session
+from hpctrain.run import Session, environment_record
 
 SCHEMA = "hpctrain.bench.checkpoint/1"
 
 
 def checkpoint_table(measured: CheckpointMeasured, asked: CheckpointAsked, *, where: str) -> Table:
-    """A line a way. where: the ranks, in words."""
+    """Table with one line per method. where: description of the ranks for the title."""
     title = (
         f"checkpoints of {describe_bytes(measured.num_bytes)} in {asked.num_tensors:,} tensors: {where}, "
         f"{asked.cache.value} cache, median of {asked.repeats}"
@@ -48,7 +47,10 @@ def checkpoint_document(
     directory: str,
     commit: str | None,
 ) -> dict[str, Any]:
-    """`hpctrain.bench.checkpoint/1`; docs/guides/benchmarks.md says what is in it. Collective; rank 0's is written."""
+    """JSON document `hpctrain.bench.checkpoint/1`; docs/guides/benchmarks.md describes its fields.
+
+    Collective; rank 0's is written.
+    """
     environment = environment_record(session, commit=commit)
     return {
         **document_head(SCHEMA, commit=commit),

@@ -1,1 +1,1 @@
-"""`hpctrain bench data`: how fast a dataset is read, against plain reads of its bytes."""
+"""`hpctrain bench data`: how fast a dataset is read, compared with plain reads of its bytes."""

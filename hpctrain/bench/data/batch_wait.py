@@ -1,4 +1,4 @@
-"""What a training step waits for its batch."""
+"""Measures how long a training step waits for its batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWait:
-    """What a step of `step_s` waits for its batch: of each step behind the first; and the first one's."""
+    """Wait for batches, in seconds: `waits_s` for each step after the first, `first_s` for the first batch.
+
+    `step_s`: length of the training step.
+    """
 
     step_s: float
     waits_s: tuple[float, ...]
@@ -22,14 +25,14 @@ class StepWait:
 
     @property
     def share(self) -> float:
-        """Of the step, as the mean over the steps."""
+        """Mean wait over the steps, divided by the length of a step."""
         return self.mean_s / self.step_s if self.step_s else 0.0
 
 
 def wait_behind(
     batches: Iterator[Any], *, step: Callable[[Any], None], step_s: float, num_steps: int
 ) -> StepWait | None:
-    """Take `num_steps` batches, `step` behind each; None if there are fewer than two."""
+    """Fetches `num_steps` batches and calls `step` after each. Returns None if there are fewer than two."""
     waits = []
     for _ in range(num_steps):
         begin = time.perf_counter()

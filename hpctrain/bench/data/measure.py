@@ -1,4 +1,4 @@
-"""`hpctrain bench data`: how fast a dataset is read here, and how fast its bytes can be read at all."""
+"""`hpctrain bench data`: times reading a dataset, and plain reads of the same bytes."""
 
 from __future__ import annotations
 
@@ -15,38 +15,31 @@ from numpy.typing import NDArray
 
 from hpctrain.bench.data.batch_wait import StepWait, wait_behind
 from hpctrain.bench.data.raw_reads import RawReader
-from hpctrain.bench.page_cache import cached_share, evict
+from hpctrain.bench.page_cache import Cache, cached_share, evict
 from hpctrain.bench.spread import Spread, spread_of
-from hpctrain.data import Dataset, EpochOrder, LastBatch, Loader
-from hpctrain.data.loading.loader import PREFETCH_BYTES
+from hpctrain.data import PREFETCH_BYTES, Dataset, EpochOrder, LastBatch, Loader
 from hpctrain.errors import UsageError
 
-# Of one reading, unless a number of batches is asked for.
+# Size of one reading, unless a number of batches is given.
 READ_BYTES = 256 << 20
 LEAST_BATCHES = 8
 
 
 class Reader(str, Enum):
-    """loader: batches as training gets them. gather: the reading in them alone. raw: their bytes, nothing else."""
+    """loader: batches as in training. gather: only the reads of these batches. raw: plain reads of their bytes."""
 
     LOADER = "loader"
     GATHER = "gather"
     RAW = "raw"
 
 
-class Cache(str, Enum):
-    """warm: the page cache has what earlier rounds read. cold: the files are put out of it before each reading."""
-
-    WARM = "warm"
-    COLD = "cold"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataAsked:
-    """batch: samples of one. num_batches: of one reading; None: the epoch's, at most 256 MiB of them.
+    """Settings of the measurement. Raises UsageError for a number that is too small.
 
-    step_s: the training step that waits for batches. num_steps: of those; 0: none.
-    open_options: keywords of `Dataset.open`.
+    batch: samples per batch. num_batches: per reading; None: those of an epoch, at most 256 MiB.
+    step_s: seconds of the training step that waits for batches. num_steps: number of these steps; 0: none.
+    open_options: keyword arguments of `Dataset.open`.
     """
 
     directory: Path
@@ -75,9 +68,10 @@ class DataAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRow:
-    """One reader's rounds. num_bytes: of one reading; for `raw` those that were read from the files.
+    """Result of one reader. seconds and samples_s: time per reading. num_batches, num_samples: per reading.
 
-    share_of_raw: the raw reading's time over this reader's, medians; None if nothing could be read raw.
+    num_bytes: bytes per reading; for `raw` the bytes read from the files.
+    share_of_raw: median time of raw reading over this reader's median time; None if nothing could be read raw.
     """
 
     reader: Reader
@@ -115,17 +109,17 @@ class DataMeasured:
 
 
 def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda share: None) -> DataMeasured:
-    """Each reader reads the same batches, once a round, in another order each round; then the steps.
+    """Times every reader on the same batches, once per round in shuffled order; then the waits of training steps.
 
-    Round r reads the first batches of epoch r. Cold: each reading opens the dataset anew, and puts its files
-    out of the page cache first. Raises DataError, UsageError.
+    Round r reads the first batches of epoch r. Cold: each reading opens the dataset again and first drops its files
+    from the page cache. Raises DataError, UsageError.
     """
     opened = _open(asked)
     sample_bytes = sum(spec.sample_bytes for spec in opened.fields.values())
     num_samples, num_shards = opened.num_samples, len(opened.manifest.shards)
     num_batches = batches_to_read(asked, num_samples=num_samples, sample_bytes=sample_bytes)
     files = sorted({(opened.directory / shard.file).resolve() for shard in opened.manifest.shards})
-    # Cold: opened anew each time, since its maps would hold the pages.
+    # Cold: opened again each time, since memory maps would keep the pages in the cache.
     dataset = opened if asked.cache is Cache.WARM else None
     random = Random(asked.seed)
     times: dict[Reader, list[float]] = {reader: [] for reader in Reader}
@@ -156,7 +150,7 @@ def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda
     notes = [f"raw reads without {name}: {reason}" for name, reason in left_out.items()]
     if num_bytes[Reader.RAW] == 0:
         notes.append(
-            "nothing of a sample has a plain place in the files: there is no raw speed to compare with"
+            "no field of a sample can be read directly from the files: there is no raw speed to compare with"
         )
     raw_s = spread_of(times[Reader.RAW]).median if num_bytes[Reader.RAW] else None
     rows = [
@@ -187,7 +181,7 @@ def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda
 
 
 def batches_to_read(asked: DataAsked, *, num_samples: int, sample_bytes: int) -> int:
-    """Batches of one reading. Raises UsageError if the dataset cannot fill them."""
+    """Number of batches per reading. Raises UsageError if the requested number is more than an epoch has."""
     in_epoch = -(-num_samples // asked.batch)
     if asked.num_batches is None:
         wanted = max(LEAST_BATCHES, READ_BYTES // max(1, asked.batch * sample_bytes))
@@ -226,7 +220,7 @@ def _loader(dataset: Dataset, asked: DataAsked) -> Loader:
 
 
 Read = Callable[[], int]
-"""One reading; the bytes that it read. Only this is timed."""
+"""Performs one reading and returns the bytes read. Only this call is timed."""
 
 
 def _through_loader(

@@ -1,8 +1,8 @@
-"""Reads the bytes of samples as plainly as a program can: what a loader's speed is held against.
+"""Plain reads of samples' bytes: the baseline for a loader's speed.
 
-Contiguous fields are gathered from memory maps at their datasets' places, one array a batch, as a
-hand-written loop would do it; of chunked fields the chunks that hold the samples are read with pread, and not
-decoded. Nothing is cached, checked, or put into order.
+Contiguous fields are gathered from memory maps at their datasets' file offsets, one array per batch, as in a
+hand-written loop. For chunked fields, the chunks that hold the samples are read with pread and not decoded.
+Nothing is cached, checked or sorted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.data import Dataset
-from hpctrain.data.format.manifest import Manifest, StoredField
+from hpctrain.data import Dataset, Manifest, StoredField
 from hpctrain.errors import DataError
 
 ReadBatch = Callable[[NDArray[np.int64]], int]
-"""Reads the samples of these indices, int64 (n,); returns the bytes that were read."""
+"""Reads the samples with these indices, int64, shape (n,). Returns the number of bytes read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,10 @@ class _Mapped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunked:
-    """places: chunk row -> (first byte, bytes) of each of its chunks. chunk_rows: rows of a chunk."""
+    """Chunks of one field in one shard. chunk_rows: rows per chunk; chunk row i starts at row i * chunk_rows.
+
+    places: chunk row -> (file offset, size in bytes) of each of its chunks. rows_of: samples -> rows.
+    """
 
     descriptor: int
     chunk_rows: int
@@ -55,14 +57,14 @@ class _Chunked:
 
 
 class RawReader:
-    """Raw reading of some fields of a dataset. A context manager; to be used in one thread.
+    """Plain reads of a dataset's fields. A context manager; not thread-safe.
 
-    left_out: fields that have no plain place in the file (variable length, members of a compound, filters
-    without chunks), with the reason.
+    left_out: fields that cannot be read directly (variable length, members of a compound, filters without chunks),
+    with the reason.
     """
 
     def __init__(self, dataset: Dataset, *, indices: NDArray[np.int64]) -> None:
-        """indices: all samples that will be read, int64 (n,). Raises DataError."""
+        """indices: all samples that will be read, int64, shape (n,). Raises DataError if a shard cannot be opened."""
         self._stack = ExitStack()
         self._manifest = dataset.manifest
         self.left_out: dict[str, str] = {}
@@ -80,7 +82,7 @@ class RawReader:
         return np.searchsorted(self._starts, indices, side="right") - 1
 
     def read(self, indices: NDArray[np.int64]) -> int:
-        """Bytes read for the samples `indices`; the samples themselves are thrown away."""
+        """Reads the samples `indices` (int64, shape (n,)), discards them, and returns the number of bytes read."""
         shard_of = self._shard_of(indices)
         touched = np.unique(shard_of)
         num_bytes = 0
@@ -136,10 +138,10 @@ class RawReader:
         with h5py.File(path, "r", locking=False) as file:
             dataset = file[stored.dataset]
             if dataset.dtype.kind not in "biuf" or spec.kind != "array" or stored.member is not None:
-                self.left_out[name] = "its samples have no one size in the file"
+                self.left_out[name] = "its samples have no fixed size in the file"
                 return None
             if listed:
-                self.left_out[name] = "its windows are listed, not spaced evenly"
+                self.left_out[name] = "its token windows are listed one by one, not evenly spaced"
                 return None
             offset = dataset.id.get_offset()
             if offset is not None:
@@ -153,7 +155,7 @@ class RawReader:
 def _rows_of(
     path: Path, dataset: Any, offset: int, stored: StoredField, manifest: Manifest, *, number: int
 ) -> NDArray[Any]:
-    """A view of the file, shape (samples, *sample_shape)."""
+    """Memory map of the field's samples, shape (samples, *sample_shape)."""
     stream: NDArray[Any] = np.memmap(path, mode="r", dtype=dataset.dtype, offset=offset, shape=dataset.shape)
     if stored.whole:
         return stream[np.newaxis]

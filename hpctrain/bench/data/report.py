@@ -1,4 +1,4 @@
-"""The data measurement for a reader, and as JSON."""
+"""Table and JSON document of the data measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = "hpctrain.bench.data/1"
 
 
 def data_table(measured: DataMeasured, asked: DataAsked) -> Table:
-    """A line a reader."""
+    """Table with one line per reader."""
     order = "shuffled" if asked.shuffle else "in the order of the files"
     title = (
         f"{asked.directory}: {measured.num_samples:,} samples of {describe_bytes(measured.sample_bytes)} in "
@@ -39,7 +39,7 @@ def data_table(measured: DataMeasured, asked: DataAsked) -> Table:
 
 
 def data_lines(measured: DataMeasured, asked: DataAsked) -> list[str]:
-    """What is said below the table."""
+    """Lines to print below the table."""
     lines = list(measured.notes)
     if measured.cached:
         lines.append(
@@ -53,12 +53,12 @@ def data_lines(measured: DataMeasured, asked: DataAsked) -> list[str]:
             f"the first batch takes {show_number(1e3 * wait.first_s)} ms)"
         )
     elif asked.num_steps:
-        lines.append("waiting behind a step was not measured: an epoch has only one batch")
+        lines.append("the wait of a training step was not measured: an epoch has only one batch")
     return lines
 
 
 def data_document(measured: DataMeasured, asked: DataAsked, *, commit: str | None) -> dict[str, Any]:
-    """`hpctrain.bench.data/1`; docs/guides/benchmarks.md says what is in it."""
+    """JSON document `hpctrain.bench.data/1`; docs/guides/benchmarks.md describes its fields."""
     wait = measured.wait
     return {
         **document_head(SCHEMA, commit=commit),

@@ -1,1 +1,1 @@
-"""`hpctrain bench step`: training steps by number of ranks."""
+"""`hpctrain bench step`: times training steps by number of ranks."""

@@ -1,4 +1,4 @@
-"""Measuring training steps by number of ranks: samples/s, efficiency, exposed communication."""
+"""Measures training steps by number of ranks: samples/s, efficiency, exposed communication."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpctrain.bench.spread import Spread, spread_of
 from hpctrain.bench.step.plan import Scaling, StepAsked, StepCell, cells_of, order_of_runs
 from hpctrain.bench.step.run import HowToRun, StepRun, run_once
 from hpctrain.errors import LaunchError
-from hpctrain.run.recipe.schema import Recipe
+from hpctrain.run import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
     """A line of the table. Spreads are over the runs; step_s is over all measured steps of all runs.
 
-    efficiency: samples/s a rank, over samples/s a rank with `baseline_ranks` ranks.
-    exposed_s: seconds a step that a rank stands still for communication, mean over steps and ranks.
+    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks.
+    exposed_s: seconds per step in which a rank is blocked by communication, mean over steps and ranks.
     """
 
     mode: Scaling
@@ -49,10 +49,11 @@ class StepRow:
 
 
 def measure_steps(recipe: Recipe, asked: StepAsked, *, how: HowToRun, scratch: Path) -> list[StepRun]:
-    """Make every run, one after another, with a line on stderr for each.
+    """Performs all runs, one after another, and prints a line to stderr for each.
 
-    scratch: a folder that all nodes see, for the runs' directories; nothing of them is left.
-    Raises UsageError before the first run where a configuration cannot be, then the errors of `run_once`.
+    scratch: a folder visible on all nodes, for the runs' directories, which are removed afterwards.
+    Raises UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be
+    written, and the errors of `run_once`.
     """
     order = order_of_runs(
         cells_of(asked, batch=recipe.data.global_batch), repeats=asked.repeats, seed=asked.seed
@@ -69,14 +70,14 @@ def measure_steps(recipe: Recipe, asked: StepAsked, *, how: HowToRun, scratch: P
     with place as directory:
         for number, cell in enumerate(order, start=1):
             started_s = time.monotonic()
-            told = f"run {number}/{len(order)}: {_describe(cell)}"
+            reported = f"run {number}/{len(order)}: {_describe(cell)}"
             run = run_once(
                 recipe, cell, how=how, directory=Path(directory) / f"run-{number}", steps=asked.steps,
                 warmup_steps=asked.warmup_steps,
             )  # fmt: skip
             runs.append(run)
             print(
-                f"{told}: {run.samples_per_s:,.0f} samples/s, {run.exposed_share:.0%} exposed "
+                f"{reported}: {run.samples_per_s:,.0f} samples/s, {run.exposed_share:.0%} exposed "
                 f"({time.monotonic() - started_s:.0f} s)",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
@@ -88,7 +89,7 @@ def _describe(cell: StepCell) -> str:
 
 
 def rows_of(asked: StepAsked, runs: Sequence[StepRun], *, batch: int) -> list[StepRow]:
-    """A row for each mode and number of ranks, from the runs of its cell. batch: the recipe's."""
+    """Returns a row for each mode and number of ranks, from the runs of its cell. batch: the recipe's global batch."""
     by_cell: dict[StepCell, list[StepRun]] = {}
     for run in runs:
         by_cell.setdefault(run.cell, []).append(run)
@@ -119,11 +120,11 @@ def _median_rate(by_cell: Mapping[StepCell, Sequence[StepRun]], cell: StepCell) 
 
 
 def runs_as_json(runs: Sequence[StepRun]) -> list[dict[str, Any]]:
-    """Every run in the order in which it was made, with the environment of the first one of each cell."""
-    told: set[StepCell] = set()
+    """All runs in the order in which they were made, with the environment of the first run of each cell."""
+    reported: set[StepCell] = set()
     found = []
     for run in runs:
-        environment = None if run.cell in told else run.environment
-        told.add(run.cell)
+        environment = None if run.cell in reported else run.environment
+        reported.add(run.cell)
         found.append({**asdict(run.cell), **run.as_json(), "environment": environment})
     return found

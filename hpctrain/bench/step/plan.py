@@ -1,4 +1,4 @@
-"""Which training runs a step measurement makes, and the recipe of each. Pure."""
+"""Plans the training runs of a step measurement: their configurations, order and recipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from hpctrain.errors import UsageError
-from hpctrain.run.recipe.schema import Recipe
+from hpctrain.run import Recipe
 
 
 class Scaling(str, Enum):
@@ -21,7 +21,7 @@ class Scaling(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StepCell:
-    """A configuration that is measured. One rank is the same in both modes and is measured once."""
+    """A configuration to measure. One rank is the same configuration in both modes and is measured once."""
 
     num_ranks: int
     global_batch: int
@@ -29,7 +29,10 @@ class StepCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepAsked:
-    """What is measured. steps and warmup_steps: of each run; the first warmup_steps do not count."""
+    """Settings of the measurement. steps, warmup_steps: per run; warm-up steps come first and are not counted.
+
+    Raises UsageError for values out of range.
+    """
 
     ranks: tuple[int, ...]
     modes: tuple[Scaling, ...]
@@ -50,33 +53,33 @@ class StepAsked:
             )
 
     def cell(self, mode: Scaling, num_ranks: int, *, batch: int) -> StepCell:
-        """batch: the recipe's."""
+        """Returns the configuration for a mode and number of ranks. batch: the recipe's global batch."""
         factor = num_ranks if mode is Scaling.WEAK else 1
         return StepCell(num_ranks=num_ranks, global_batch=batch * factor)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """`1,2,4`: ascending, each once. Raises UsageError."""
+    """Parses `1,2,4`. Returns the numbers ascending, without duplicates. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"--ranks {text!r}: write numbers of ranks with commas between, as 1,2,4")
+        raise UsageError(f"--ranks {text!r}: write numbers of ranks separated by commas, as 1,2,4")
     return tuple(sorted({int(word) for word in words}))
 
 
 def parse_modes(text: str) -> tuple[Scaling, ...]:
-    """`strong`, `weak`, or both with a comma. Raises UsageError."""
+    """Parses `strong`, `weak`, or both separated by a comma. Raises UsageError."""
     modes = {mode.value: mode for mode in Scaling}
     words = list(dict.fromkeys(word.strip() for word in text.split(",")))
     unknown = [word for word in words if word not in modes]
     if unknown:
         raise UsageError(
-            f"--modes: there is no {unknown[0]!r}; choose {', '.join(modes)}, or both with a comma"
+            f"--modes: there is no {unknown[0]!r}; choose {', '.join(modes)}, or both separated by a comma"
         )
     return tuple(modes[word] for word in words)
 
 
 def cells_of(asked: StepAsked, *, batch: int) -> list[StepCell]:
-    """Every configuration once. Raises UsageError where a rank would have no sample."""
+    """Returns every configuration once, sorted. Raises UsageError if a rank would have no sample."""
     too_many = [n for n in asked.ranks if Scaling.STRONG in asked.modes and n > batch]
     if too_many:
         raise UsageError(
@@ -87,7 +90,7 @@ def cells_of(asked: StepAsked, *, batch: int) -> list[StepCell]:
 
 
 def order_of_runs(cells: Sequence[StepCell], *, repeats: int, seed: int) -> list[StepCell]:
-    """Every cell once a round, each round in another order: what drifts hits all alike."""
+    """Returns every cell once per round, shuffled in each round, so that drift affects all cells alike."""
     generator = random.Random(seed)
     order: list[StepCell] = []
     for _ in range(repeats):
@@ -98,10 +101,10 @@ def order_of_runs(cells: Sequence[StepCell], *, repeats: int, seed: int) -> list
 
 
 def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, threads: int) -> Recipe:
-    """The user's recipe as it is measured: so many steps, no evaluation, nothing saved but at the end.
+    """Returns the user's recipe changed for measuring: `steps` steps, no evaluation, a checkpoint only at the end.
 
-    directory: the run's own; the end's checkpoint goes there too, never to the user's. threads: of each rank,
-    the same for every number of ranks unless the recipe says otherwise.
+    directory: run directory of the measured run; its checkpoint is written there, never into the user's directory.
+    threads: CPU threads per rank, unless the recipe sets them.
     """
     run = recipe.run.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""`hpctrain bench step` from the recipe to the table and the JSON document."""
+"""Implementation of `hpctrain bench step`: from the recipe to the table and the JSON document."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from hpctrain.bench.step.measure import StepRow, measure_steps, rows_of, runs_as
 from hpctrain.bench.step.plan import StepAsked
 from hpctrain.bench.step.run import HowToRun, StepRun
 from hpctrain.bench.step.table import step_table
-from hpctrain.launch import Launcher, Machine, survey_machine
-from hpctrain.launch.placement import place_ranks
-from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.record import working_commit
+from hpctrain.launch import Launcher, Machine, place_ranks, survey_machine
+from hpctrain.run import Recipe, working_commit
 
 SCHEMA = "hpctrain.bench.step/1"
 
@@ -34,7 +32,7 @@ def bench_step(
     scratch: Path | None,
     json_path: Path | None,
 ) -> Table:
-    """Make the runs; the table of what they came to, and the document where one is asked for."""
+    """Performs the runs. Returns the table of results; writes the JSON document if `json_path` is given."""
     machine = survey_machine()
     how = HowToRun(
         machine=machine,
@@ -61,7 +59,7 @@ def bench_step(
         rows,
         title=f"{recipe.run.name}: {asked.repeats} run{_s(asked.repeats)} of {asked.steps} steps after "
         f"{asked.warmup_steps}; {environment['backend']}, {environment['algorithm']}, {environment['wire']} on the "
-        f"wire, {each} thread{_s(each)} a rank; efficiency against {baseline} rank{_s(baseline)}",
+        f"wire, {each} thread{_s(each)} per rank; efficiency relative to {baseline} rank{_s(baseline)}",
     )
 
 
@@ -70,7 +68,10 @@ def _s(count: int) -> str:
 
 
 def _threads_of_a_rank(asked: StepAsked, *, machine: Machine, ranks_per_node: int | None) -> int:
-    """The cores that a rank has when most ranks run, for fewer ranks too: one rank with all cores is no baseline."""
+    """Cores per rank at the largest number of ranks, used for all numbers: one rank on all cores is no fair baseline.
+
+    OMP_NUM_THREADS or SLURM_CPUS_PER_TASK instead, if set.
+    """
     given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""
     if given.isdigit() and int(given) > 0:
         return int(given)
@@ -79,7 +80,7 @@ def _threads_of_a_rank(asked: StepAsked, *, machine: Machine, ranks_per_node: in
 
 
 def _scratch(recipe: Recipe) -> Path:
-    """Inside a job of several nodes the folder above the run directory, which all nodes see."""
+    """In a Slurm job the run directory or its nearest existing parent, which all nodes see; else the temporary one."""
     if not os.environ.get("SLURM_JOB_ID"):
         return Path(tempfile.gettempdir())
     place = Path(recipe.run.directory).absolute()
@@ -92,8 +93,8 @@ def _warn_of_shared_cores(asked: StepAsked, *, how: HowToRun) -> None:
     most = place_ranks(max(asked.ranks), how.ranks_per_node, environ=os.environ, hosts=(), notes=[])
     if not os.environ.get("SLURM_JOB_ID") and most.ranks_on_a_node > how.machine.num_cores:
         print(
-            f"hpctrain bench: {most.ranks_on_a_node} ranks shared {how.machine.num_cores} cores: their efficiency "
-            "says nothing about more cores",
+            f"hpctrain bench: {most.ranks_on_a_node} ranks shared {how.machine.num_cores} cores: the efficiency "
+            "does not apply to a machine with a core for each rank",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -107,7 +108,7 @@ def _document(
     how: HowToRun,
     commit: str | None,
 ) -> dict[str, Any]:
-    """What `--json` writes; its fields are in docs/guides/benchmarks.md."""
+    """JSON document of `--json`; docs/guides/benchmarks.md describes its fields."""
     largest = max(runs, key=lambda run: run.cell)
     return {
         **document_head(SCHEMA, commit=commit),

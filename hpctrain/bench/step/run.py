@@ -1,4 +1,4 @@
-"""One training run of a step measurement: start it, wait for it, read what it recorded."""
+"""Starts one training run of a step measurement, waits for it, and reads its records."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 
 from hpctrain.bench.step.plan import StepCell, recipe_of
 from hpctrain.errors import HpctrainError, LaunchError, StoppedEarly, from_exit_code
-from hpctrain.launch import Launcher, Machine, plan_launch, run_launch
-from hpctrain.launch.process import resolve_command
-from hpctrain.run.recipe.load import to_toml
-from hpctrain.run.recipe.schema import Recipe
+from hpctrain.launch import Launcher, Machine, plan_launch, resolve_command, run_launch
+from hpctrain.run import Recipe, to_toml
 from hpctrain.telemetry import read_records
 
 LAST_LINES = 20
@@ -24,9 +22,9 @@ LAST_LINES = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRun:
-    """What a run recorded of its measured steps, one entry a step.
+    """Records of a run's measured steps, one entry per step.
 
-    step_s: of the slowest rank. exposed_s: mean over the ranks. samples: over all ranks.
+    step_s: seconds on the slowest rank. exposed_s: mean over the ranks. samples: total of all ranks.
     """
 
     cell: StepCell
@@ -54,7 +52,7 @@ class StepRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HowToRun:
-    """The same for every run of a measurement. threads: of each rank. module_folder: searched for the task."""
+    """Settings common to all runs of a measurement. threads: per rank. module_folder: searched for the task."""
 
     machine: Machine
     launcher: Launcher
@@ -67,11 +65,11 @@ class HowToRun:
 def run_once(
     recipe: Recipe, cell: StepCell, *, how: HowToRun, directory: Path, steps: int, warmup_steps: int
 ) -> StepRun:
-    """Train `warmup_steps + steps` steps in `directory`, which is removed at the end, whatever happens.
+    """Trains `warmup_steps + steps` steps in `directory`, which is always removed at the end.
 
-    Takes over the signals while the ranks run, as `run_launch`: the first Ctrl-C lets the ranks end after
-    their step, a second one ends them at once. Raises StoppedEarly after that; the run's own kind of error,
-    with its last lines and its exit code, when it fails.
+    Handles signals while the ranks run, as `run_launch` does: the first Ctrl-C lets the ranks end after their step, a
+    second one ends them at once. Then raises StoppedEarly. If the run fails, raises the error class of its exit code,
+    with its last lines of output.
     """
     directory.mkdir(parents=True)
     try:
@@ -100,13 +98,13 @@ def _launch(recipe_path: Path, cell: StepCell, *, how: HowToRun, output: Path) -
     with output.open("wb") as file:
         outcome = run_launch(plan, environ=environ, messages=io.StringIO(), output=file)
     if outcome.stop_asked:
-        raise StoppedEarly("stopped while a run was under way: nothing is left of it")
+        raise StoppedEarly("stopped during a run; its files were removed")
     if outcome.exit_code != 0:
         raise _failure(outcome.exit_code, cell=cell, plan_line=plan.shell_line(), output=output)
 
 
 def _environment(how: HowToRun) -> dict[str, str]:
-    # A task beside the recipe is found through the path: the recipe that is run lies elsewhere.
+    # The changed recipe is in another folder, so the folder of the user's recipe, which may hold the task, is added.
     path = [how.environ.get("PYTHONPATH", ""), str(how.module_folder)]
     return {
         **how.environ,
@@ -127,7 +125,7 @@ def _failure(exit_code: int, *, cell: StepCell, plan_line: str, output: Path) ->
 
 
 def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int) -> StepRun:
-    """The records of the steps from `first_step` to `last_step`, of all ranks. Raises LaunchError."""
+    """Reads the records of steps `first_step` to `last_step` of all ranks. Raises LaunchError if any is missing."""
     steps = range(first_step, last_step + 1)
     by_rank: list[dict[int, dict[str, Any]]] = []
     for rank in range(cell.num_ranks):
@@ -141,7 +139,7 @@ def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int
             ) from error
         missing = [step for step in steps if step not in records]
         if missing:
-            raise LaunchError(f"rank {rank} has recorded no step {missing[0]} of {last_step} in {path}")
+            raise LaunchError(f"rank {rank} did not record step {missing[0]} of {last_step} in {path}")
         by_rank.append(records)
     return StepRun(
         cell=cell,

@@ -1,4 +1,4 @@
-"""The step measurement for a reader."""
+"""Table of the step measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.bench.step.measure import StepRow
 
 
 def step_table(rows: Sequence[StepRow], *, title: str) -> Table:
-    """A line for each mode and number of ranks; medians, with the quartiles where there are several runs."""
+    """Table with one line per mode and number of ranks: medians, with the quartiles if there are several runs."""
     table = Table(title=title, title_justify="left")
     table.add_column("scaling", no_wrap=True)
     for name in ("ranks", "batch", "samples/s", "step, ms", "efficiency", "exposed, ms", "exposed"):

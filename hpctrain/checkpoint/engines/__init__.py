@@ -1,1 +1,1 @@
-"""How the bytes of a rank reach a file: the POSIX engine, the MPI-IO engine, the probe, the choice."""
+"""Engines, which write the bytes of a rank to a file: POSIX (`direct`) and MPI-IO (`mpio`), and the choice of one."""

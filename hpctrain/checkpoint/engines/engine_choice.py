@@ -1,4 +1,4 @@
-"""Which engine writes: asked for, or chosen by the filesystem and what every rank has. Agreed by all ranks."""
+"""Chooses the engine: as requested, or by the filesystem and the MPI support of the ranks. The same on all ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from hpctrain.checkpoint.engines.mpio_engine import (
 )
 from hpctrain.checkpoint.engines.posix_engine import write_direct
 from hpctrain.checkpoint.engines.write_batch import ByteRange, paced
-from hpctrain.checkpoint.files.filesystem_type import Filesystem, filesystem_of
 from hpctrain.checkpoint.files.lustre_striping import alignment_of, stripes_for
 from hpctrain.checkpoint.files.write_buffers import Staging
-from hpctrain.comm.collectives.agreement import all_gather_json, describe_ranks, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, all_gather_json, describe_ranks, on_rank_0
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.storage import Filesystem, filesystem_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """engine: DIRECT or MPIO. note: why. filesystem: of the directory, as rank 0 sees it."""
+    """engine: DIRECT or MPIO. note: the reason. filesystem: that of the directory on rank 0."""
 
     engine: Engine
     note: str
@@ -38,7 +37,7 @@ class EngineChoice:
     def write(
         self,
         path: Path,
-        stretches: Iterable[ByteRange],
+        byte_ranges: Iterable[ByteRange],
         *,
         structure: Iterable[ByteRange],
         comm: Collective,
@@ -47,50 +46,51 @@ class EngineChoice:
         staging: Staging | None = None,
         limit_bytes_per_s: float | None = None,
     ) -> None:
-        """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there: structure, which the
-        leader reads back soon, and the rest. On disk (fsync) when it returns.
+        """Writes this rank's byte ranges, (offset, bytes), to the existing file at `path` and flushes them to disk.
 
-        With MPIO collective (see `write_together`, also for `groups`), with DIRECT not at all. bypass_cache, staging:
-        with DIRECT, see `write_direct`. limit_bytes_per_s: of this rank. CheckpointError on the ranks that met an
-        error: the caller votes.
+        Collective with MPIO (see `write_together`), not collective with DIRECT.
+        byte_ranges: the content. structure: further byte ranges, which the leader of the file soon reads back.
+        groups: see `write_together`. bypass_cache, staging: for DIRECT, see `write_direct`. limit_bytes_per_s: maximum
+        write rate of this rank, in bytes/s. Raises CheckpointError only on ranks that fail: the caller must exchange
+        the outcome.
         """
         if limit_bytes_per_s is not None:
             structure = paced(structure, limit_bytes_per_s=limit_bytes_per_s)
-            stretches = paced(stretches, limit_bytes_per_s=limit_bytes_per_s)
+            byte_ranges = paced(byte_ranges, limit_bytes_per_s=limit_bytes_per_s)
         if self.engine is Engine.MPIO:
             hints = dict(HINTS)
             if self.filesystem.is_lustre:
                 num_ranks = len(own_group(comm, groups=groups))
                 hints.update(stripes_for(_size_of(path)).hints(num_ranks=num_ranks))
             write_together(
-                path, itertools.chain(structure, stretches), comm=comm, groups=groups, hints=hints,
+                path, itertools.chain(structure, byte_ranges), comm=comm, groups=groups, hints=hints,
                 block_bytes=alignment_of(self.filesystem),
             )  # fmt: skip
         else:
-            write_direct(path, stretches, structure=structure, bypass_cache=bypass_cache, staging=staging)
+            write_direct(path, byte_ranges, structure=structure, bypass_cache=bypass_cache, staging=staging)
 
 
 def _size_of(path: Path) -> int:
-    """0 where it cannot be told: opening the file then says why."""
+    """Returns the length of a file in bytes; 0 on an error, which opening the file then raises."""
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-# A rank's own, by its own communicator: all ranks of a group find, or do not find, the same.
+# Cached choices by communicator object. All ranks of a communicator have the same entries.
 _chosen: WeakKeyDictionary[Collective, dict[tuple[Engine, str, bool], EngineChoice]] = WeakKeyDictionary()
 
 
 def choose_engine(
     requested: Engine, *, directory: Path, comm: Collective, in_background: bool = False
 ) -> EngineChoice:
-    """The engine for checkpoints in `directory`. Collective; remembered for `comm` and `directory`.
+    """Returns the engine for checkpoints in `directory`. Collective; cached for `comm` and `directory`.
 
-    in_background: another thread writes, and may not communicate: only DIRECT can do that.
-    AUTO takes DIRECT on local filesystems, and on one rank; elsewhere what is faster there, tried out once.
-    Raises on every rank when MPIO is asked for: UsageError in the background, CheckpointError when some rank
-    cannot do it.
+    AUTO chooses DIRECT on local filesystems and for one rank; elsewhere the faster one, which is measured once.
+    in_background: another thread writes, which must not communicate, so only DIRECT is possible.
+    Raises on every rank if MPIO is requested and not possible: UsageError in the background, CheckpointError if a rank
+    does not support it.
     """
     if in_background and requested is Engine.MPIO:
         raise UsageError(
@@ -115,12 +115,12 @@ def _choose(requested: Engine, *, directory: Path, comm: Collective, in_backgrou
         return EngineChoice(engine=engine, note=note, filesystem=filesystem)
 
     if requested is Engine.DIRECT:
-        return choice(Engine.DIRECT, "asked for")
+        return choice(Engine.DIRECT, "requested")
     if requested is Engine.AUTO:
         if comm.num_ranks == 1:
-            return choice(Engine.DIRECT, "one rank has nobody to share MPI-IO with")
+            return choice(Engine.DIRECT, "there is only one rank")
         if in_background:
-            return choice(Engine.DIRECT, "a background thread writes for itself")
+            return choice(Engine.DIRECT, "a background thread cannot use MPI-IO")
         shared = sorted({entry["kind"] for entry in by_rank if Filesystem(kind=entry["kind"]).is_shared})
         if not shared:
             return choice(Engine.DIRECT, f"{filesystem.kind} is a local filesystem")
@@ -131,20 +131,20 @@ def _choose(requested: Engine, *, directory: Path, comm: Collective, in_backgrou
             raise CheckpointError(
                 f"the engine mpio cannot be used: {obstacle}: use direct or auto", agreed=True
             )
-        return choice(Engine.MPIO, "asked for")
+        return choice(Engine.MPIO, "requested")
     if obstacle is not None:
         return choice(Engine.DIRECT, obstacle)
     try:
         on_rank_0(comm, lambda: directory.mkdir(parents=True, exist_ok=True), os_error=CheckpointError)
         probed = probe(directory, comm=comm)
     except CheckpointError as error:
-        return choice(Engine.DIRECT, f"trying out the engines failed: {error}")
+        return choice(Engine.DIRECT, f"measuring the engines failed: {error}")
     faster = Engine.MPIO if probed.mpio_s < probed.direct_s else Engine.DIRECT
     return choice(faster, f"{', '.join(shared)}: {probed.describe(num_ranks=comm.num_ranks)}")
 
 
 def _described(obstacles: Sequence[str | None], *, comm: Collective) -> str | None:
-    """The ranks' obstacles in one text; None when nobody has one."""
+    """Returns the ranks' obstacles as one text; None if there is none."""
     ranks_by_text: dict[str, list[int]] = {}
     for place, text in enumerate(obstacles):
         if text is not None:

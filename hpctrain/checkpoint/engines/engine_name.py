@@ -1,4 +1,4 @@
-"""The engines by name: how bytes reach a file. Which one is taken: see `engine_choice`."""
+"""Names of the engines. See `engine_choice` for how one is chosen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.errors import UsageError
 
 
 class Engine(str, Enum):
-    """How the bytes reach the file; the file's content is the same."""
+    """How the bytes are written to the file. The content of the file does not depend on it."""
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -16,7 +16,7 @@ class Engine(str, Enum):
 
 
 def engine_named(name: Engine | str) -> Engine:
-    """Raises UsageError for a name that is no engine."""
+    """Returns the engine of that name. Raises UsageError for an unknown name."""
     try:
         return Engine(name)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Which engine is faster on this filesystem: a few MiB written with each, and read back by another rank."""
+"""Measures which engine is faster on a filesystem: writes a few MiB with each; another rank reads them back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.engines.mpio_engine import write_together
 from hpctrain.checkpoint.engines.posix_engine import write_direct
 from hpctrain.checkpoint.engines.write_batch import ByteRange
-from hpctrain.checkpoint.files.full_io import explained, read_fully
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.checkpoint.files.io_errors import explained, read_fully
+from hpctrain.comm import Collective, ReduceOp, agreed, on_rank_0
 from hpctrain.errors import CheckpointError
 
-# Bytes of each rank. The next size is tried where the last one, four times over, still fits into the time.
+# Bytes per rank. The next size is measured if four times the last round's time still fits into the time limit.
 _SIZES = (256 << 10, 1 << 20, 4 << 20)
 _BUDGET_S = 1.5
 _STRETCH_BYTES = 1 << 20
@@ -30,7 +29,8 @@ _STRETCH_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probed:
-    """Seconds that `rank_bytes` of each rank took, fsync included: of the slowest rank, the better of two."""
+    """Time of each engine for `rank_bytes` per rank, including fsync, in seconds: of the slowest rank, the better of
+    two repetitions."""
 
     rank_bytes: int
     direct_s: float
@@ -42,11 +42,11 @@ class Probed:
 
 
 def probe(directory: Path, *, comm: Collective) -> Probed:
-    """Write with both engines in `directory`, which is there, and compare. Collective; takes about a second.
+    """Writes with both engines to the existing `directory` and returns the times. Collective; takes about a second.
 
-    CheckpointError on every rank when any rank fails, or reads other bytes than were written.
+    Raises CheckpointError on every rank if any rank fails, or reads other bytes than were written.
     """
-    # Named as a checkpoint that is being written: what a killed run leaves is removed with those.
+    # Named like a partial checkpoint, so that the file of a killed run is removed along with those.
     name = on_rank_0(comm, lambda: f".step-00000000.h5.partial-{secrets.token_hex(8)}")
     path = directory / name
     try:
@@ -69,32 +69,32 @@ def probe(directory: Path, *, comm: Collective) -> Probed:
 
 
 def _one(path: Path, *, engine: str, rank_bytes: int, comm: Collective) -> float:
-    """Seconds of one writing on this rank. Collective."""
+    """Writes once and verifies the bytes. Returns the time of writing on this rank, in seconds. Collective."""
     on_rank_0(comm, lambda: _create(path, num_bytes=rank_bytes * comm.num_ranks), os_error=CheckpointError)
     mine = _pattern(comm.rank, num_bytes=rank_bytes)
-    stretches = _stretches(mine, offset=comm.rank * rank_bytes)
+    byte_ranges = _byte_ranges(mine, offset=comm.rank * rank_bytes)
     comm.barrier()
     begin_s = time.perf_counter()
     if engine == "mpio":
-        agreed(comm, lambda: write_together(path, stretches, comm=comm), os_error=CheckpointError)
+        agreed(comm, lambda: write_together(path, byte_ranges, comm=comm), os_error=CheckpointError)
     else:
-        agreed(comm, lambda: write_direct(path, stretches), os_error=CheckpointError)
+        agreed(comm, lambda: write_direct(path, byte_ranges), os_error=CheckpointError)
     took_s = time.perf_counter() - begin_s
-    # What another rank, maybe on another node, has written is the harder question.
+    # Read another rank's bytes, perhaps from another node: the rank's own ones could come from the local cache.
     other = (comm.rank + 1) % comm.num_ranks
     agreed(comm, lambda: _compare(path, rank=other, num_bytes=rank_bytes, engine=engine))
     return took_s
 
 
 def _slowest(comm: Collective, seconds: float) -> float:
-    """The greatest of all ranks: all take the same way from here. Collective."""
+    """Returns the maximum over all ranks, so that all ranks decide alike. Collective."""
     buffer = torch.tensor([seconds], dtype=torch.float64)
     comm.all_reduce(buffer, op=ReduceOp.MAX)
     return float(buffer)
 
 
 def _create(path: Path, *, num_bytes: int) -> None:
-    with explained(action="try out how to write to", path=path.parent):
+    with explained(action="measure writing to", path=path.parent):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, num_bytes)
@@ -106,7 +106,7 @@ def _pattern(rank: int, *, num_bytes: int) -> NDArray[np.uint8]:
     return np.random.default_rng(rank).integers(0, 256, num_bytes, dtype=np.uint8)
 
 
-def _stretches(data: NDArray[np.uint8], *, offset: int) -> Iterator[ByteRange]:
+def _byte_ranges(data: NDArray[np.uint8], *, offset: int) -> Iterator[ByteRange]:
     for begin in range(0, len(data), _STRETCH_BYTES):
         yield offset + begin, data[begin : begin + _STRETCH_BYTES].data
 
@@ -120,4 +120,6 @@ def _compare(path: Path, *, rank: int, num_bytes: int, engine: str) -> None:
         finally:
             os.close(fd)
     if not np.array_equal(found, _pattern(rank, num_bytes=num_bytes)):
-        raise CheckpointError(f"the engine {engine} wrote other bytes to {path.parent} than it was given")
+        raise CheckpointError(
+            f"the engine {engine} wrote wrong bytes to {path.parent} while measuring its speed"
+        )

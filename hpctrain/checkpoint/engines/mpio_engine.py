@@ -1,8 +1,8 @@
-"""MPI-IO engine: what the ranks of a file have is written through MPI's files, in large pieces.
+"""MPI-IO engine: the ranks of a file write through MPI-IO, in large contiguous pieces (two-phase I/O).
 
-Ranks write in turns (see `turns`), each with a bounded batch. Small pieces that interleave are first brought to the
-rank that writes that part of the file, all that lies there in one. The exchange is ours and not MPI's collective
-writing, which cannot be told to fail on all ranks (see `hpctrain.comm.interface.collective_writer`).
+The ranks write in turns (see `two_phase_plan`), each a batch of bounded size. Small interleaving pieces are first sent
+to the rank that writes their part of the file, which joins them. The exchange is our own, since MPI's collective
+writes cannot be made to fail on all ranks (see `hpctrain.comm.interface.collective_writer`).
 """
 
 from __future__ import annotations
@@ -12,55 +12,54 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import final
-from weakref import WeakKeyDictionary
 
 from hpctrain.checkpoint.engines.posix_engine import write_direct
 from hpctrain.checkpoint.engines.two_phase_plan import BatchExtent, dealt, domains, plan_turn
 from hpctrain.checkpoint.engines.write_batch import ByteRange, WriteBatch, joined
-from hpctrain.checkpoint.files.full_io import explained, write_fully
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.files.lustre_striping import PAGE_BYTES
-from hpctrain.comm.interface.collective_files import CollectiveFiles
-from hpctrain.comm.interface.collective_writer import CollectiveWriter
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, CollectiveFiles, CollectiveWriter
 from hpctrain.errors import CheckpointError, CommunicationError
+from hpctrain.storage import write_fully
 
 BATCH_BYTES = 32 << 20
-# Data sieving turns small writes into read-modify-write of what other ranks write (ROMIO).
+# Data sieving (ROMIO) turns small writes into read-modify-write of bytes that other ranks write.
 HINTS: Mapping[str, str] = {"romio_ds_write": "disable"}
 _FAILED, _GOING_ON = 1, 0
 
-# By how all ranks are grouped, not by a rank's own group: that one may be the same where the others' are not.
-_opened: WeakKeyDictionary[Collective, dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]] = (
-    WeakKeyDictionary()
-)
+
+class _Files(dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]):
+    """The MPI files of one communicator, by the grouping of all ranks: the rank's own group may be in several."""
 
 
 def obstacle_to_mpio(comm: Collective) -> str | None:
-    """Why this rank cannot use the engine; None when nothing is known against it. Does not communicate."""
+    """Returns the reason why this rank cannot use the engine; None if there is none. Not collective."""
     if comm.backend not in ("mpi", "horovod"):
         return f"the {comm.backend} backend has no MPI ranks"
     return None
 
 
 def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
-    """The files of this rank's group, opened once and kept as long as `comm`; None where MPI is not there.
-    Collective over `comm` the first time; every rank asks for the same groups in the same order."""
+    """Returns the MPI files of this rank's group, created once for the lifetime of `comm`; None without MPI.
+
+    Collective over `comm` for the first call with these `groups`; every rank must pass the same groups, in one order.
+    """
     key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
-    known = _opened.setdefault(comm, {})
+    known = comm.attribute(_Files)
     if key not in known:
         known[key] = comm.collective_files(members=own_group(comm, groups=groups))
     return known[key]
 
 
 def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
-    """World ranks of this rank's group; with no groups, all of `comm`. Pure."""
+    """Returns the world ranks of this rank's group; all of `comm` if there are no groups. Pure."""
     mine = comm.members[comm.rank]
     return tuple(comm.members) if groups is None else next(tuple(group) for group in groups if mine in group)
 
 
 def write_together(
     path: Path,
-    stretches: Iterable[ByteRange],
+    byte_ranges: Iterable[ByteRange],
     *,
     comm: Collective,
     groups: Sequence[Sequence[int]] | None = None,
@@ -68,32 +67,37 @@ def write_together(
     batch_bytes: int = BATCH_BYTES,
     block_bytes: int = PAGE_BYTES,
 ) -> None:
-    """Write this rank's `stretches` of the file at `path`, which is there. On disk (fsync) when it returns.
+    """Writes this rank's byte ranges to the existing file at `path` and flushes them to disk.
 
-    groups: of world ranks, each with a file of its own, all ranks in one of them, the same on every rank; None: all
-    of `comm` share one file. Collective over `comm` the first time, then over the group; a rank may have no stretches.
-    stretches: do not overlap, on one rank or between ranks; ascending is fastest. Views must keep their bytes
-    until the call returns. hints: for MPI, the same in all of a group; cb_nodes also says how many ranks small pieces
-    are brought to, else all. block_bytes: a filesystem's unit of locking, where their parts of the file meet.
-    CheckpointError on the ranks that met an error, on all where the file cannot be opened: the caller votes. Nothing
-    hangs: a rank that fails says so to the others, and all stop.
+    Collective over `comm` for the first call with these `groups`, later over the rank's group.
+
+    Args:
+        byte_ranges: (offset, bytes); may be empty. Must not overlap, on one rank or between ranks. Ascending offsets
+            are fastest. The views must keep their bytes until the call returns.
+        groups: the world ranks of each file, every rank in one group, the same on every rank; None: one file.
+        hints: MPI-IO hints, the same on all ranks of a group. cb_nodes limits the number of ranks that small pieces are
+            sent to.
+        block_bytes: the filesystem's unit of locking, to which the ranks' parts of the file are aligned.
+
+    Raises CheckpointError on the ranks that fail, or on all if the file cannot be opened: the caller must exchange the
+    outcome. A rank that fails reports it to the others, and all stop, so no rank hangs.
     """
     files = files_of(comm, groups=groups)
     num_ranks = len(own_group(comm, groups=groups))
     try:
         writer = None if files is None else files.writer(path, hints=hints)
     except CommunicationError as error:
-        # Opening is voted, so all ranks come here; the one that does not see the file knows best why.
+        # Opening fails on all ranks together. A rank that cannot open the file itself reports its own reason.
         with explained(action="write", path=path):
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         raise CheckpointError(str(error)) from error
     if writer is None and num_ranks == 1:
-        write_direct(path, stretches)  # nobody to write together with
+        write_direct(path, byte_ranges)
         return
     if writer is None:
         raise CheckpointError("the engine mpio needs MPI ranks: use the engine direct")
     _Writing(
-        path, writer, batch=WriteBatch(stretches, max_bytes=batch_bytes), block_bytes=block_bytes,
+        path, writer, batch=WriteBatch(byte_ranges, max_bytes=batch_bytes), block_bytes=block_bytes,
         num_writers=int(hints.get("cb_nodes", num_ranks)),
     ).run()  # fmt: skip
 
@@ -108,7 +112,7 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 @final
 class _Writing:
-    """One rank's part in the writing of one file."""
+    """One rank's part in writing one file."""
 
     def __init__(
         self, path: Path, writer: CollectiveWriter, *, batch: WriteBatch, num_writers: int, block_bytes: int
@@ -121,10 +125,10 @@ class _Writing:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Raises what this rank met."""
-        # Also where a network filesystem has told some ranks another size, and so other hints.
-        told = self._writer.gather([self._num_writers])
-        self._num_writers = min(int(told.max()), len(told))
+        """Writes everything. Collective over the group. Raises the first error of this rank."""
+        # The ranks' hints may differ if a network filesystem reported different file sizes to them.
+        counts = self._writer.gather([self._num_writers])
+        self._num_writers = min(int(counts.max()), len(counts))
         while self._take_turn():
             pass
         self._try(self._writer.sync)
@@ -134,7 +138,7 @@ class _Writing:
             raise self._error
 
     def _try(self, function: Callable[[], None]) -> None:
-        """A bug is caught like any error: the others wait for this rank in the next collective step."""
+        """Calls `function` and keeps any error, since this rank must take part in the next collective step."""
         try:
             with explained(action="write", path=self._path), _as_checkpoint_error():
                 function()
@@ -142,7 +146,8 @@ class _Writing:
             self._error = self._error or error
 
     def _take_turn(self) -> bool:
-        """Write what can be written now, with all other ranks; whether anything may be left. Collective."""
+        """Writes one batch together with the other ranks. Collective. Returns False if all is written or a rank
+        failed."""
         self._try(self._batch.fill)
         reach = self._batch.reach
         mine = (reach.begin, reach.end, reach.num_pieces, reach.num_bytes) if reach else (-1, -1, 0, 0)
@@ -155,7 +160,7 @@ class _Writing:
             else None
             for _, begin, end, num_pieces, num_bytes in table
         ]
-        # A rank gets no more of the others' bytes than it holds of its own.
+        # No rank receives more bytes than its own batch may hold.
         turn = plan_turn(reaches, max_span=self._num_writers * self._batch.max_bytes)
         rank = self._writer.rank
         if rank in turn.alone:
@@ -170,11 +175,11 @@ class _Writing:
             self._try(lambda: self._write(sorted(self._writer.exchange(outgoing), key=_offset_of)))
         return True
 
-    def _write(self, stretches: list[ByteRange]) -> None:
-        for offset, data in joined(stretches):
+    def _write(self, byte_ranges: list[ByteRange]) -> None:
+        for offset, data in joined(byte_ranges):
             count = self._writer.write(data, offset=offset)
             if count != len(data):
-                # MPI does not say what went wrong; the system does.
+                # MPI does not report the reason of a short write: write the rest through the system, which does.
                 count = max(count, 0)
                 with self._opened() as fd:
                     write_fully(fd, data.data[count:], offset=offset + count)
@@ -185,7 +190,7 @@ class _Writing:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """The file past MPI."""
+        """Yields a file descriptor that bypasses MPI."""
         fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             yield fd
@@ -193,5 +198,5 @@ class _Writing:
             os.close(fd)
 
 
-def _offset_of(stretch: ByteRange) -> int:
-    return stretch[0]
+def _offset_of(byte_range: ByteRange) -> int:
+    return byte_range[0]

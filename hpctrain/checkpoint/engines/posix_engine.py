@@ -1,6 +1,6 @@
-"""Direct engine: every rank writes its bytes at their places with pwrite.
+"""Direct engine: every rank writes its bytes to their positions in the file with pwrite, without MPI.
 
-Works on any POSIX filesystem that all ranks see, without MPI. What follows each other in the file is one call.
+Works on any POSIX filesystem that all ranks share. Contiguous byte ranges are written by one call.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hpctrain.checkpoint.files.direct_io import open_uncached, write_uncached
-from hpctrain.checkpoint.files.full_io import explained, write_fully
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.files.syscalls import begin_writing_back
 from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.storage import write_fully
 
-# A batch small enough to be in the processor's cache still, where hashing has just brought it.
+# Small enough that a batch is still in the processor's cache after hashing.
 _BATCH_BYTES = 1 << 20
-_MAX_VIEWS = 512  # the least that systems allow in one call is 1024
+_MAX_VIEWS = 512  # systems allow at least 1024 in one call
 _WRITTEN_BACK_BYTES = 8 << 20
-_LONG_STRUCTURE_BYTES = 1 << 20  # shorter ones are left to the flush at the end
+_LONG_STRUCTURE_BYTES = 1 << 20  # shorter byte ranges are written back by the fsync at the end
 
 
 def write_direct(
     path: Path,
-    stretches: Iterable[tuple[int, memoryview]],
+    byte_ranges: Iterable[tuple[int, memoryview]],
     *,
     structure: Iterable[tuple[int, memoryview]] = (),
     bypass_cache: bool = False,
     staging: Staging | None = None,
 ) -> None:
-    """Write this rank's stretches, (offset, bytes), of the file at `path`, which is there. On disk (fsync) when it
-    returns. Not collective.
+    """Writes this rank's byte ranges, (offset, bytes), to the existing file at `path` and flushes them to disk. Not
+    collective. Raises CheckpointError.
 
-    The disk works while this goes on, so that no long flush comes at the end. bypass_cache: past the page cache, where
-    the filesystem can; but not structure, which is read back soon. staging: where stretches may be joined. Raises
-    CheckpointError.
+    Starts writeback early, so that the fsync at the end is short. bypass_cache: write `byte_ranges` past the page cache
+    if the filesystem supports it, but not `structure`, which is soon read back. staging: memory to join byte ranges in.
     """
     with explained(action="write", path=path), ExitStack() as opened:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -46,18 +46,18 @@ def write_direct(
                 begin_writing_back(fd, offset=offset, num_bytes=data.nbytes)
         uncached = open_uncached(path) if bypass_cache else None
         if uncached is None:
-            _write_cached(fd, stretches)
+            _write_cached(fd, byte_ranges)
         else:
             opened.callback(os.close, uncached)
-            write_uncached(fd, uncached, stretches, staging=staging or Staging())
+            write_uncached(fd, uncached, byte_ranges, staging=staging or Staging())
         os.fsync(fd)
 
 
-def _write_cached(fd: int, stretches: Iterable[tuple[int, memoryview]]) -> None:
+def _write_cached(fd: int, byte_ranges: Iterable[tuple[int, memoryview]]) -> None:
     batch: list[memoryview] = []
     begin = end = 0
     flow = _Flow(fd)
-    for offset, data in stretches:
+    for offset, data in byte_ranges:
         if batch and (offset != end or end - begin >= _BATCH_BYTES or len(batch) == _MAX_VIEWS):
             _write(fd, batch, offset=begin)
             flow.written(begin, end)
@@ -71,9 +71,9 @@ def _write_cached(fd: int, stretches: Iterable[tuple[int, memoryview]]) -> None:
 
 
 def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
-    """All of the views, one after the other from `offset` on."""
+    """Writes all views, one after another, from `offset` on."""
     written = os.pwritev(fd, batch, offset)
-    for data in batch:  # a short write is gone on with from where it ended
+    for data in batch:  # continue after a short write
         if written < data.nbytes:
             write_fully(fd, data[written:], offset=offset + written)
             written = data.nbytes
@@ -82,7 +82,7 @@ def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
 
 
 class _Flow:
-    """Has the disk work from the first bytes on, not from the flush at the end."""
+    """Starts the writeback of written bytes early, instead of at the final fsync."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

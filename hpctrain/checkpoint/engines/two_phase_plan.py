@@ -1,9 +1,9 @@
-"""Who writes what in one turn of writing a file with several ranks: pure.
+"""Plans which rank writes what in one turn of a two-phase write: pure.
 
-Each rank holds a batch of stretches, and says from where to where it reaches and whether it is of many small
-pieces. Large pieces are written by their ranks alone: nobody gains by moving them. Batches of small pieces that
-reach into each other are brought together: up to where the first of them ends, the file is divided into domains,
-one for each rank that writes, and each gets all that lies in its own.
+Each rank holds a batch of byte ranges, and reports its extent in the file and the number and size of its pieces. Ranks
+write large pieces themselves, since moving them would gain nothing. Batches of small pieces with overlapping extents
+are redistributed: the overlapping part of the file is divided into domains, one per writing rank, and each writer
+receives all bytes in its domain.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Below this mean, and from so many pieces on, moving bytes between ranks is cheaper than one write for each.
+# With a smaller mean size, and at least so many pieces, sending them to another rank is cheaper than writing each.
 SMALL_PIECE_BYTES = 64 << 10
 MANY_PIECES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchExtent:
-    """Of one rank's batch: first byte, the one after the last, and how many runs of how many bytes it has."""
+    """Extent of one rank's batch in the file: first byte, end (exclusive), number of contiguous pieces, total bytes."""
 
     begin: int
     end: int
@@ -32,8 +32,8 @@ class BatchExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeRound:
-    """alone: ranks that write their whole batch by themselves. together: ranks whose batches may reach into
-    begin <= byte < until, and who give away what lies there. The rest waits for a later turn."""
+    """Plan of one turn. alone: ranks that write their whole batch themselves. together: ranks that redistribute their
+    bytes in begin <= byte < until. The remaining bytes wait for a later turn."""
 
     alone: frozenset[int]
     together: frozenset[int]
@@ -42,8 +42,11 @@ class ExchangeRound:
 
 
 def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> ExchangeRound:
-    """reaches: of each rank's batch; None: it has nothing left. max_span: bytes of the file that are brought together
-    at most; nothing overlaps, so no more than that are on their way. Some rank gets on in every turn."""
+    """Returns the plan of the next turn, in which at least one rank makes progress.
+
+    reaches: extent of each rank's batch; None if it is empty. max_span: maximum length of the redistributed part of the
+    file, in bytes, and so of the bytes in flight, since the ranks' bytes do not overlap.
+    """
     scattered = sorted(
         (reach.begin, reach.end, rank)
         for rank, reach in enumerate(reaches)
@@ -68,10 +71,10 @@ def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> Exchan
 
 
 def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_bytes: int) -> list[int]:
-    """Where each rank's domain of the bytes begin <= byte < until starts, and at last `until`: num_ranks + 1 places.
+    """Divides the bytes begin <= byte < until into one domain per rank. Returns num_ranks + 1 boundaries.
 
-    num_writers: of the ranks have a domain, spread evenly over them; the others' are empty. Domains meet at
-    multiples of block_bytes, which no two ranks then write to.
+    Only `num_writers` ranks, spread evenly, have a domain that is not empty. Boundaries between domains are multiples
+    of `block_bytes`, so that no two ranks write to the same block.
     """
     writers = sorted({number * num_ranks // num_writers for number in range(min(num_writers, num_ranks))})
     places, number = [begin], 0
@@ -87,15 +90,15 @@ def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_b
 
 
 def dealt(
-    stretches: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
+    byte_ranges: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
 ) -> list[list[tuple[int, memoryview]]]:
-    """Ascending stretches, none empty, cut where domains meet: for each rank what lies in its own.
+    """Cuts byte ranges (ascending, none empty) at the domain boundaries. Returns for each rank those in its domain.
 
-    places: of `domains`.
+    places: the boundaries, from `domains`.
     """
     parts: list[list[tuple[int, memoryview]]] = [[] for _ in places[1:]]
     rank = 0
-    for offset, view in stretches:
+    for offset, view in byte_ranges:
         while True:
             while offset >= places[rank + 1]:
                 rank += 1

@@ -1,1 +1,1 @@
-"""File primitives below any format: full reads and writes, O_DIRECT, huge pages, filesystem type, striping."""
+"""Format-independent file primitives: full reads and writes, O_DIRECT, huge pages, filesystem type, striping."""

@@ -1,7 +1,7 @@
-"""Names of checkpoints in a directory: finished, being written, replaced, spare. Thin I/O, done by rank 0 alone.
+"""Names of checkpoints in a directory: finished, partial, replaced, spare. Used by rank 0; not collective.
 
-A checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. What is not finished, or no longer counts,
-has a name that begins with a dot.
+A finished checkpoint is a file `step-00000050.h5` or a folder `step-00000050`. All others have names that begin with a
+dot.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from hpctrain.checkpoint.files.full_io import reason_of
+from hpctrain.checkpoint.files.io_errors import reason_of
 from hpctrain.errors import CheckpointError
 
 MAIN_FILE = "data-00000.h5"
@@ -21,61 +21,61 @@ _SPARE = re.compile(r"\.step-\d{8,18}\.h5\.spare-[0-9a-f]{16}")
 
 
 def file_name(step: int) -> str:
-    """`step-00000050.h5`"""
+    """Returns the name of a checkpoint file, as in `step-00000050.h5`."""
     return f"{folder_name(step)}.h5"
 
 
 def folder_name(step: int) -> str:
-    """`step-00000050`"""
+    """Returns the name of a checkpoint folder, as in `step-00000050`."""
     return f"step-{step:08d}"
 
 
 def part_name(number: int) -> str:
-    """`data-00001.h5`: a file of a folder; number 0 is the main one."""
+    """Returns the name of a file in a checkpoint folder, as in `data-00001.h5`; number 0 is the main file."""
     return f"data-{number:05d}.h5"
 
 
 def main_file(path: Path) -> Path:
-    """The file that holds seal and metadata: the checkpoint itself, or file number 0 of its folder."""
+    """Returns the file with commit header and metadata: the checkpoint itself, or file number 0 of its folder."""
     return path / MAIN_FILE if path.is_dir() else path
 
 
 def part_path(path: Path, number: int) -> Path:
-    """File `number` of the checkpoint at `path`."""
+    """Returns the path of file `number` of the checkpoint at `path`."""
     return path / part_name(number) if number or path.is_dir() else path
 
 
 def partial_name(name: str, *, unique: str) -> str:
-    """What the checkpoint `name` is called while it is written. unique: 16 hex digits."""
+    """Returns the name of checkpoint `name` while it is being written. unique: 16 hex digits."""
     return f".{name}.partial-{unique}"
 
 
 def replaced_name(name: str, *, unique: str) -> str:
-    """What the checkpoint `name` is called while another of its step takes its place. unique: 16 hex digits."""
+    """Returns the name of checkpoint `name` while another of its step replaces it. unique: 16 hex digits."""
     return f".{name}.replaced-{unique}"
 
 
 def spare_name(name: str, *, unique: str) -> str:
-    """What the file of the checkpoint `name` is called once only its room is of use. unique: 16 hex digits."""
+    """Returns the name of checkpoint file `name` as a spare file, kept for its disk blocks. unique: 16 hex digits."""
     return f".{name}.spare-{unique}"
 
 
 def is_spare(path: Path) -> bool:
-    """Whether this is the name of a file whose content counts no longer, and whose room is kept for the next save."""
+    """True if this is the name of a spare file, whose disk blocks are kept for the next save."""
     return _SPARE.fullmatch(path.name) is not None
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a finished checkpoint's name, or a replaced one's; None for any other name."""
+    """Returns the step in the name of a finished or a replaced checkpoint; None for any other name."""
     match = _FINISHED.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def finished_newest_first(directory: Path) -> list[Path]:
-    """Files and folders named as finished checkpoints, by falling step. A directory that is not there holds none.
+    """Returns the files and folders named as finished checkpoints, newest first; none if the directory does not exist.
 
-    One that was being replaced counts where its step has no other: the run was killed between two renames.
-    Raises CheckpointError when the directory cannot be read.
+    A replaced checkpoint is included if its step has no other, as after a kill between two renames. Raises
+    CheckpointError if the directory cannot be read.
     """
     found, replaced = [], []
     for path in _entries(directory):
@@ -89,8 +89,8 @@ def finished_newest_first(directory: Path) -> list[Path]:
 
 
 def partial_files(directory: Path) -> list[Path]:
-    """What no longer or not yet counts: files and folders with our name for a checkpoint being written, replaced ones
-    whose place is taken, and spare ones."""
+    """Returns the files and folders with names of partial checkpoints, of replaced ones whose step has a new one, and
+    of spare files. Raises CheckpointError if the directory cannot be read."""
     entries = _entries(directory)
     steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
     return sorted(
@@ -103,8 +103,11 @@ def partial_files(directory: Path) -> list[Path]:
 
 
 def remove_partial_files(directory: Path, *, but: Path | None = None) -> list[str]:
-    """Remove them, all but one; what could not be removed, in words. Only whoever writes to the directory may do this:
-    the partial file may be another process's save that is still going on."""
+    """Removes the `partial_files` of the directory except `but`. Returns a message for each that could not be removed.
+
+    To be called only by the run that saves to the directory: for any other, a partial file may belong to a save in
+    flight. Raises CheckpointError if the directory cannot be read.
+    """
     notes = []
     for path in partial_files(directory):
         if path == but:
@@ -113,13 +116,13 @@ def remove_partial_files(directory: Path, *, but: Path | None = None) -> list[st
             remove(path)
         except FileNotFoundError:
             continue
-        except OSError as error:  # over NFS, one whose files somebody still has open
-            notes.append(f"could not remove {path.name}, which an earlier save has left: {reason_of(error)}")
+        except OSError as error:  # over NFS, for a folder with files that are still open
+            notes.append(f"could not remove {path.name}, left by an earlier save: {reason_of(error)}")
     return notes
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint's file or folder. Raises OSError, FileNotFoundError when there is none."""
+    """Removes a checkpoint's file or folder. Raises OSError; FileNotFoundError if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,7 +1,7 @@
-"""Writing past the page cache (O_DIRECT): the disk takes the bytes from memory of ours while more are hashed.
+"""Direct I/O (O_DIRECT): writes past the page cache, from our own memory, while more bytes are hashed.
 
-The kernel copies nothing and keeps nothing, so the processor is left to training, and the cache to its data. Measured
-on ext4, 512 MiB by two ranks with fsync: 0.30 s instead of 0.76 s, 0.02 s of a core instead of 0.6 s.
+The kernel neither copies nor caches the bytes, which leaves processor and page cache to the training. Measured on ext4,
+512 MiB by two ranks with fsync: 0.30 s instead of 0.76 s, and 0.02 s of CPU time instead of 0.6 s.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.files.full_io import write_fully
 from hpctrain.checkpoint.files.huge_pages import in_large_pages
 from hpctrain.checkpoint.files.write_buffers import Staging
+from hpctrain.storage import write_fully
 
-# Of memory and of file: what filesystems ask of places and lengths. One that asks for more says so (EINVAL).
+# Alignment of memory addresses, file offsets and lengths. A filesystem that requires a larger one reports EINVAL.
 BLOCK_BYTES = 4096
-# Of a write from memory of ours: a large page, from which the kernel writes faster than from small ones. Several are
-# under way, since a disk takes its time to answer: with two at a time 512 MiB took 7 % longer.
+# Length of a write from our own memory: a huge page, from which the kernel writes faster than from small ones. Several
+# writes are in flight to hide the latency of the disk: with two, 512 MiB took 7 % longer.
 _PIECE_BYTES = 2 << 20
-_FIRST_BYTES = 1 << 19  # of the first ones, so that the disk has work at once
+_FIRST_BYTES = 1 << 19  # length of the first writes: shorter, so that the disk starts early
 _IN_FLIGHT = 6
-# A shorter run costs more as a call of its own than through the cache.
+# A shorter direct write takes longer than one through the page cache.
 _SHORTEST_BYTES = 1 << 18
 
 _Memory: TypeAlias = NDArray[np.uint8]
 
 
 def open_uncached(path: Path) -> int | None:
-    """One more descriptor of the file, that writes past the cache; None where the system or the filesystem has none."""
+    """Returns a new descriptor of the file for direct I/O; None if the system or the filesystem does not support it.
+    Raises OSError."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return None
@@ -51,24 +52,24 @@ def open_uncached(path: Path) -> int | None:
 
 
 def write_uncached(
-    cached: int, uncached: int, stretches: Iterable[tuple[int, memoryview]], *, staging: Staging
+    cached: int, uncached: int, byte_ranges: Iterable[tuple[int, memoryview]], *, staging: Staging
 ) -> None:
-    """Write the stretches, (offset, bytes); not flushed when it returns. Raises OSError.
+    """Writes the byte ranges, (offset, bytes), without flushing them. Raises OSError.
 
-    cached, uncached: descriptors of the file; what is no whole block, and short runs, go through the cache. No other
-    rank may write to the same block at the same time other than through the cache. Views must keep their bytes until
-    the call returns, but those in memory that the writer lends through `staging`, which is used again; these, and large
-    ones whose memory is aligned as their place in the file, are not even copied.
+    cached, uncached: descriptors of the file. Partial blocks and short runs are written through the page cache, and so
+    must be all concurrent writes of other ranks to the same blocks. The views must keep their bytes until the call
+    returns, except those in memory lent by `staging`, which is reused. Such views, and large ones with the same
+    alignment in memory as in the file, are not copied.
     """
     with _Writer(cached, uncached) as writer, staging.lent(writer.lend, write_now=writer.end_run):
-        for offset, data in stretches:
+        for offset, data in byte_ranges:
             writer.put(offset, data)
 
 
 @dataclass(slots=True)
 class _Window:
-    """Aligned memory that stands for the file from byte `base` on; bytes `begin` to `end` of the file are filled, those
-    of `lent` are filled by whoever asked for their place."""
+    """Aligned buffer for the file from byte `base` on. Bytes `begin` to `end` of the file are filled; the bytes `lent`
+    are filled by the caller of `lend`."""
 
     memory: _Memory
     base: int = 0
@@ -78,40 +79,41 @@ class _Window:
     lent: range = range(0)
 
     def start(self, offset: int, *, num_bytes: int) -> None:
-        """num_bytes: from the block's begin on, of the memory, to be used."""
+        """Restarts the buffer at file offset `offset`. num_bytes: number of bytes to use, counted from the start of the
+        block."""
         self.base = offset - offset % BLOCK_BYTES
         self.begin = self.end = offset
         self.limit = self.base + min(num_bytes, len(self.memory))
         self.lent = range(0)
 
     @property
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         return self.limit - self.end
 
     def place(self, num_bytes: int) -> _Memory:
-        """Of the next bytes."""
+        """Returns the memory of the next `num_bytes` bytes."""
         at = self.end - self.base
         return self.memory[at : at + num_bytes]
 
     def holds(self, offset: int, data: memoryview) -> bool:
-        """Whether these are the next bytes, and lie at their place."""
+        """True if these are the next bytes of the file and already lie at their position in the buffer."""
         return (
             offset == self.end
-            and 0 < data.nbytes <= self.room_bytes
+            and 0 < data.nbytes <= self.free_bytes
             and _address(data) == _address(self.place(1).data)
         )
 
     def add(self, data: memoryview) -> None:
         if self.end == self.lent.start:
-            self.lent = range(0)  # other bytes came in its place
-        # Others may run meanwhile: numpy gives up the interpreter's lock.
+            self.lent = range(0)  # other bytes take the place of the lent ones
+        # numpy releases the interpreter lock during the copy.
         np.copyto(self.place(data.nbytes), np.frombuffer(data, dtype=np.uint8))
         self.end += data.nbytes
 
 
 @final
 class _Writer:
-    """Gathers stretches that follow each other in windows, which threads write."""
+    """Collects contiguous byte ranges in buffers (windows), which threads write."""
 
     def __init__(self, cached: int, uncached: int) -> None:
         self._cached = cached
@@ -138,9 +140,9 @@ class _Writer:
             self._threads.shutdown(cancel_futures=True)  # the descriptors are closed after this
 
     def lend(self, offset: int, num_bytes: int) -> _Memory | None:
-        """The place in a window of what is put next, if there is room for all of it."""
+        """Returns the memory of the next bytes in the window, uint8, shape (num_bytes,); None if they do not fit."""
         window = self._window_at(offset)
-        if num_bytes > window.room_bytes:
+        if num_bytes > window.free_bytes:
             return None
         window.lent = range(offset, offset + num_bytes)
         return window.place(num_bytes)
@@ -156,29 +158,29 @@ class _Writer:
             return
         while data.nbytes:
             window = self._window_at(offset)
-            part = data[: window.room_bytes]
+            part = data[: window.free_bytes]
             window.add(part)
             data, offset = data[part.nbytes :], offset + part.nbytes
 
     def _window_at(self, offset: int) -> _Window:
-        """The window to go on in at `offset`, with room."""
+        """Returns a window that continues at `offset` and is not full."""
         window = self._window
-        if window is None or window.end != offset or not window.room_bytes:
+        if window is None or window.end != offset or not window.free_bytes:
             self.end_run()
-            window = self._window  # kept, where what it held was short
+            window = self._window  # still there if its content was short
             if window is None:
                 window = self._window = _Window(self._free_memory())
             window.start(offset, num_bytes=self._next_bytes)
         return window
 
     def end_run(self) -> None:
-        """Have what the window holds written now: by a thread, unless that costs more than to do it here."""
+        """Starts writing the content of the window in a thread, or writes it here if it is short."""
         window = self._window
         if window is None:
             return
         base, begin, end = window.base, window.begin, window.end
         if window.lent.start < end < window.lent.stop:
-            raise RuntimeError("of memory that was lent only a part was handed over: the rest would be lost")
+            raise RuntimeError("only a part of the lent memory was passed on: the rest would be lost")
         if end - begin < _SHORTEST_BYTES:
             write_fully(self._cached, window.memory[begin - base : end - base].data, offset=begin)
             window.start(end, num_bytes=self._next_bytes)
@@ -188,7 +190,7 @@ class _Writer:
         self._window = None
 
     def _submit_in_pieces(self, memory: _Memory, *, offset: int) -> None:
-        """Large memory that need not be copied; cut where blocks of the file are, the last piece under 4 MiB."""
+        """Writes large aligned memory without copying it, cut at block boundaries; the last piece is below 4 MiB."""
         begin, end = offset, offset + len(memory)
         while begin < end:
             cut = begin + _PIECE_BYTES - (begin + _PIECE_BYTES) % BLOCK_BYTES
@@ -206,28 +208,29 @@ class _Writer:
                 job = self._threads.submit(self._write, memory, base, begin, end)
                 self._in_flight.append((memory if is_ours else None, job))
                 return
-            except RuntimeError:  # no more of them: the interpreter ends, or the system has none
-                # It may be queued all the same, and be written once more: this memory is not used again.
+            except RuntimeError:  # no new threads: the interpreter is shutting down, or a limit of the system
+                # The job may be queued nevertheless and write the memory again, so do not reuse it.
                 self._has_threads = is_ours = False
         self._write(memory, base, begin, end)
         if is_ours:
             self._free.append(memory)
 
     def _free_memory(self) -> _Memory:
-        """The oldest window's, if that has been written: new memory costs more than to fill it."""
+        """Returns the memory of a written window if there is one, since allocating memory takes longer than filling
+        it."""
         while not self._free and self._in_flight and self._in_flight[0][1].done():
             self._wait()
         return self._free.pop() if self._free else _pages(_PIECE_BYTES)
 
     def _wait(self) -> None:
-        """Until the oldest is written. Raises what its writing raised."""
+        """Waits until the oldest write is done. Raises its error."""
         memory, job = self._in_flight.popleft()
         job.result()
         if memory is not None:
             self._free.append(memory)
 
     def _write(self, memory: _Memory, base: int, begin: int, end: int) -> None:
-        """Bytes `begin` to `end` of the file, from memory that stands for the file from `base` on."""
+        """Writes bytes `begin` to `end` of the file. The first byte of `memory` belongs at file offset `base`."""
         first, last = -(-begin // BLOCK_BYTES) * BLOCK_BYTES, end - end % BLOCK_BYTES
         done = 0
         if last - first >= _SHORTEST_BYTES:
@@ -236,12 +239,13 @@ class _Writer:
             write_fully(self._cached, memory[begin - base : end - base].data, offset=begin)
             return
         write_fully(self._cached, memory[begin - base : first - base].data, offset=begin)
-        # After a short write the place need not be a block's.
+        # After a short write the position need not be at a block boundary.
         write_fully(self._cached, memory[first + done - base : end - base].data, offset=first + done)
 
     def _write_blocks(self, blocks: _Memory, *, offset: int) -> int:
-        """Past the cache; bytes written, perhaps not all, and none where the filesystem asks for larger blocks."""
-        uncached = self._uncached  # another thread may find out, too
+        """Writes past the cache. Returns the number of bytes written: perhaps not all, and 0 if the filesystem requires
+        larger blocks."""
+        uncached = self._uncached  # another thread may reset it
         if uncached is None:
             return 0
         try:
@@ -259,5 +263,5 @@ def _address(data: memoryview) -> int:
 
 
 def _pages(num_bytes: int) -> _Memory:
-    """Memory that begins with a page."""
+    """Returns page-aligned memory: uint8, shape (at least num_bytes,)."""
     return np.frombuffer(in_large_pages(num_bytes) or mmap.mmap(-1, num_bytes), dtype=np.uint8)

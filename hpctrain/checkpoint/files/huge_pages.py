@@ -1,6 +1,6 @@
-"""Memory for what is loaded, in large pages where the kernel gives them.
+"""Memory for loaded tensors, in huge pages if the kernel provides them.
 
-To get a page of 4 KiB costs more than to fill it: reading into fresh memory is several times as fast with pages of
+Allocating a page of 4 KiB takes longer than filling it: reading into new memory is several times as fast with pages of
 2 MiB.
 """
 
@@ -21,7 +21,7 @@ _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 
 def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
-    """A CPU tensor of this shape and dtype, its content not set. Raises CheckpointError where memory lacks."""
+    """Returns an uninitialized CPU tensor of this shape and dtype. Raises CheckpointError if there is no memory."""
     kind = dtype_named(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
     if num_bytes >= 2 * _LARGE_PAGE_BYTES and kind is not torch.complex32:
@@ -35,24 +35,24 @@ def fresh_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
 
 
 def in_large_pages(num_bytes: int) -> mmap.mmap | None:
-    """Memory whose whole large pages are asked for as such; None where the system gives none."""
+    """Returns at least `num_bytes` bytes of memory, with huge pages requested for all whole ones in `num_bytes`; None
+    if the system does not support it."""
     if _ADVICE is None:
         return None
-    # A mapping whose length is a multiple of the large page begins at one, too (Linux 6.7 and newer).
+    # If its length is a multiple of the huge page, the mapping is also aligned to one (Linux 6.7 and newer).
     length = -(-num_bytes // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES
     try:
         memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # too many mappings, perhaps
+    except OSError:  # for example, too many mappings
         return None
-    with suppress(
-        OSError
-    ):  # refused: small pages do as well. The end is left in small ones: it is not all used.
+    # If refused, small pages are used. The end, of which only a part is used, stays in small pages.
+    with suppress(OSError):
         memory.madvise(_ADVICE, 0, num_bytes // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES)
     return memory
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous CPU tensor, shape (num_bytes,): what is written there is in the tensor."""
+    """Returns the bytes of a contiguous CPU tensor: uint8, shape (num_bytes,), sharing the tensor's memory."""
     if tensor.dtype is torch.complex32:
-        return byte_view(tensor).numpy()  # at a price: torch warns of this type at every touch
+        return byte_view(tensor).numpy()  # slower: suppresses torch's warnings about this dtype
     return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Lustre: over how many servers a checkpoint file is striped, asked of `lfs` where it is there."""
+"""Lustre: sets over how many servers a checkpoint file is striped, with `lfs` if that is installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.files.filesystem_type import Filesystem
+from hpctrain.storage import Filesystem
 
 PAGE_BYTES = 4096
-# One extent, the unit of writing, lies on one server; large enough for Lustre's 4 MiB requests.
+# As large as an extent, the unit of writing, which then lies on one server, and as Lustre's requests of 4 MiB.
 STRIPE_BYTES = 4 << 20
 _LUSTRE_DEFAULT_BYTES = 1 << 20
 _BYTES_A_SERVER = 128 << 20
@@ -21,13 +21,13 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stripes:
-    """count: servers (OSTs) that a file is spread over. size_bytes: of a stripe."""
+    """Stripe layout of a file. count: number of servers (OSTs). size_bytes: length of a stripe."""
 
     count: int
     size_bytes: int = STRIPE_BYTES
 
     def hints(self, *, num_ranks: int) -> Mapping[str, str]:
-        """For MPI: as many ranks write to the servers as there are servers, at most all. Pure."""
+        """Returns the hints for MPI-IO, with as many writing ranks (cb_nodes) as servers, at most `num_ranks`. Pure."""
         return {
             "striping_factor": str(self.count),
             "striping_unit": str(self.size_bytes),
@@ -36,24 +36,27 @@ class Stripes:
 
 
 def stripes_for(file_bytes: int) -> Stripes:
-    """One server for each 128 MiB begun, at most 64: a small file on many servers only costs more locks. Pure."""
+    """Returns a layout with one server per 128 MiB, at most 64: for a small file more servers only mean more locks.
+    Pure."""
     return Stripes(count=min(max(1, -(-file_bytes // _BYTES_A_SERVER)), _MAX_SERVERS))
 
 
 def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str | None:
-    """Ask Lustre to stripe `path` so: a file that is not there yet, which is made, or a folder's future files.
+    """Sets the stripe layout of a new file, which is created, or of future files in a folder. Not collective.
 
-    What went wrong, in words, or None: a checkpoint that is striped otherwise is slower, not wrong. Does nothing
-    on other filesystems. One rank calls it.
+    Does nothing on other filesystems than Lustre. Returns an error as text, or None: a checkpoint with another layout
+    is slower, but valid.
     """
     if not filesystem.is_lustre:
         return None
     program = shutil.which("lfs")
     if program is None:
-        return "the filesystem is Lustre, and lfs is not in PATH: files are striped as the directory says"
+        return (
+            "the filesystem is Lustre, but lfs is not in PATH: files have the stripe layout of the directory"
+        )
     argv = [program, "setstripe", "-c", str(stripes.count), "-S", str(stripes.size_bytes), str(path)]
     try:
-        # With close_fds=False it is a posix_spawn: forking a process that runs MPI is not safe everywhere.
+        # close_fds=False makes Python use posix_spawn: forking a process that runs MPI is not always safe.
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=_TIMEOUT_S, check=False, close_fds=False,
@@ -67,9 +70,9 @@ def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str 
 
 
 def alignment_of(filesystem: Filesystem) -> int:
-    """Bytes that large datasets begin at a multiple of: a page, or on Lustre the stripe that `set_stripes` asks for.
+    """Returns the alignment of large datasets in bytes: a page, or on Lustre the stripe size that `set_stripes` sets.
 
-    Only datasets of at least this size should be aligned, or small ones waste a stripe each.
+    Align only datasets of at least this size, since smaller ones would waste a stripe each.
     """
     if not filesystem.is_lustre:
         return PAGE_BYTES

@@ -1,1 +1,1 @@
-"""What a checkpoint is, as values: state, boxes, dtypes, link names, hashes, commit header, metadata."""
+"""The checkpoint format: state, boxes, dtypes, link names, hashes, commit header, metadata."""

@@ -1,7 +1,7 @@
-"""Boxes of elements inside a row-major array: splitting, runs of memory, overlap, exact covering. Pure.
+"""Boxes (hyperslabs) of a row-major array: splitting, contiguous runs, overlap, exact cover. Pure functions.
 
-A box is an offset and a shape, one number per dimension. A tensor's place in a file, a rank's shard and the
-region that a reader asks for are all boxes.
+A box is an offset and a shape, one number per dimension, in elements. The part of a tensor in a file, a rank's
+shard and the region that a reader requests are all boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Elements with offset[d] <= index[d] < offset[d] + shape[d] in every dimension d."""
+    """The elements with offset[d] <= index[d] < offset[d] + shape[d] in every dimension d."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,18 +25,18 @@ class Box:
         return math.prod(self.shape)
 
     def lies_within(self, shape: Sequence[int]) -> bool:
-        """Whether the box has as many dimensions as an array of this shape and is inside it."""
+        """True if the box has as many dimensions as `shape` and lies inside an array of that shape."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def slices(self, *, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """Index of the box in an array, or in a piece of the array that begins at `origin`."""
+        """Returns the index of the box in an array, or in a part of the array that begins at `origin`."""
         base = origin if origin is not None else (0,) * len(self.offset)
         return tuple(slice(o - b, o - b + s) for o, s, b in zip(self.offset, self.shape, base, strict=True))
 
     def __str__(self) -> str:
-        if len(self.offset) != len(self.shape):  # a user's mistake, told in an error
+        if len(self.offset) != len(self.shape):  # an invalid box from the user, printed in an error
             return f"a box at {list(self.offset)} of shape {list(self.shape)}"
         spans = (f"{o}:{o + s}" for o, s in zip(self.offset, self.shape, strict=True))
         return f"[{', '.join(spans)}]"
@@ -47,7 +47,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """What two boxes of the same array share; None when they share no element."""
+    """Returns the overlap of two boxes of the same array, or None if they share no element."""
     offset = tuple(map(max, first.offset, second.offset))
     shape = tuple(
         min(a + n, b + m) - o
@@ -57,9 +57,9 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 
 def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `max_elems` elements, in the box's own row-major order.
+    """Yields boxes of at most `max_elems` elements that together make up `box`, in its row-major order.
 
-    Each piece is one contiguous piece of a dense copy of the box, and the pieces follow each other there.
+    In a dense copy of the box each of them is contiguous, and each begins where the one before it ends.
     """
     num_elems = box.num_elems
     if num_elems <= max_elems:
@@ -80,20 +80,20 @@ def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The contiguous stretches of an array that make up a box, in the box's row-major order."""
+    """The contiguous runs of elements of an array that make up a box, in the box's row-major order."""
 
     starts: np.ndarray  # (num_runs,) int64: first element of each run, counted in the flattened array
     run_elems: int
 
 
 def runs_of(box: Box, *, shape: Sequence[int]) -> Runs:
-    """The runs of `box` inside an array of `shape`, as long as they can be. The box is not empty."""
+    """Returns the runs of `box`, which must not be empty, in an array of `shape`. Each is as long as possible."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
     outer = len(shape)
     run_elems = 1
-    while outer > 0:  # walk in from the last dimension while the dimensions behind are covered in full
+    while outer > 0:  # from the last dimension inwards, as long as all later dimensions are covered in full
         outer -= 1
         run_elems *= box.shape[outer]
         if box.shape[outer] != shape[outer]:
@@ -106,9 +106,9 @@ def runs_of(box: Box, *, shape: Sequence[int]) -> Runs:
 
 
 def boxes_of_range(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
-    """The flat elements start <= i < stop of an array of `shape`, as boxes in order.
+    """Returns the elements start <= i < stop of the flattened array of `shape`, as boxes in order.
 
-    At most 2 * len(shape) - 1 boxes; each is one contiguous stretch.
+    At most 2 * len(shape) - 1 boxes; each is contiguous in the array.
     """
     if start >= stop:
         return []
@@ -136,28 +136,28 @@ def boxes_of_range(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
 
 
 class TooFragmentedError(ValueError):
-    """The boxes are cut so finely that checking them would take too long."""
+    """There are so many small boxes that checking them would take too long."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
-    """How much work is left before a check gives up; about 2 million a second. A terabyte in extents of
-    4 MiB takes half a million."""
+    """Work limit of a check, in steps; about 2 million steps take one second. Checking a terabyte in extents of
+    4 MiB takes half a million steps."""
 
     left: int = 3_000_000
 
     def take(self, count: int) -> None:
         self.left -= count
         if self.left < 0:
-            raise TooFragmentedError("cut too finely to be checked")
+            raise TooFragmentedError("cut into too many small boxes to be checked")
 
 
 def cover_exactly(boxes: Sequence[Box], *, shape: Sequence[int], steps: Steps) -> bool:
-    """Whether the boxes hold every element of an array of `shape` exactly once.
+    """True if the boxes hold every element of an array of `shape` exactly once.
 
-    Boxes are not empty and lie within the array. Works dimension by dimension: between two neighbouring
-    cuts of a dimension the same boxes are met, and these must cover the remaining dimensions.
-    Raises TooFragmentedError when `steps` is used up: a made-up file cannot keep us busy for ever.
+    The boxes must not be empty and must lie within the array. Sweeps over one dimension: between two neighbouring
+    box boundaries the set of boxes is constant, and must cover the remaining dimensions (recursively).
+    Raises TooFragmentedError when `steps` is used up, which bounds the time that a malicious file can take.
     """
     if math.prod(shape) == 0:
         return not boxes

@@ -1,8 +1,8 @@
-"""The seal: the first 4096 bytes of a checkpoint file, outside HDF5's own structures (its "user block").
+"""The commit header ("seal"): the first 4096 bytes of a checkpoint file, in HDF5's user block.
 
-It says where the metadata lies and what its hash is, and is itself hashed. Zeros until the very end of a
-save: a file without a valid seal was never finished. Because of it, loading needs no HDF5 library: nothing
-that a damaged or hostile file holds is ever interpreted by one.
+It holds the offset, length and hash of the metadata, and its own hash. A save writes it last; until then it is
+zeros, so a file without a valid commit header is an unfinished save. With it, loading needs no HDF5 library, and
+so the library never interprets the bytes of a damaged or malicious file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import hash_of
 
 SEAL_BYTES = 4096
-FORMAT_VERSION = 2  # what we write
+FORMAT_VERSION = 2  # written by this version
 READ_VERSIONS = (1, 2)
 _MAGIC = b"hpctrain checkpoint\n"
 _PART_MAGIC = b"hpctrain checkpoint part\n"
@@ -23,9 +23,12 @@ _PART_MAGIC = b"hpctrain checkpoint part\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seal:
-    """metadata_offset, metadata_bytes: its place, in bytes from the begin of the file. file_bytes: of the
-    whole file. metadata_hash: of the metadata's bytes. structure_hash: of all bytes that are neither seal,
-    metadata nor a tensor's content: HDF5's own structures. So each byte of the file is under some hash."""
+    """Content of the commit header of a main file. Together with the extents' hashes it covers every byte.
+
+    metadata_offset, metadata_bytes: position and length of the metadata, in bytes. file_bytes: length of the whole
+    file. metadata_hash: hash of the metadata's bytes. structure_hash: hash of all bytes that are neither commit
+    header, metadata nor tensor content, which are HDF5's own structures.
+    """
 
     metadata_offset: int
     metadata_bytes: int
@@ -35,11 +38,11 @@ class Seal:
 
 
 class UnknownFormatError(CheckpointError):
-    """The checkpoint is whole, but another version of hpctrain wrote it in a format we do not know."""
+    """The commit header is valid, but another version of hpctrain wrote the checkpoint in an unknown format."""
 
 
 def encode_seal(seal: Seal) -> bytes:
-    """The block, SEAL_BYTES long: a magic line, a line of JSON, the hash of both, zeros."""
+    """Returns the block of SEAL_BYTES bytes: a magic line, a line of JSON, the hash of both lines, zeros."""
     values = {
         "format": FORMAT_VERSION,
         "metadata_offset": seal.metadata_offset,
@@ -59,8 +62,10 @@ def _block(magic: bytes, values: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartSeal:
-    """What a file that is not the main one says of itself: the id of its checkpoint, its step, its number among
-    num_files. It vouches for nothing: the main file does."""
+    """Header of a part file (any but the main one): id and step of its checkpoint, and its number among `num_files`.
+
+    It does not commit anything: the hashes of a part file are in the main file.
+    """
 
     id: str
     step: int
@@ -69,7 +74,7 @@ class PartSeal:
 
 
 def encode_part_seal(seal: PartSeal) -> bytes:
-    """The block, SEAL_BYTES long."""
+    """Returns the header block of a part file, SEAL_BYTES long."""
     return _block(
         _PART_MAGIC,
         {
@@ -87,19 +92,19 @@ def empty_part_block() -> bytes:
 
 
 def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
-    """The seal of a file that is `file_bytes` long now.
+    """Returns the decoded commit header of a file whose length is now `file_bytes`.
 
-    Raises CheckpointError when it is missing, damaged, or speaks of a file of another length, and
-    UnknownFormatError when it is sound and of another format version.
+    Raises CheckpointError if it is missing, damaged, or records another file length, and UnknownFormatError if it
+    is valid but of another format version.
     """
     if len(block) == SEAL_BYTES and not any(block):
-        raise CheckpointError("the file was never finished: its seal is empty")
+        raise CheckpointError("the save of this file was never finished: its commit header (seal) is empty")
     lines = block.split(b"\n", 3)
     if len(block) != SEAL_BYTES or len(lines) != 4 or lines[0] + b"\n" != _MAGIC:
-        raise CheckpointError("not an hpctrain checkpoint: it does not begin with the seal")
+        raise CheckpointError("not an hpctrain checkpoint: it does not begin with a commit header (seal)")
     text = lines[0] + b"\n" + lines[1] + b"\n"
     if lines[2] != hash_of(text).encode() or any(lines[3]):
-        raise CheckpointError("the seal at the begin of the file is damaged: its hash does not fit")
+        raise CheckpointError("the commit header (seal) of the file is damaged: its hash does not match")
     try:
         values = json.loads(lines[1])
         version = values["format"]
@@ -116,12 +121,13 @@ def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
             file_bytes=_natural(values["file_bytes"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the seal cannot be understood: {error}") from error
+        raise CheckpointError(f"the commit header (seal) has invalid content: {error}") from error
     if seal.file_bytes != file_bytes:
         raise CheckpointError(f"the file is {file_bytes} bytes long, it was written with {seal.file_bytes}")
     if seal.metadata_offset < SEAL_BYTES or seal.metadata_offset + seal.metadata_bytes > file_bytes:
         raise CheckpointError(
-            f"the seal places the metadata at {seal.metadata_offset}, {seal.metadata_bytes} bytes long, "
+            f"the commit header (seal) places the metadata at byte {seal.metadata_offset}, "
+            f"{seal.metadata_bytes} bytes long, "
             f"which is outside the file of {file_bytes} bytes"
         )
     return seal
@@ -129,5 +135,5 @@ def decode_seal(block: bytes, *, file_bytes: int) -> Seal:
 
 def _natural(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is not a whole number from 0 to 2^63 - 1")
+        raise ValueError(f"{value!r} is not an integer from 0 to 2^63 - 1")
     return value

@@ -1,4 +1,4 @@
-"""Content that is not what was written, and where."""
+"""Errors that locate damaged tensor content."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from hpctrain.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DamagedExtent:
-    """An extent whose bytes are not the ones written. first_byte, last_byte: of `file`, both included; with
-    an extent of a sharded tensor, other extents may lie between."""
+    """An extent whose bytes are not those that were written.
+
+    first_byte, last_byte: byte positions in `file`, both inclusive. Bytes of other extents of a sharded tensor may
+    lie between them.
+    """
 
     tensor: str
     box: Box
@@ -26,7 +29,7 @@ class DamagedExtent:
 
 
 class DamagedContentError(CheckpointError):
-    """Content that does not fit its hash. `damage` says where."""
+    """The content does not match its hash, or cannot be read. `damage` locates it."""
 
     def __init__(self, damage: DamagedExtent) -> None:
         super().__init__(f"damaged: {damage}")

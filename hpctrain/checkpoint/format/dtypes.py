@@ -1,8 +1,8 @@
-"""How each torch dtype is stored: as a number type that HDF5 has, or as raw unsigned integers with a tag.
+"""How each torch dtype is stored: as the HDF5 type of the same format, or as unsigned integers with a tag.
 
 HDF5 and numpy have no bfloat16, float8 or half complex. Such tensors are stored as unsigned integers of the
-same width, and the dataset's attribute `torch_dtype` says what the bits mean. Nothing is ever converted: the
-bytes in the file are the bytes in memory.
+same width, and the dataset's attribute `torch_dtype` names the dtype. Nothing is ever converted: the bytes in the
+file are the bytes in memory.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ _BY_NAME: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32`, `bfloat16`, ...: how a dtype is written in the metadata."""
+    """Returns the name of a dtype in the metadata: `float32`, `bfloat16`, ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name. Raises CheckpointError for one that this torch does not have."""
+    """Returns the dtype of that name. Raises CheckpointError if this version of torch does not have it."""
     if name not in _BY_NAME:
         raise CheckpointError(
-            f"dtype {name!r} is not one that torch {torch.__version__} has and we can store"
+            f"dtype {name!r} is unknown to torch {torch.__version__}, or cannot be stored in a checkpoint"
         )
     return _BY_NAME[name]
 
 
 def is_raw(name: str) -> bool:
-    """Whether tensors of this dtype are stored as tagged unsigned integers."""
+    """True if tensors of this dtype are stored as tagged unsigned integers."""
     return name not in _NATIVE
 
 
 def storage_dtype(name: str) -> np.dtype:
-    """The numpy type of the dataset that holds tensors of the torch dtype `name`, in native byte order."""
+    """Returns the numpy type of a dataset that holds tensors of the torch dtype `name`, in native byte order."""
     if name in _NATIVE:
         return np.dtype(_NATIVE[name])
     return np.dtype(_RAW[dtype_named(name).itemsize])
 
 
 def check_plain(tensor: torch.Tensor) -> None:
-    """Raises CheckpointError for tensors that are not plain strided memory (sparse, quantized, meta, lazy)."""
+    """Raises CheckpointError if the tensor is not plain strided memory: sparse, quantized, meta or lazy."""
     if is_lazy(tensor):
         raise CheckpointError(
-            "cannot store a parameter of a lazy module that has no shape yet: let it see a batch before it is saved"
+            "cannot store a parameter of a lazy module that has no shape yet: run a batch through it before saving"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise CheckpointError(
@@ -81,21 +81,20 @@ def check_plain(tensor: torch.Tensor) -> None:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in row-major order as bytes, shape (nbytes,), on the tensor's device.
+    """Returns the tensor's elements in row-major order: uint8, shape (nbytes,), on the tensor's device.
 
-    No copy when the tensor is contiguous. Raises CheckpointError for tensors that are not plain strided
-    memory (sparse, quantized, meta).
+    Does not copy a contiguous tensor. Raises CheckpointError as `check_plain` does.
     """
     check_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental at every touch
-        # Not reshape: of one element with a stride of its own, which counts as contiguous, it would keep that.
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that complex32 is experimental
+        # Not reshape: it keeps the unusual stride of a tensor of one element, which counts as contiguous.
         return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def empty_tensor(shape: tuple[int, ...], *, dtype: str) -> torch.Tensor:
-    """A CPU tensor of this shape and dtype, its content not set."""
+    """Returns a CPU tensor of this shape and dtype with uninitialized content."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.empty(shape, dtype=dtype_named(dtype))

@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused where many objects are made at once: it would look at all, again and again."""
+"""Pauses Python's garbage collector while many objects are created, since it would traverse all of them repeatedly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Nothing is collected inside, in any thread; reference counts go on. Keep it short."""
+    """Disables cyclic garbage collection in all threads for the block; reference counting continues. Keep it short."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

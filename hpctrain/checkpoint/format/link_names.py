@@ -1,7 +1,8 @@
-"""Tensor names as HDF5 link names, reversibly.
+"""Reversible encoding of tensor names as HDF5 link names.
 
-HDF5 takes `/` for a path and `.` for "here". Those, `%`, NUL, control characters and lone surrogates are
-written as %XX of their UTF-8 bytes, as in a URL. All else stays readable: `model.0.weight` is itself.
+HDF5 reads `/` as a path separator and a name of `.` as the current group. Those, `%`, control characters and
+lone surrogates are written as the %XX of their UTF-8 bytes, as in a URL. Other names, such as `model.0.weight`,
+are unchanged.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import re
 
 _ESCAPED = re.compile(rb"%([0-9A-F]{2})")
-_EMPTY = "%"  # never the start of anything else: an escaped % is %25
+_EMPTY = "%"  # stands for the empty name; unambiguous, since an escaped % is %25
 TENSOR_GROUP = "tensors"
-MAX_NAME_BYTES = 16384  # HDF5's limit on what one link may take is 64 KiB
+MAX_NAME_BYTES = 16384  # HDF5 limits a link to 64 KiB
 
 
 def _escape_char(char: str) -> str:
@@ -22,7 +23,7 @@ def _escape_char(char: str) -> str:
 
 
 def escape(name: str) -> str:
-    """`name` as one HDF5 link name. `unescape` gives it back."""
+    """Returns `name` as one HDF5 link name. `unescape` reverses it."""
     if not name:
         return _EMPTY
     if set(name) == {"."}:
@@ -31,7 +32,7 @@ def escape(name: str) -> str:
 
 
 def unescape(link: str) -> str:
-    """The tensor name that `escape` made `link` from."""
+    """Returns the tensor name that `escape` encoded as `link`."""
     if link == _EMPTY:
         return ""
     raw = _ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), link.encode("utf-8"))
@@ -39,8 +40,8 @@ def unescape(link: str) -> str:
 
 
 def dataset_path(name: str, *, number: int = 0) -> str:
-    """Path of the dataset of a tensor's piece; number: of the pieces that one file holds of it.
+    """Returns the HDF5 path of the dataset of a tensor's piece. number: counts the tensor's pieces in one file.
 
-    Only numbers from 1 on show: `%-1` is no escape of ours, so no tensor's name has it.
+    Numbers from 1 on are appended as `%-1`, which `escape` never produces, so no tensor's name can collide with it.
     """
     return f"/{TENSOR_GROUP}/{escape(name)}" + (f"%-{number}" if number else "")

@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself: JSON in its main file's dataset `/metadata`. The values, and checking.
+"""Metadata of a checkpoint: JSON in the dataset `/metadata` of its main file. Encoding, decoding and validation.
 
-Whatever comes out of `decode_metadata` is safe to act on: every piece lies inside its file, the pieces of a file
-together are no larger than it, and every element of a tensor belongs to exactly one piece and one hashed extent.
+The result of `decode_metadata` is safe to use: every piece lies inside its file, the pieces of a file together are
+no larger than the file, and every element of a tensor belongs to exactly one piece and one hashed extent.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 
 from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly
 from hpctrain.checkpoint.format.commit_header import SEAL_BYTES
-from hpctrain.checkpoint.format.content_hash import HASH_DIGITS, HASH_NAME
 from hpctrain.checkpoint.format.dtypes import dtype_named
 from hpctrain.checkpoint.format.gc_pause import collector_paused
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import HASH_DIGITS, HASH_NAME
 
 TENSOR_GROUP = "tensors"
-MAX_METADATA_BYTES = 64 << 20  # about 1.4 million extents, 6 TB of state; read in some 2 s
+MAX_METADATA_BYTES = 64 << 20  # about 1.4 million extents, 6 TB of state; takes about 2 s to read
 _MAX_DIMS = 32  # HDF5's limit
 _MAX_INT = 2**63
-_MAX_FILES = 100_000  # a part's name has five digits
+_MAX_FILES = 100_000  # the name of a part file has five digits
 PART_NAME = re.compile(r"data-(?!00000\.)\d{5}\.h5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredExtent:
-    box: Box  # of the tensor's view, inside its piece
+    box: Box  # in the coordinates of the tensor's view; lies inside its piece
     hash: str
 
 
@@ -38,7 +38,7 @@ class StoredExtent:
 class StoredPiece:
     """One dataset: the elements of `box`, a box of the tensor's view, dense and in row-major order.
 
-    file: number of the file. file_offset: of the first byte in that file; 0 when the piece has none.
+    file: number of the file. file_offset: position of the first byte in that file; 0 if the piece is empty.
     """
 
     file: int
@@ -50,7 +50,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint. view: see `PlannedTensor`. The pieces make up the view exactly."""
+    """A tensor of the checkpoint. view: see `PlannedTensor`. The pieces hold every element of the view exactly once."""
 
     name: str
     dtype: str
@@ -68,13 +68,13 @@ class StoredTensor:
 
     @property
     def extents(self) -> list[tuple[StoredPiece, StoredExtent]]:
-        """All extents, each with the piece that it lies in."""
+        """All extents, each with its piece."""
         return [(piece, extent) for piece in self.pieces for extent in piece.extents]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """A file beside the main one. structure_hash: of all its bytes that belong to no piece."""
+    """A part file (any but the main one). structure_hash: hash of all its bytes that belong to no piece."""
 
     name: str
     num_bytes: int
@@ -83,10 +83,10 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metadata:
-    """step, document: as given to `save`. writer: who wrote it and how. created_unix_s: when.
+    """step, document: as passed to `save`. writer: who wrote it and how. created_unix_s: time of the save.
 
-    id: 16 hex digits, another one for every save; "" in format 1. parent: the checkpoint that the run went on from,
-    its step and id. parts: files number 1, 2, ...; number 0 is the main file, which holds this.
+    id: 16 hex digits, unique to each save; "" in format 1. parent: step and id of the checkpoint from which the run
+    resumed. parts: files number 1, 2, ...; number 0 is the main file, which holds this metadata.
     """
 
     step: int
@@ -100,7 +100,7 @@ class Metadata:
 
 
 def encode_metadata(metadata: Metadata, *, byte_order: str) -> bytes:
-    """The JSON text, without padding."""
+    """Returns the JSON text, without padding. Raises CheckpointError if it exceeds MAX_METADATA_BYTES."""
     value = {**encode_header(metadata, byte_order=byte_order), "tensors": encode_tensors(metadata.tensors)}
     data = json.dumps(value, separators=(",", ":")).encode()
     if len(data) > MAX_METADATA_BYTES:
@@ -109,7 +109,7 @@ def encode_metadata(metadata: Metadata, *, byte_order: str) -> bytes:
 
 
 def encode_header(metadata: Metadata, *, byte_order: str) -> dict[str, Any]:
-    """All but the tensors."""
+    """Returns all entries of the JSON object except "tensors"."""
     return {
         "step": metadata.step,
         "id": metadata.id,
@@ -147,24 +147,28 @@ def encode_tensors(tensors: Mapping[str, StoredTensor]) -> list[Any]:
 
 
 def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadata:
-    """Metadata of a file that is `file_bytes` long.
+    """Returns the metadata of a main file of `file_bytes` bytes.
 
-    Raises CheckpointError for anything that is not as `encode_metadata` writes it, whoever made it.
+    Raises CheckpointError for any input that `encode_metadata` cannot have written, also a maliciously made one.
     """
     try:
         value = _object(_parsed(data), "metadata")
         if value["hash"] != HASH_NAME:
-            raise CheckpointError(f"the hashes are {value['hash']!r}, we know {HASH_NAME}")
+            raise CheckpointError(
+                f"the hashes are {value['hash']!r}; the only supported ones are {HASH_NAME}"
+            )
         if value["byte_order"] != byte_order:
             raise CheckpointError(
                 f"written on a {value['byte_order']}-endian machine, this one is {byte_order}-endian"
             )
         listed = _list(value.get("parts", []))
         if len(listed) >= _MAX_FILES:
-            raise CheckpointError(f"the metadata lists {len(listed)} parts, there are never {_MAX_FILES}")
+            raise CheckpointError(
+                f"the metadata lists {len(listed)} part files, there must be fewer than {_MAX_FILES}"
+            )
         parts = tuple(map(_part, listed))
         if len({part.name for part in parts}) != len(parts):
-            raise CheckpointError("the metadata lists a part twice")
+            raise CheckpointError("the metadata lists a part file twice")
         file_sizes = [file_bytes, *(part.num_bytes for part in parts)]
         budget = _Budget(file_bytes=file_sizes, bytes_left=list(file_sizes))
         tensors = [_tensor(entry, budget=budget) for entry in _list(value["tensors"])]
@@ -173,7 +177,7 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
             raise CheckpointError("the metadata lists a tensor's name twice")
         created = value["created_unix_s"]
         if isinstance(created, bool) or not isinstance(created, (int, float)):
-            raise CheckpointError(f"the time of writing is {created!r}")
+            raise CheckpointError(f"created_unix_s of the metadata is not a number: {created!r}")
         return Metadata(
             step=_natural(value["step"]),
             created_unix_s=float(created),
@@ -186,20 +190,20 @@ def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadat
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the metadata cannot be understood: {reason[:200]}") from error
+        raise CheckpointError(f"the metadata has invalid content: {reason[:200]}") from error
 
 
 def _parsed(data: bytes) -> Any:
-    """The JSON value. Without the garbage collector, which would look at millions of small lists again and again:
-    that is 8 times as fast, and keeps what is made to harm within its time."""
+    """Returns the JSON value. The garbage collector is paused, since it would traverse millions of small lists
+    repeatedly: parsing is 8 times as fast, and the time that a malicious file can take stays bounded."""
     with collector_paused():
         return json.loads(data)
 
 
 @dataclass(kw_only=True)
 class _Budget:
-    """All pieces of a file together may not claim more than the file has: bounded memory for whoever loads them.
-    And the checks together take a bounded time."""
+    """Limits for one checkpoint. The pieces of a file together must not be larger than the file, which bounds the
+    memory that loading takes; `steps` bounds the time of the checks."""
 
     file_bytes: Sequence[int]
     bytes_left: list[int]
@@ -223,7 +227,7 @@ def _tensor(entry: Any, *, budget: _Budget) -> StoredTensor:
     pieces = tuple(_piece(item, name=name, view=view, elem_bytes=elem_bytes, budget=budget) for item in found)
     if num_elems:
         if any(piece.box.num_elems == 0 for piece in pieces):
-            raise CheckpointError(f"tensor {name!r}: a piece is empty")
+            raise CheckpointError(f"tensor {name!r} has an empty piece")
         covered = _covers([piece.box for piece in pieces], shape=view, name=name, budget=budget)
         if not covered:
             raise CheckpointError(f"the pieces of tensor {name!r} do not hold every element exactly once")
@@ -235,15 +239,17 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
     number, offset, dataset = _natural(item["file"]), _natural(item["offset"]), item["dataset"]
     box = Box(offset=_shape(item["start"]), shape=_shape(item["shape"]))
     if not isinstance(dataset, str):
-        raise CheckpointError(f"tensor {name!r}: a dataset is called {dataset!r:.100}")
+        raise CheckpointError(f"tensor {name!r}: the name of a dataset is not a string: {dataset!r:.100}")
     if not box.lies_within(view):
         raise CheckpointError(f"tensor {name!r}: piece {box} is not inside {list(view)}")
     if number >= len(budget.file_bytes):
-        raise CheckpointError(f"tensor {name!r} lies in file {number} of {len(budget.file_bytes)}")
+        raise CheckpointError(
+            f"tensor {name!r} refers to file {number}; the number of files is {len(budget.file_bytes)}"
+        )
     num_bytes, file_bytes = box.num_elems * elem_bytes, budget.file_bytes[number]
     if num_bytes and (offset < SEAL_BYTES or offset + num_bytes > file_bytes):
         raise CheckpointError(
-            f"tensor {name!r} is placed at byte {offset}, {num_bytes} bytes long, in a file of {file_bytes}"
+            f"tensor {name!r} at byte {offset}, {num_bytes} bytes long, does not fit a file of length {file_bytes}"
         )
     budget.bytes_left[number] -= num_bytes
     if budget.bytes_left[number] < 0:
@@ -281,17 +287,17 @@ def _extent(item: Any, *, name: str, piece: Box) -> StoredExtent:
 
 def _part(item: Any) -> StoredPart:
     name, num_bytes, digest = _list(item)
-    # The names that we give, and no others: a name is joined to the checkpoint's path.
+    # Only names that a save gives to part files: the name is joined to the checkpoint's path.
     if not isinstance(name, str) or PART_NAME.fullmatch(name) is None:
-        raise CheckpointError(f"a part is called {name!r:.100}")
+        raise CheckpointError(f"invalid name of a part file: {name!r:.100}")
     if not isinstance(digest, str) or len(digest) != HASH_DIGITS:
-        raise CheckpointError(f"part {name} has no hash")
+        raise CheckpointError(f"part file {name} has no hash")
     return StoredPart(name=name, num_bytes=_natural(num_bytes), structure_hash=digest)
 
 
 def _id(value: Any) -> str:
     if not isinstance(value, str) or re.fullmatch(r"([0-9a-f]{16})?", value) is None:
-        raise CheckpointError(f"the checkpoint's id is {value!r:.100}")
+        raise CheckpointError(f"the checkpoint's id is not 16 hex digits: {value!r:.100}")
     return value
 
 
@@ -303,18 +309,18 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 def _list(value: Any) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise CheckpointError("a list is missing in the metadata")
+        raise CheckpointError("the metadata has another value where a list is required")
     return value
 
 
 def _natural(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_INT:
-        raise CheckpointError(f"{value!r:.100} is not a whole number from 0 to 2^63 - 1")
+        raise CheckpointError(f"{value!r:.100} is not an integer from 0 to 2^63 - 1")
     return value
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     shape = tuple(map(_natural, _list(value)))
     if len(shape) > _MAX_DIMS or math.prod(n for n in shape if n) >= _MAX_INT:
-        raise CheckpointError(f"shape {list(shape)!r:.100} is beyond any tensor")
+        raise CheckpointError(f"shape {list(shape)!r:.100} is too large for a tensor")
     return shape

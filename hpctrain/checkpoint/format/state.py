@@ -1,7 +1,7 @@
-"""What a rank hands over to be saved: pieces of named global tensors, and one JSON document.
+"""The state that a rank passes to a save: its parts of named global tensors, and one JSON document.
 
-State is addressed as boxes of named global tensors, never as "rank 3's file", so that any number of ranks
-can load it again.
+State is addressed as boxes of named global tensors, never as the file of a rank, so that any number of ranks can
+load it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hpctrain.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replicated:
-    """A tensor that every rank holds whole, with the same bits. The ranks share the work of writing it.
+    """A tensor that every rank holds whole, with the same bits. Each rank writes a part of it.
 
-    A save compares the ranks' copies as `SaveOptions.replica_check` says. Where a rank's copy may differ, as the
-    running statistics of batch normalisation do, use `FromRank0`.
+    A save compares the ranks' copies according to `SaveOptions.replica_check`. If the ranks' copies may differ, as
+    the running statistics of batch normalisation do, use `FromRank0`.
     """
 
     name: str
@@ -33,9 +33,9 @@ class Replicated:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FromRank0:
-    """A tensor of which every rank has one of its own, with the same name, dtype and shape: rank 0's is saved.
+    """A tensor whose values may differ between ranks; name, dtype and shape must not. Rank 0's values are saved.
 
-    Rank 0 writes all of it, and that much less of the replicated tensors.
+    Rank 0 writes all of it, and correspondingly fewer bytes of the replicated tensors.
     """
 
     name: str
@@ -43,8 +43,8 @@ class FromRank0:
 
 
 def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
-    """The entries of `model.state_dict()`, named `prefix` and their key: parameters as `Replicated`, everything else
-    (buffers, such as running statistics) as `FromRank0`. The tensors are the model's own, not copies.
+    """Returns the entries of `model.state_dict()`, each named `prefix` + key: parameters as `Replicated`, everything
+    else (buffers, such as running statistics) as `FromRank0`. The tensors share memory with the model.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [
@@ -57,7 +57,7 @@ def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
 class Shard:
     """This rank's box of a global tensor: `tensor` lies at `offset` in an array of `global_shape`.
 
-    The shards of all ranks together hold every element exactly once. A rank may have none, one, or several
+    The shards of all ranks together must hold every element exactly once. A rank may have none, one, or several
     shards of one name, and a shard may be empty.
     """
 
@@ -76,13 +76,12 @@ Item: TypeAlias = Replicated | FromRank0 | Shard
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class State:
-    """All that one checkpoint holds, as one rank sees it.
+    """One rank's part of the content of a checkpoint.
 
-    items: every rank lists the same tensors as replicated, and the same as rank 0's, in any order; shards are this
-    rank's own.
-    document: JSON with text keys, the same on every rank: schedule, position in the data, loss scale,
-    recipe, environment, ...
-    parent: the checkpoint that the run went on from, its step and id; the same on every rank.
+    items: every rank must list the same `Replicated` and `FromRank0` tensors, in any order; the shards are this
+        rank's own.
+    document: JSON object, the same on every rank: schedule, position in the data, loss scale, recipe, environment, ...
+    parent: step and id of the checkpoint from which the run resumed; the same on every rank.
     """
 
     items: Sequence[Item]
@@ -90,14 +89,14 @@ class State:
     parent: Mapping[str, Any] | None = None
 
     def sources(self) -> list[Item]:
-        """The items in the order in which the write plan counts them: those that every rank lists by name, then
+        """Returns the items in the order of the write plan: those that every rank lists, sorted by name, then the
         shards."""
         listed = [item for item in self.items if not isinstance(item, Shard)]
         shards = [item for item in self.items if isinstance(item, Shard)]
         return [*sorted(listed, key=attrgetter("name")), *shards]
 
     def from_rank_0(self) -> State:
-        """The same with every replicated tensor as rank 0 has it."""
+        """Returns the same state with every `Replicated` item as `FromRank0`."""
         items = [
             FromRank0(name=item.name, tensor=item.tensor) if isinstance(item, Replicated) else item
             for item in self.items
@@ -107,12 +106,12 @@ class State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What the plan must know of one item: everything but the content."""
+    """Everything about one item except its content, as the write plan needs it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]  # of the global tensor
-    box: Box | None  # of a shard; None: every rank lists the whole tensor
+    box: Box | None  # the shard's box; None: every rank lists the whole tensor
     from_rank_0: bool = False
 
     def to_json(self) -> list[Any]:
@@ -131,8 +130,8 @@ class Header:
 
 
 def header_of(item: Item) -> Header:
-    """Raises CheckpointError for a shard that does not lie inside its global tensor, and for a tensor that is not
-    plain memory."""
+    """Returns the header of an item. Raises CheckpointError for a shard that does not lie inside its global tensor, and
+    for a tensor that is not plain strided memory."""
     check_plain(item.tensor)
     dtype = dtype_name(item.tensor.dtype)
     if not isinstance(item, Shard):
@@ -140,11 +139,11 @@ def header_of(item: Item) -> Header:
             name=item.name, dtype=dtype, shape=tuple(item.tensor.shape), box=None,
             from_rank_0=isinstance(item, FromRank0),
         )  # fmt: skip
-    try:  # numpy's whole numbers are no JSON
+    try:  # to int: numpy's integers cannot be encoded as JSON
         shape, offset = tuple(map(index, item.global_shape)), tuple(map(index, item.offset))
     except TypeError as error:
         raise CheckpointError(
-            f"shard of {item.name!r}: its place is whole numbers, not offset {item.offset!r} in shape "
+            f"shard of {item.name!r}: offset and global_shape must be integers, not {item.offset!r} and "
             f"{item.global_shape!r}"
         ) from error
     box = Box(offset=offset, shape=tuple(item.tensor.shape))
@@ -154,7 +153,7 @@ def header_of(item: Item) -> Header:
 
 
 def encode_document(document: Mapping[str, Any]) -> str:
-    """Canonical JSON text of the document. Raises CheckpointError when it is not JSON."""
+    """Returns the canonical JSON text of the document. Raises CheckpointError if it cannot be encoded as JSON."""
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""By how much two tensors differ, elements at a time. Pure."""
+"""Measures by how much two tensors differ, chunk by chunk. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from hpctrain.checkpoint.format.dtypes import byte_view
 
-_CHUNK_ELEMS = 1 << 16  # compared at a time, as float64: a few arrays of 512 KiB stay in the cache
+_CHUNK_ELEMS = 1 << 16  # 512 KiB as float64: the few arrays of one chunk stay in the cache
 _BITS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """An element b has changed from a when |b - a| > absolute + relative * |a|; with both 0, when its bits have."""
+    """Element b differs from a if |b - a| > absolute + relative * |a|; if both are 0, if any bit differs."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -28,12 +28,14 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Amount:
-    """How much elements differ; amounts of several regions can be added.
+    """Difference between two regions; the amounts of several regions can be added.
 
-    num_elems: compared. num_different: of these, the ones whose bits differ (whose values, between two dtypes).
-    num_beyond: of these, the ones beyond the tolerance. num_not_finite: of these, the ones whose difference is not a
-    finite number; they do not count in what follows. max_abs: the largest difference. squares: sum of the squared
-    differences. squares_of_first: sum of the squared elements of the first, where finite.
+    num_elems: elements compared.
+    num_different: elements whose bits differ (whose values differ, if the dtypes do).
+    num_beyond: elements that differ by more than the tolerance.
+    num_not_finite: elements whose difference is not finite; max_abs and squares leave them out.
+    max_abs: largest absolute difference. squares: sum of the squared differences.
+    squares_of_first: sum of the squares of the finite elements of the first tensor.
     """
 
     num_elems: int = 0
@@ -57,14 +59,14 @@ class Amount:
 
     @property
     def relative(self) -> float | None:
-        """Norm of the difference over the norm of the first; None where that is no number."""
+        """Norm of the difference divided by the norm of the first tensor; None if that is zero or not finite."""
         if self.squares_of_first == 0 or not math.isfinite(self.squares + self.squares_of_first):
             return None
         return math.sqrt(self.squares / self.squares_of_first)
 
 
 def amount_of(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
-    """Of two tensors of one shape."""
+    """Returns the difference of two CPU tensors of the same shape; their dtypes may differ."""
     one, two = first.reshape(-1), second.reshape(-1)
     total = Amount()
     for start in range(0, one.numel(), _CHUNK_ELEMS):
@@ -87,8 +89,8 @@ def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: To
     sizes, differences = values.abs(), (others - values).abs()
     squares, squares_of_first = float(differences.square().sum()), float(sizes.square().sum())
     finite: torch.Tensor | None = None
-    if not math.isfinite(squares + squares_of_first):  # rare, and dear: leave out what is no number
-        differences = torch.where(different, differences, 0)  # a NaN that stayed is no difference
+    if not math.isfinite(squares + squares_of_first):  # rare and slow: leave out infinities and NaN
+        differences = torch.where(different, differences, 0)  # a NaN in both tensors is no difference
         finite = differences.isfinite()
         squares = float(differences[finite].square().sum())
         squares_of_first = float(sizes[sizes.isfinite()].square().sum())
@@ -108,7 +110,7 @@ def _amount_of_chunk(first: torch.Tensor, second: torch.Tensor, *, tolerance: To
 
 
 def _different_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Shape (num_elems,), bool."""
+    """Returns bool, shape (num_elems,): True where the elements' bits differ."""
     width = first.element_size()
     bits = _BITS.get(width, torch.int64)  # two words for complex128
     one, two = (byte_view(tensor).view(bits).reshape(-1, max(1, width // 8)) for tensor in (first, second))
@@ -116,11 +118,11 @@ def _different_bits(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The elements as float64 or complex128, shape (num_elems,); None for a dtype that holds no plain numbers."""
+    """Returns the elements as float64 or complex128, shape (num_elems,); None if torch cannot convert the dtype."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # complex32 is called experimental at every touch
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that complex32 is experimental
             return tensor.to(wide)
     except (RuntimeError, NotImplementedError):
         return None

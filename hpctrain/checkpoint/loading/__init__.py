@@ -1,1 +1,1 @@
-"""Open, check and read a checkpoint; restore the newest good one; load a part."""
+"""Opens, verifies and reads checkpoints: one, the newest undamaged one, or some tensors of one."""

@@ -1,6 +1,6 @@
-"""Open a checkpoint and check all of it but the tensors' content. One rank does this; no HDF5 library.
+"""Opens a checkpoint and verifies all of it except the tensors' content. One rank does this, without the HDF5 library.
 
-After this every byte of its files that is not a tensor's content has been compared with its hash.
+Afterwards every byte of its files that is not tensor content has been verified by a hash.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import xxhash
 
 from hpctrain.checkpoint.files.checkpoint_names import MAIN_FILE, step_of
-from hpctrain.checkpoint.files.full_io import explained, read_fully
+from hpctrain.checkpoint.files.io_errors import explained, read_fully
 from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.checkpoint.format.metadata import MAX_METADATA_BYTES, Metadata, decode_metadata
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import hash_of
 
 # HDF5's own structures: a superblock, object headers of a few hundred bytes, padding up to the next page.
 _MAX_STRUCTURE_BYTES = 16 << 20
@@ -30,8 +30,11 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """path: of the checkpoint, a file or a folder. main: its main file, main_bytes long. metadata_text: as
-    stored, for the other ranks."""
+    """The verified structure of a checkpoint.
+
+    path: the checkpoint, a file or a folder. main, main_bytes: its main file, and the length of that. metadata_text:
+    the metadata as stored, to be sent to the other ranks.
+    """
 
     path: Path
     main: Path
@@ -41,17 +44,21 @@ class Structure:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this is one checkpoint, not a folder of checkpoints: a file, or a folder with its name or content.
-    It need not be whole. Rank 0 asks; a filesystem that does not answer is left to whoever opens it."""
+    """True if `path` is one checkpoint, complete or not, rather than a directory of checkpoints.
+
+    That is a file, or a folder with the name or the main file of a checkpoint. Called by rank 0. Returns False if the
+    filesystem fails; opening the path then raises the error.
+    """
     with suppress(OSError):
         return path.is_file() or (path.is_dir() and step_of(path) is not None) or (path / MAIN_FILE).is_file()
     return False
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read from. Raises CheckpointError when it is no regular file or cannot be opened."""
+    """Returns a file descriptor for reading. Raises CheckpointError if `path` cannot be opened or is not a regular
+    file."""
     with explained(action="open", path=path):
-        # O_NONBLOCK: something with our name that is a pipe would otherwise block the open for ever.
+        # O_NONBLOCK: otherwise opening a pipe of that name would block for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
     if not is_regular:
@@ -62,17 +69,20 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from, closed at the end. Raises as `open_regular`."""
+    """Yields a file descriptor for reading and closes it at the end. Raises as `open_regular`."""
     fd = open_regular(path)
     try:
         yield fd
     finally:
-        with suppress(OSError):  # a mount that has died fails here too; what was read has been checked
+        with suppress(OSError):  # fails on a dead mount; all that was read has been verified
             os.close(fd)
 
 
 def read_structure(path: Path) -> Structure:
-    """Raises CheckpointError, naming the checkpoint, when anything in it is not as it was written."""
+    """Verifies all of a checkpoint except tensor content. Returns its structure.
+
+    Raises CheckpointError, with the checkpoint's path, if any of these bytes is not as it was written.
+    """
     try:
         with explained(action="open", path=path):
             is_folder = path.is_dir()
@@ -83,11 +93,11 @@ def read_structure(path: Path) -> Structure:
             main_bytes = os.fstat(fd).st_size
             seal = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=main_bytes)
             if seal.metadata_bytes > MAX_METADATA_BYTES:
-                raise CheckpointError(f"the metadata is said to be {seal.metadata_bytes} bytes long")
+                raise CheckpointError(f"the metadata is too long: {seal.metadata_bytes} bytes")
             data = bytearray(seal.metadata_bytes)
             read_fully(fd, memoryview(data), offset=seal.metadata_offset)
             if hash_of(data) != seal.metadata_hash:
-                raise CheckpointError("the metadata is damaged: its hash does not fit")
+                raise CheckpointError("the metadata is damaged: its hash does not match")
             metadata = decode_metadata(bytes(data), file_bytes=main_bytes, byte_order=sys.byteorder)
             if metadata.parts and not is_folder:
                 raise CheckpointError(
@@ -97,7 +107,7 @@ def read_structure(path: Path) -> Structure:
             taken = [(0, SEAL_BYTES), (seal.metadata_offset, seal.metadata_bytes), *places[0]]
             if hash_structure(fd, taken=taken, file_bytes=main_bytes) != seal.structure_hash:
                 raise CheckpointError(
-                    "HDF5's structures between the tensors are damaged: the hash does not fit"
+                    "HDF5's structures between the tensors are damaged: their hash does not match"
                 )
             text = data.decode()
         for number, part in enumerate(metadata.parts, start=1):
@@ -115,13 +125,13 @@ def read_structure(path: Path) -> Structure:
 
 
 def _refuse_link(path: Path) -> None:
-    """A folder of unknown origin must not have us read what lies elsewhere."""
+    """Raises CheckpointError for a symbolic link: a folder of unknown origin must not make us read other files."""
     if path.is_symlink():
-        raise CheckpointError(f"{path} is a symbolic link: the files of a checkpoint's folder lie in it")
+        raise CheckpointError(f"{path} is a symbolic link: the files of a checkpoint must lie in its folder")
 
 
 def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
-    """For each file, offset and length in bytes of what tensors hold of it."""
+    """Returns for each file the byte ranges (offset, length) that hold tensor content."""
     places: list[list[tuple[int, int]]] = [[] for _ in range(1 + len(metadata.parts))]
     for tensor in metadata.tensors.values():
         elem_bytes = tensor.elem_bytes
@@ -132,7 +142,11 @@ def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
 
 
 def check_part(path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, structure_hash: str) -> None:
-    """Check all but the tensors' content of a file beside the main one. Raises CheckpointError naming it."""
+    """Verifies all of a part file except tensor content.
+
+    taken: byte ranges (offset, length) of its header and of tensor content; num_bytes: the length it must have.
+    Raises CheckpointError, with the path, if anything differs.
+    """
     with opened(path) as fd, explained(action="read", path=path):
         found_bytes = os.fstat(fd).st_size
         if found_bytes != num_bytes:
@@ -142,25 +156,26 @@ def check_part(path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, 
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         if found != structure_hash:
-            raise CheckpointError(f"{path}: its structure is damaged: the hash does not fit")
+            raise CheckpointError(f"{path}: its structure is damaged: the hash does not match")
 
 
 def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int) -> str:
-    """Hash of all bytes of the file outside of `taken`: offset and length of the seal, the metadata, and content.
+    """Returns the hash of all bytes of the file that lie outside the byte ranges `taken`.
 
-    Raises CheckpointError when two of these overlap, or when so much is left that we cannot have written it.
+    taken: (offset, length) of commit header, metadata and tensor content. Raises CheckpointError if two of them
+    overlap, or if more bytes remain than a save can have written.
     """
     content_bytes = sum(num_bytes for _, num_bytes in taken)
     left_bytes = file_bytes - content_bytes
-    # With stripes of a parallel filesystem the padding may be as much as the content.
+    # Padding to the stripes of a parallel filesystem can take as many bytes as the content.
     most = _MAX_STRUCTURE_BYTES + len(taken) * _MAX_STRUCTURE_BYTES_PER_TENSOR + content_bytes
     if not 0 <= left_bytes <= most:
-        raise CheckpointError(f"{left_bytes} bytes of the file belong to nothing")
+        raise CheckpointError(f"{left_bytes} bytes of the file belong to nothing that a save writes")
     digest = xxhash.xxh3_64()
     position = 0
     for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
         if offset < position:
-            raise CheckpointError(f"two things in the file overlap at byte {offset}")
+            raise CheckpointError(f"two byte ranges in the file overlap at byte {offset}")
         while position < offset:
             chunk = bytearray(min(_CHUNK_BYTES, offset - position))
             read_fully(fd, memoryview(chunk), offset=position)
@@ -171,24 +186,24 @@ def hash_structure(fd: int, *, taken: Sequence[tuple[int, int]], file_bytes: int
 
 
 def check_sealed(path: Path, *, seal: Seal, structure: Sequence[tuple[int, int]]) -> None:
-    """Read back a file that has just been sealed: all but the tensors' content. structure: (offset, bytes) of
-    HDF5's structures. Raises CheckpointError where it is not as it was meant to be."""
+    """Reads back a file after its commit header was written, and compares all except the tensors' content.
+
+    structure: byte ranges (offset, length) of HDF5's structures. Raises CheckpointError if anything differs.
+    """
     with opened(path) as fd, explained(action="read back", path=path):
         file_bytes = os.fstat(fd).st_size
         found = decode_seal(os.pread(fd, SEAL_BYTES, 0), file_bytes=file_bytes)
         metadata_hash = _hash_in(fd, [(seal.metadata_offset, seal.metadata_bytes)])
         read_back = replace(seal, metadata_hash=metadata_hash, structure_hash=_hash_in(fd, structure))
     if found != seal or read_back != seal:
-        raise CheckpointError(
-            f"{path} reads back otherwise than it was written: the storage is not to be trusted"
-        )
+        raise CheckpointError(f"{path} reads back other bytes than were written: the storage is not reliable")
 
 
-def _hash_in(fd: int, stretches: Sequence[tuple[int, int]]) -> str:
-    """Of the file's bytes in the stretches, (offset, bytes), one after the other."""
+def _hash_in(fd: int, byte_ranges: Sequence[tuple[int, int]]) -> str:
+    """Returns the hash of the byte ranges `byte_ranges`, (offset, length), in that order."""
     digest = xxhash.xxh3_64()
     memory = memoryview(bytearray(_CHUNK_BYTES))
-    for offset, num_bytes in stretches:
+    for offset, num_bytes in byte_ranges:
         for done in range(0, num_bytes, len(memory)):
             part = memory[: num_bytes - done]
             read_fully(fd, part, offset=offset + done)

@@ -1,4 +1,4 @@
-"""Open a checkpoint: rank 0 decides which, all ranks read from it."""
+"""Opens a checkpoint: rank 0 chooses it and verifies its structure, all ranks read from it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
-from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, whole
 from hpctrain.checkpoint.format.commit_header import UnknownFormatError
 from hpctrain.checkpoint.format.metadata import Metadata, StoredTensor, decode_metadata
 from hpctrain.checkpoint.loading.check_structure import Structure, is_checkpoint, read_structure
 from hpctrain.checkpoint.loading.open_files import ContentFiles
 from hpctrain.checkpoint.loading.verified_content import Read, planned, read_region
-from hpctrain.comm.collectives.agreement import on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
 
-# So few that small ones' plans are still in the processor's caches when they are read, and so many that planning large
-# ones is nothing.
+# Number of tensors planned before they are read: few enough that the plans of small ones stay in the processor's
+# caches, and many enough that planning large ones takes a negligible time.
 _PLANNED_TENSORS = 64
 
 
@@ -33,8 +32,8 @@ _PLANNED_TENSORS = 64
 class Checkpoint:
     """A checkpoint whose structure and metadata have been verified; content is verified as it is read.
 
-    path: the file, or the folder. files: its files by number; the first is the main one. file_bytes: of all.
-    It holds no open file. `read` and everything else here is for one rank alone, not collective.
+    path: the file or folder. files: its files by number; the first is the main one. file_bytes: length of all files
+    together. No file is kept open. Nothing here is collective.
     """
 
     path: Path
@@ -52,16 +51,16 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By name, with `.dtype` (such as "float32") and `.shape`."""
+        """The tensors by name, with `.dtype` (such as "float32") and `.shape`."""
         return self.metadata.tensors
 
     def read(
         self, name: str, *, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """A tensor, or the box of it at `offset` with `shape`; on the CPU, every byte of it verified.
+        """Returns a tensor, or its box at `offset` of `shape`, on the CPU with every byte verified.
 
-        Left out, offset is all 0 and shape reaches to the tensor's end. Raises CheckpointError for a name
-        that is not there, a box outside the tensor, and damage.
+        `offset` defaults to zeros, `shape` to the rest of the tensor. Raises CheckpointError for an unknown name, a
+        box outside the tensor, and damage.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -76,13 +75,13 @@ class Checkpoint:
         regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """All tensors by name, or those in `names`; of those in `regions` only the box (offset, shape).
+        """Returns all tensors by name, or those in `names`; of the tensors in `regions` only the box (offset, shape).
         Raises as `read`."""
         regions = regions or {}
         missing = [name for name in regions if name not in self.tensors]
         if missing:
             raise CheckpointError(
-                f"{self.path} has no tensor {_some(missing)}, of which a part was asked for"
+                f"{self.path} has no tensor {_some(missing)}, of which `regions` requests a part"
             )
         loaded: dict[str, torch.Tensor] = {}
         wanted = iter(self.tensors if names is None else names)
@@ -101,7 +100,7 @@ class Checkpoint:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors of reading come out as CheckpointError that names this checkpoint."""
+        """Context in which read errors are raised as CheckpointError with this checkpoint's path."""
         try:
             with explained(action="read", path=self.path):
                 yield
@@ -117,26 +116,26 @@ class Checkpoint:
         region = Box(offset=begin, shape=tuple(shape or ()))
         if not region.lies_within(tensor.shape):
             raise CheckpointError(
-                f"tensor {tensor.name!r} has shape {list(tensor.shape)}: in it there is no box at "
+                f"tensor {tensor.name!r} has shape {list(tensor.shape)}: it does not contain the box at "
                 f"{list(region.offset)} of shape {list(region.shape)}"
             )
         return region
 
 
 def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Checkpoint:
-    """The checkpoint given, a file or a folder, or the newest one in the directory whose structure is sound.
-    Collective.
+    """Opens the given checkpoint (file or folder), or the newest one in the given directory whose structure is
+    undamaged. Collective.
 
-    Only rank 0 looks at the filesystem here. In a directory, checkpoints with damaged structure are passed over
-    with a line on stderr. Raises CheckpointError on every rank when there is none, or the one given is damaged.
+    Only rank 0 accesses the filesystem. In a directory it skips checkpoints of damaged structure, with a line on
+    stderr. Raises CheckpointError on every rank if there is no checkpoint, or the given one is damaged.
     """
     return from_rank_0(comm, lambda: _choose(Path(path_or_directory)))
 
 
 def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
-    """The checkpoint whose structure rank 0 has read, on every rank. Collective.
+    """Calls `look` on rank 0 and returns its checkpoint on every rank. Collective.
 
-    Raises on every rank what `look` raises: UnknownFormatError as such, others as `on_rank_0` does.
+    An error of `look` is raised on every rank: UnknownFormatError as such, others as `on_rank_0` does.
     """
     seen: list[Structure] = []
 
@@ -200,7 +199,7 @@ def _choose(path: Path) -> Structure:
 
 
 def say_rejected(reason: str) -> None:
-    """A checkpoint is passed over: never silently."""
+    """Prints to stderr that a checkpoint is skipped, and why."""
     print(f"hpctrain: CHECKPOINT REJECTED: {reason}", file=sys.stderr, flush=True)
 
 

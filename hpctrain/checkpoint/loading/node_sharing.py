@@ -1,7 +1,7 @@
-"""Read once a node what all of its ranks need: each reads and verifies a part, and they give it to each other.
+"""Reads tensors that all ranks need once per node: each rank reads and verifies a part, then they exchange the parts.
 
-It pays where a filesystem keeps nothing for the next reader on the same node, or gives one reader less than
-several: network and parallel ones. On a node's own disk the kernel's page cache does the same with one copy less.
+This is faster on network and parallel filesystems, where a second reader on the node finds nothing cached, or where
+several readers get more bandwidth than one. On a local disk the page cache serves the ranks with one copy less.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from enum import Enum
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.files.filesystem_type import filesystem_of
 from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import whole
 from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint
 from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.read_ranges import ElementRun, flat_start, stretches_of
-from hpctrain.checkpoint.loading.verified_content import check_stretch, planned_stretch
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.checkpoint.loading.read_ranges import ElementRun, element_runs_of, flat_start
+from hpctrain.checkpoint.loading.verified_content import check_run, planned_run
+from hpctrain.comm import Collective, agreed, all_gather_json, on_rank_0
 from hpctrain.errors import UsageError
+from hpctrain.storage import filesystem_of
 
-# What a rank has in flight at once, over all ranks of its node, and as much again on its way in.
+# Most bytes that a rank sends to all ranks of its node in one round; it receives at most as many.
 _ROUND_BYTES = 64 << 20
-_LEAST_BYTES = 16 << 20  # for less it is not worth the messages
+_LEAST_BYTES = 16 << 20  # for a smaller checkpoint the messages cost more than they save
 
 
 class Sharing(Enum):
-    """AUTO: NODE where the checkpoint lies on a filesystem that other nodes see too. NONE: every rank reads
-    all it needs."""
+    """NODE: the ranks of a node share the reading. NONE: every rank reads all that it needs. AUTO: NODE if the
+    checkpoint is large enough and on a filesystem shared by nodes, else NONE."""
 
     AUTO = "auto"
     NODE = "node"
@@ -42,17 +41,18 @@ class Sharing(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """What one rank reads and gives to the others: bytes begin, ..., begin + num_bytes - 1 of a tensor."""
+    """A part of a tensor that one rank reads and sends to the others: bytes begin, ..., begin + num_bytes - 1."""
 
     name: str
     begin: int
     num_bytes: int
     piece: StoredPiece
-    stretch: ElementRun
+    element_run: ElementRun
 
 
 def units_of(tensor: StoredTensor) -> list[Unit] | None:
-    """The tensor cut into units; None when parts of the file are not parts of the tensor in one run each."""
+    """Returns the tensor cut into units; None if a byte range of the file is not contiguous in the tensor too, or is
+    too large for a round."""
     units = []
     for piece in tensor.pieces:
         if not piece.box.num_elems:
@@ -60,34 +60,35 @@ def units_of(tensor: StoredTensor) -> list[Unit] | None:
         place = flat_start(piece.box, shape=tensor.view)
         if place is None:
             return None
-        for stretch in stretches_of(piece):
-            num_bytes = stretch.num_elems * tensor.elem_bytes
+        for element_run in element_runs_of(piece):
+            num_bytes = element_run.num_elems * tensor.elem_bytes
             if num_bytes > _ROUND_BYTES:
                 return None
-            begin = (place + stretch.start) * tensor.elem_bytes
+            begin = (place + element_run.start) * tensor.elem_bytes
             units.append(
-                Unit(name=tensor.name, begin=begin, num_bytes=num_bytes, piece=piece, stretch=stretch)
+                Unit(name=tensor.name, begin=begin, num_bytes=num_bytes, piece=piece, element_run=element_run)
             )
     return units
 
 
 def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
-    """For each rank of a node of so many, its units in rounds. Pure, the same on every rank.
+    """Returns for each of the `num_ranks` ranks of a node its units, grouped in rounds. Pure, the same on every rank.
 
-    The units are laid end to end and the line is cut evenly, so that every rank reads one stretch of the files.
+    The units in their order are divided into parts of about equal bytes, so that every rank reads one contiguous part
+    of the files.
     """
     total_bytes = sum(unit.num_bytes for unit in units)
     most_bytes = _ROUND_BYTES // num_ranks
     shares: list[list[list[Unit]]] = [[] for _ in range(num_ranks)]
-    room = [0] * num_ranks
+    free_bytes = [0] * num_ranks
     position = 0
     for unit in units:
         rank = min(num_ranks - 1, position * num_ranks // max(1, total_bytes))
-        if not shares[rank] or unit.num_bytes > room[rank]:
+        if not shares[rank] or unit.num_bytes > free_bytes[rank]:
             shares[rank].append([])
-            room[rank] = most_bytes
+            free_bytes[rank] = most_bytes
         shares[rank][-1].append(unit)
-        room[rank] -= unit.num_bytes
+        free_bytes[rank] -= unit.num_bytes
         position += unit.num_bytes
     return shares
 
@@ -95,18 +96,23 @@ def divide(units: Sequence[Unit], *, num_ranks: int) -> list[list[list[Unit]]]:
 def nodes_that_share(
     checkpoint: Checkpoint, *, comm: Collective, sharing: Sharing | str, node_of_rank: Sequence[int] | None
 ) -> list[list[int]] | None:
-    """The ranks (places in `comm`) of each node, or None: every rank reads for itself. Collective."""
+    """Returns the ranks (of `comm`) of each node, or None if every rank is to read for itself. Collective.
+
+    node_of_rank: the node of each rank; None: determined from the host names. Raises UsageError on every rank if it
+    does not have one entry per rank, or for an unknown `sharing`.
+    """
     try:
         asked = Sharing(sharing)
     except ValueError:
         raise UsageError(
-            f"sharing = {sharing!r}: it is one of {', '.join(repr(s.value) for s in Sharing)}", agreed=True
+            f"sharing = {sharing!r}: choose one of {', '.join(repr(s.value) for s in Sharing)}", agreed=True
         ) from None
     if comm.num_ranks == 1 or asked is Sharing.NONE:
         return None
     if node_of_rank is not None and len(node_of_rank) != comm.num_ranks:
         raise UsageError(
-            f"node_of_rank names {len(node_of_rank)} ranks, there are {comm.num_ranks}", agreed=True
+            f"node_of_rank lists {len(node_of_rank)} ranks, the number of ranks is {comm.num_ranks}",
+            agreed=True,
         )
     if asked is Sharing.AUTO:
         num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
@@ -128,9 +134,10 @@ def read_sharing(
     names: Sequence[str],
     regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, torch.Tensor]:
-    """As `Checkpoint.read_all`, what all ranks need whole read once a node. Collective: the same `names` on all.
+    """As `Checkpoint.read_all`, but reads tensors that no rank lists in `regions` once per node. Collective.
 
-    nodes: from `nodes_that_share`. Raises CheckpointError on every rank when any finds damage.
+    nodes: from `nodes_that_share`. names: the same on every rank. Raises CheckpointError on every rank if any rank
+    finds damage.
     """
     not_whole = set().union(*all_gather_json(comm, sorted(regions)))
     units: list[Unit] = []
@@ -158,8 +165,8 @@ def read_sharing(
         reads = []
         for unit in (unit for units in shares[comm.rank] for unit in units):
             stored = checkpoint.tensors[unit.name]
-            read = planned_stretch(
-                stored, piece=unit.piece, stretch=unit.stretch, region=whole(stored.shape),
+            read = planned_run(
+                stored, piece=unit.piece, element_run=unit.element_run, region=whole(stored.shape),
                 target=memory[unit.name],
             )  # fmt: skip
             assert read is not None
@@ -177,22 +184,25 @@ def read_sharing(
         with checkpoint.named(), ContentFiles(checkpoint.files) as files:
             for rank, rounds in shares.items():
                 for unit in (unit for units in rounds for unit in units if rank != comm.rank):
-                    check_stretch(
+                    check_run(
                         files,
                         tensor=checkpoint.tensors[unit.name],
                         piece=unit.piece,
-                        stretch=unit.stretch,
+                        element_run=unit.element_run,
                         buffer=memory[unit.name][unit.begin : unit.begin + unit.num_bytes],
                     )
 
-    agreed(comm, check_received)  # the way from rank to rank is not to be trusted more than a disk
+    agreed(comm, check_received)  # transfers between ranks can corrupt data, too
     return loaded
 
 
 def _exchange(
     comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, np.ndarray]
 ) -> None:
-    """Give this rank's units of one round to the others of the node, and put theirs into place. Collective."""
+    """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`. Collective.
+
+    memory: the bytes of each tensor, uint8, shape (num_bytes,).
+    """
     counts = [sum(unit.num_bytes for unit in round_of.get(rank, ())) for rank in range(comm.num_ranks)]
     others = [rank for rank in round_of if rank != comm.rank]
     own = np.empty((len(others), counts[comm.rank]), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The open files of one checkpoint, as its content is read from them."""
+"""The open files of one checkpoint while its content is read."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import final
 import numpy as np
 import xxhash
 
-from hpctrain.checkpoint.files.full_io import read_fully
-from hpctrain.checkpoint.format.content_hash import hash_of
+from hpctrain.checkpoint.files.io_errors import read_fully
 from hpctrain.checkpoint.loading.check_structure import open_regular
+from hpctrain.storage import hash_of
 
 _MAX_OPEN = 128
-# Small tensors lie close together: this much is read at once where all of them are wanted.
+# Small tensors lie close together: with `read_ahead`, a read of at most _SMALL_BYTES fetches _AHEAD_BYTES at once.
 _AHEAD_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
-_CACHED_BYTES = 512 << 10  # half of what one core has for itself on most machines
+_CACHED_BYTES = 512 << 10  # half of a core's private cache on most machines
 
 
 @final
 class ContentFiles:
-    """For one thread. Files are opened when first read, and closed at the end of the `with` block.
-
-    read_ahead: nearly everything is wanted, in the order of the files.
+    """Reads from the files of a checkpoint, for use by one thread. Files are opened at their first read, and closed at
+    the end of the `with` block.
     """
 
     def __init__(self, paths: Sequence[Path], *, read_ahead: bool = False) -> None:
-        """paths: file number 0, the main one, and the parts in their order."""
+        """paths: the main file, then the part files by number. read_ahead: set if nearly everything will be read, in
+        the order of the files."""
         self._paths = paths
         self._read_ahead = read_ahead
         self._open: dict[int, int] = {}
@@ -47,16 +47,17 @@ class ContentFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for fd in self._open.values():
-            with suppress(OSError):  # a mount that has died; whatever was read has been checked
+            with suppress(OSError):  # fails on a dead mount; all that was read has been verified
                 os.close(fd)
         self._open.clear()
 
     def name(self, number: int) -> str:
-        """How to call a file in a message that names the checkpoint."""
+        """Returns a file's name for a message that also names the checkpoint."""
         return "the file" if len(self._paths) == 1 else self._paths[number].name
 
     def read(self, number: int, buffer: memoryview, *, offset: int) -> None:
-        """Fill the buffer from byte `offset` of a file on. Raises OSError, and CheckpointError where the file ends."""
+        """Fills the buffer from byte `offset` of a file on. Raises OSError, and CheckpointError if the file is too
+        short."""
         if not self._read_ahead or buffer.nbytes > _SMALL_BYTES:
             read_fully(self._fd(number), buffer, offset=offset)
             return
@@ -70,7 +71,7 @@ class ContentFiles:
         buffer[:] = window[offset - start : offset - start + buffer.nbytes]
 
     def read_and_hash(self, number: int, buffer: memoryview, *, offset: int) -> str:
-        """As `read`, and the hash of what was read, taken while it is in the processor's cache."""
+        """As `read`. Returns the hash of the bytes, computed while they are in the processor's cache."""
         if buffer.nbytes <= _CACHED_BYTES:
             self.read(number, buffer, offset=offset)
             return hash_of(buffer)
@@ -83,19 +84,20 @@ class ContentFiles:
         return digest.hexdigest()
 
     def scratch(self, num_bytes: int) -> np.ndarray:
-        """Memory for one stretch; it holds until the next call."""
+        """Returns memory for one element run: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]
 
     def gather_scratch(self, num_bytes: int) -> np.ndarray:
-        """Memory for one extent; it holds until the next call."""
+        """Returns memory for one extent: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._gather_scratch) < num_bytes:
             self._gather_scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._gather_scratch[:num_bytes]
 
     def _look_ahead(self, number: int, offset: int) -> memoryview:
-        """The bytes from `offset` on, as many as there are. A failure is left to the read of what is wanted."""
+        """Returns up to _AHEAD_BYTES bytes from `offset` on; empty on an error, which the caller's own read then
+        raises."""
         if not self._window_memory:
             self._window_memory = bytearray(_AHEAD_BYTES)
         try:

@@ -1,4 +1,4 @@
-"""Load a part of a checkpoint: some tensors, under other names, and a report of what does not fit."""
+"""Loads some tensors of a checkpoint, possibly under other names, and reports tensors that do not match."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from hpctrain.checkpoint.format.metadata import StoredTensor
 from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_structure
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0
 from hpctrain.checkpoint.loading.restore import DoesNotFitError, newest_that, read_together
-from hpctrain.comm.collectives.activity import doing
-from hpctrain.comm.collectives.agreement import on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, doing, on_rank_0
 from hpctrain.errors import CheckpointError
 
 MODEL_PREFIX = "model/"
-# From a name without its prefix to the name here; a callable may give None: not wanted.
+# From a name in the checkpoint, without the prefix, to the name here; a callable returns None for a tensor to skip.
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """A tensor that is there under the right name, but of another kind. there, here: `float32 [3, 4]`."""
+    """A tensor whose dtype or shape differs from the expected one. there, here: dtype and shape in the checkpoint and
+    in this program, as in `float32 [3, 4]`."""
 
     name: str
     there: str
@@ -37,9 +36,13 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialLoad:
-    """tensors: what was loaded, by its name here, on the CPU, verified. missing: wanted names that the checkpoint
-    does not have. unexpected: the checkpoint's own names of what it has below the prefix and nobody wanted.
-    mismatched: names of another dtype or shape than wanted; they are not loaded."""
+    """Result of a partial load.
+
+    tensors: the loaded tensors by their names here, on the CPU, verified.
+    missing: requested names that the checkpoint does not have.
+    unexpected: names, as in the checkpoint, of tensors with the prefix that were not requested.
+    mismatched: tensors of another dtype or shape than expected; they are not loaded.
+    """
 
     checkpoint: Checkpoint
     tensors: dict[str, torch.Tensor]
@@ -52,7 +55,7 @@ class PartialLoad:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def describe(self) -> str:
-        """One line for a person; says so when all fits."""
+        """Returns a one-line summary: the number of loaded tensors, and the differences if there are any."""
         return f"{len(self.tensors)} tensors of {self.checkpoint.path}" + _differences(
             self.missing, self.unexpected, self.mismatched
         )
@@ -68,16 +71,19 @@ def load_partial(
     expected: Mapping[str, torch.Tensor] | None = None,
     strict: bool = True,
 ) -> PartialLoad:
-    """Load some of a checkpoint's tensors; nothing else of it is read. Collective: the same arguments on all ranks.
+    """Loads some of a checkpoint's tensors and reads no others. Collective, with the same arguments on all ranks.
 
-    path: a checkpoint, or a directory of checkpoints, of which the newest is taken that is good in what is read.
-    prefix: only tensors whose names begin so, which is then left out of their names.
-    rename: the name here for the name that is left; names not in a mapping stay.
-    names: the names here that are wanted; None: all, or those of `expected`.
-    expected: tensors (also on the meta device) whose dtype and shape must be found under their names.
-    strict: a difference is a CheckpointError that lists them, on every rank; else it is reported.
-    Raises CheckpointError on every rank when the checkpoint is damaged in what is read, and when two of its tensors
-    get the same name.
+    Args:
+        path: a checkpoint, or a directory of checkpoints, of which the newest is used whose requested tensors are
+            undamaged.
+        prefix: load only tensors whose names begin with it; it is removed from their names.
+        rename: maps a name without the prefix to the name here; names not in a mapping are kept.
+        names: the requested names, as used here; None: all, or those of `expected`.
+        expected: tensors (also on the meta device) by name here, whose dtype and shape the loaded ones must have.
+        strict: raise CheckpointError for missing, unexpected and mismatched tensors; else report them in the result.
+
+    Raises CheckpointError on every rank also if a requested tensor is damaged, if two tensors would have the same
+    name, and if there is no checkpoint.
     """
     wanted = None if names is None else set(names)
     if wanted is None and expected is not None:
@@ -114,8 +120,8 @@ def _read_part(
     ]
     if strict and (missing or unexpected or mismatched):
         raise DoesNotFitError(
-            f"{checkpoint.path} does not fit{_differences(missing, unexpected, mismatched)}. Give names that "
-            "fit, or load what fits without being strict",
+            f"{checkpoint.path} does not fit{_differences(missing, unexpected, mismatched)}. Rename the "
+            "tensors, or load without `strict` to skip those that do not fit",
             agreed=True,
         )
     for mismatch in mismatched:
@@ -139,10 +145,10 @@ def load_weights(
     rename: Rename | None = None,
     strict: bool = True,
 ) -> PartialLoad:
-    """Put a checkpoint's weights (and buffers) into `model`, and nothing else of it. Collective.
+    """Loads a checkpoint's parameters and buffers into `model`, and nothing else. Collective.
 
-    Arguments and errors as `load_partial`; the model is changed only when nothing is raised. Without `strict`,
-    what the checkpoint does not have stays as it is.
+    Arguments and errors as in `load_partial`; if it raises, the model is unchanged. Without `strict`, parameters that
+    the checkpoint does not have keep their values.
     """
     expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     loaded = load_partial(path, comm=comm, prefix=prefix, rename=rename, expected=expected, strict=strict)
@@ -151,7 +157,7 @@ def load_weights(
 
 
 def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> dict[str, StoredTensor]:
-    """The tensors below the prefix, by their names here."""
+    """Returns the tensors with the prefix, by their names here. Raises DoesNotFitError if two have the same name."""
     selected: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
         if not name.startswith(prefix):
@@ -178,8 +184,8 @@ def _differences(missing: Iterable[str], unexpected: Iterable[str], mismatched: 
         (list(unexpected), "not wanted here"),
         (list(map(str, mismatched)), "of another kind"),
     ]
-    told = [f"; {len(found)} {what}: {_some(found)}" for found, what in lines if found]
-    return "".join(told)
+    parts = [f"; {len(found)} {what}: {_some(found)}" for found, what in lines if found]
+    return "".join(parts)
 
 
 def _some(names: list[str]) -> str:

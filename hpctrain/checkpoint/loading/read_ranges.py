@@ -1,4 +1,4 @@
-"""Stretches of a piece that are read in one go, because the extents in them lie between each other. Pure."""
+"""Runs of elements of a piece that are read at once, because the extents in them interleave in the file. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementRun:
-    """Elements start <= i < start + num_elems of the piece's dense array, and the extents that lie there whole.
+    """Elements start <= i < start + num_elems of the piece's dense array, and the extents that lie wholly inside.
 
-    A stretch of one extent is nothing but that extent.
+    A run with one extent consists of exactly that extent.
     """
 
     start: int
@@ -21,9 +21,9 @@ class ElementRun:
     extents: Sequence[StoredExtent]
 
 
-def stretches_of(piece: StoredPiece) -> Iterator[ElementRun]:
-    """The piece cut where no extent is cut, in the order of the file."""
-    if len(piece.extents) == 1:  # thousands of small tensors
+def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
+    """Yields the element runs of the piece in file order, cut at every position where no extent is cut."""
+    if len(piece.extents) == 1:  # fast path for thousands of small tensors
         yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
         return
     strides = strides_of(piece.box.shape)
@@ -50,9 +50,8 @@ def stretches_of(piece: StoredPiece) -> Iterator[ElementRun]:
 
 
 def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
-    """The first element of `box` in the flattened array of `shape`, if the box is one run of it; else None.
-
-    The box is not empty.
+    """Returns the position of the first element of `box` in the flattened array of `shape`; None if the box is not
+    contiguous there. The box must not be empty.
     """
     inner_full = True
     start, stride = 0, 1
@@ -66,7 +65,7 @@ def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
 
 
 def strides_of(shape: Sequence[int]) -> list[int]:
-    """Elements from one index to the next, per dimension, in row-major order."""
+    """Returns the row-major strides of an array of `shape`, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]

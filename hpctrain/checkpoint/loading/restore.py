@@ -1,4 +1,4 @@
-"""Load the newest checkpoint that is good on every rank."""
+"""Loads one checkpoint, or the newest one that no rank finds damaged."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from hpctrain.checkpoint.format.commit_header import UnknownFormatError
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0, say_rejected
 from hpctrain.checkpoint.loading.node_sharing import Sharing, nodes_that_share, read_sharing
-from hpctrain.comm.collectives.activity import doing
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, doing, on_rank_0
 from hpctrain.errors import CheckpointError
 
 T = TypeVar("T")
 
-# Boxes of tensors of which a rank needs only a part: name -> (offset, shape).
+# The boxes to read of tensors that a rank needs only in part: name -> (offset, shape).
 Regions = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class DoesNotFitError(CheckpointError):
-    """The checkpoint is good, and not what was asked for: an older one is no better."""
+    """The checkpoint is undamaged but does not match the request, so no older one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that was skipped, and why."""
 
     path: Path
     reason: str
@@ -40,7 +38,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Restored:
-    """tensors: by name, on the CPU, verified. rejected: newer ones that were passed over, newest first."""
+    """tensors: by name, on the CPU, verified. rejected: the newer checkpoints that were skipped, newest first."""
 
     checkpoint: Checkpoint
     tensors: dict[str, torch.Tensor]
@@ -55,15 +53,17 @@ def load_newest_good(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> Restored | None:
-    """Load the newest checkpoint whose every byte that any rank reads is as it was written. Collective.
+    """Loads the newest checkpoint in which no rank finds damage in the bytes that it reads. Collective.
 
-    A damaged one is named on stderr, and the one before it is tried: all ranks end with the same one.
-    regions: tensors of which this rank reads only the box (offset, shape); names not listed are read whole.
-    sharing: whether the ranks of a node read a part each and exchange it; node_of_rank: each rank's node, else
-    found by the hosts' names. Both the same on every rank.
-    Returns None when the directory holds no checkpoint at all. Raises CheckpointError on every rank when it
-    holds some but none is good (starting from nothing is then the user's decision, not ours), or when the
-    newest is of a format that we do not know.
+    A damaged checkpoint is reported on stderr, and the next older one is tried; all ranks load the same one.
+
+    Args:
+        regions: tensors of which this rank reads only the box (offset, shape); all others are read whole.
+        sharing: whether the ranks of a node each read a part and exchange the parts; the same on every rank.
+        node_of_rank: the node of each rank, the same on every rank; None: determined from the host names.
+
+    Returns None if the directory holds no checkpoint. Raises CheckpointError on every rank if it holds some but all
+    are damaged (whether to start from scratch is then the user's decision), or if the newest has an unknown format.
     """
 
     def read(checkpoint: Checkpoint) -> Restored:
@@ -79,10 +79,11 @@ def load_newest_good(
 def newest_that(
     read: Callable[[Checkpoint], T], *, directory: Path, comm: Collective, rejected: list[Rejected]
 ) -> T | None:
-    """What `read` makes of the newest checkpoint for which it raises no CheckpointError. Collective, as `read`
-    is, which raises on all ranks or on none.
+    """Returns the result of `read` for the newest checkpoint for which it raises no CheckpointError. Collective.
 
-    rejected: gets the ones that are passed over. None when there is no checkpoint at all; raises when none is good.
+    read: collective, must raise on all ranks or on none. rejected: the skipped checkpoints are appended to it.
+    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are some but `read` accepts
+    none; UnknownFormatError and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
@@ -108,10 +109,10 @@ def load(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
-    """Load one checkpoint, a file or a folder; no falling back. Collective.
+    """Loads one checkpoint, a file or a folder, without falling back to another. Collective.
 
-    Arguments as of `load_newest_good`. Raises CheckpointError on every rank when any rank finds damage in what it
-    reads.
+    Arguments as in `load_newest_good`. Returns the checkpoint and its tensors by name, on the CPU. Raises
+    CheckpointError on every rank if any rank finds damage in the bytes that it reads.
     """
     with doing(comm, f"loading checkpoint {path}"):
         checkpoint = from_rank_0(comm, lambda: read_structure(Path(path)))
@@ -130,9 +131,9 @@ def read_together(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Every rank reads what it needs: `names`, the same on every rank, or all. Collective.
+    """Reads the tensors `names` (the same on every rank), or all, and returns them by name, on the CPU. Collective.
 
-    Raises CheckpointError on all ranks when any fails.
+    Other arguments as in `load_newest_good`. Raises CheckpointError on all ranks if any fails.
     """
     with doing(comm, f"loading checkpoint {checkpoint.path}: reading"):
         nodes = nodes_that_share(checkpoint, comm=comm, sharing=sharing, node_of_rank=node_of_rank)

@@ -1,4 +1,4 @@
-"""Read tensors' content, verifying the hash of every extent that is touched. Not collective."""
+"""Reads tensor content and verifies the hash of every extent that it reads from. Not collective."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 
 from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, intersection, runs_of
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.checkpoint.format.damage import DamagedContentError, DamagedExtent
 from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece, StoredTensor
 from hpctrain.checkpoint.loading.open_files import ContentFiles
-from hpctrain.checkpoint.loading.read_ranges import ElementRun, flat_start, stretches_of
+from hpctrain.checkpoint.loading.read_ranges import ElementRun, element_runs_of, flat_start
+from hpctrain.storage import hash_of
 
-# Extents of a sharded tensor lie between each other in the file: a stretch that holds whole ones is read into
-# memory and taken apart there, unless it is longer than this.
+# Extents of a sharded tensor interleave in the file. An element run (`ElementRun`; parameter `element_run`) of several
+# extents is read into memory and separated there, unless it is longer than this.
 _LONGEST_STRETCH_BYTES = 64 << 20
-# Shorter runs of an extent are not worth a read each: what lies between them is read, too.
+# If the contiguous runs of an extent are shorter, one read that includes the bytes between them is faster.
 _SHORT_RUN_BYTES = 32 << 10
-# One number type per element size: copying boxes needs the width of an element and nothing else of it.
+# A number type for each element size: copying boxes depends on the size of an element only.
 _WIDTH: dict[int, str] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
-# Reads some of a tensor into memory that was set aside for it. Raises as `read_region`.
+# Reads a part of a tensor into memory allocated for it. Raises as `read_region`.
 Read: TypeAlias = Callable[[ContentFiles], None]
 
 
 def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
-    """The elements in `region`, a box of the tensor's shape, on the CPU.
+    """Returns the elements in `region`, a box of the tensor's shape: the tensor's dtype, shape `region.shape`, CPU.
 
-    Raises DamagedContentError, and CheckpointError or OSError when a file cannot be opened or is too short.
+    Raises DamagedContentError, and CheckpointError or OSError if a file cannot be opened or is too short.
     """
     result, reads = planned(tensor, region=region)
     for read in reads:
@@ -43,54 +43,56 @@ def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> to
 
 
 def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Read]]:
-    """Memory for `read_region`'s result, and the reads that fill it, in the order of the files. Raises CheckpointError
-    where memory lacks.
+    """Returns the uninitialized result of `read_region`, and the reads that fill it, in file order. Raises
+    CheckpointError if there is not enough memory.
 
-    To be asked for of many tensors before the first is read: after each large one nothing of this is left in the
-    processor's caches, and then it takes thirty times as long.
+    Call this for many tensors before reading the first: reading a large tensor evicts this code and its data from the
+    processor's caches, after which planning takes thirty times as long.
     """
     result = fresh_tensor(region.shape, dtype=tensor.dtype)
     if not result.numel():
         return result, []
     target = memory_of(result)
     found = (
-        planned_stretch(tensor, piece=piece, stretch=stretch, region=region, target=target)
+        planned_run(tensor, piece=piece, element_run=element_run, region=region, target=target)
         for piece in tensor.pieces
-        for stretch in stretches_of(piece)
+        for element_run in element_runs_of(piece)
     )
     return result, [read for read in found if read is not None]
 
 
-def planned_stretch(
-    tensor: StoredTensor, *, piece: StoredPiece, stretch: ElementRun, region: Box, target: np.ndarray
+def planned_run(
+    tensor: StoredTensor, *, piece: StoredPiece, element_run: ElementRun, region: Box, target: np.ndarray
 ) -> Read | None:
-    """What reads the part of `region` that one stretch of the file holds; None where it holds nothing of it.
+    """Returns a function that reads the part of `region` in one element run of the file; None if they do not overlap.
 
-    target: the bytes of `region` in row-major order, shape (num_bytes,).
+    target: receives the bytes of `region` in row-major order: uint8, shape (num_bytes,).
     """
     elem_bytes = tensor.elem_bytes
     begin = flat_start(region, shape=tensor.shape)
     place = flat_start(piece.box, shape=tensor.view)
-    if begin is not None and place is not None:  # both are one run of the tensor's elements
-        first = place + stretch.start - begin
-        if first >= region.num_elems or first + stretch.num_elems <= 0:
+    if begin is not None and place is not None:  # both are contiguous in the tensor
+        first = place + element_run.start - begin
+        if first >= region.num_elems or first + element_run.num_elems <= 0:
             return None
-        if 0 <= first <= region.num_elems - stretch.num_elems and _fits_memory(stretch, elem_bytes):
-            # The usual case: straight into its place, and hashed there while it is in the processor's cache.
-            buffer = target[first * elem_bytes : (first + stretch.num_elems) * elem_bytes]
-            return partial(_read_and_check, tensor=tensor, piece=piece, stretch=stretch, buffer=buffer)
-    wanted = [extent for extent in stretch.extents if _touches(tensor, extent, region)]
+        if 0 <= first <= region.num_elems - element_run.num_elems and _fits_memory(element_run, elem_bytes):
+            # The usual case: read directly into `target`, and hash it there while it is in the processor's cache.
+            buffer = target[first * elem_bytes : (first + element_run.num_elems) * elem_bytes]
+            return partial(
+                _read_and_check, tensor=tensor, piece=piece, element_run=element_run, buffer=buffer
+            )
+    wanted = [extent for extent in element_run.extents if _touches(tensor, extent, region)]
     if not wanted:
         return None
-    together = _fits_memory(stretch, elem_bytes) and (
-        len(wanted) == len(stretch.extents) or _run_bytes(wanted[0], piece, elem_bytes) < _SHORT_RUN_BYTES
+    together = _fits_memory(element_run, elem_bytes) and (
+        len(wanted) == len(element_run.extents) or _run_bytes(wanted[0], piece, elem_bytes) < _SHORT_RUN_BYTES
     )
 
     def read(files: ContentFiles) -> None:
         if together:
-            buffer = files.scratch(stretch.num_elems * elem_bytes)
-            for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
-                if len(wanted) == len(stretch.extents) or extent in wanted:
+            buffer = files.scratch(element_run.num_elems * elem_bytes)
+            for extent, content in _read_run(files, tensor, piece, element_run, buffer):
+                if len(wanted) == len(element_run.extents) or extent in wanted:
                     _check(files, content, tensor=tensor, piece=piece, extent=extent)
                     _copy(content, tensor=tensor, extent=extent, region=region, target=target)
             return
@@ -104,7 +106,7 @@ def planned_stretch(
 def read_extent(
     files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> np.ndarray:
-    """The extent's bytes, shape (num_bytes,), after comparing their hash. Raises as `read_region`."""
+    """Returns the extent's bytes after verifying their hash: uint8, shape (num_bytes,). Raises as `read_region`."""
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
     run_bytes = runs.run_elems * tensor.elem_bytes
@@ -123,33 +125,38 @@ def find_damage(
     num_ranks: int = 1,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[DamagedExtent]:
-    """Hash all extents of every num_ranks-th stretch and yield the ones that do not fit. progress: called before each
-    stretch, with the bytes of those before it."""
-    stretches = (
-        (t, piece, stretch) for t in tensors for piece in t.pieces for stretch in stretches_of(piece)
+    """Hashes the extents of every `num_ranks`-th element run, beginning with number `rank`, and yields damaged ones.
+
+    Not collective. progress: called before each run with the number of bytes that this rank has hashed.
+    """
+    element_runs = (
+        (t, piece, element_run)
+        for t in tensors
+        for piece in t.pieces
+        for element_run in element_runs_of(piece)
     )
     done_bytes = 0
-    for place, (tensor, piece, stretch) in enumerate(stretches):
+    for place, (tensor, piece, element_run) in enumerate(element_runs):
         if place % num_ranks != rank:
             continue
         progress(done_bytes)
-        done_bytes += stretch.num_elems * tensor.elem_bytes
-        if not _fits_memory(stretch, tensor.elem_bytes):
-            yield from _damaged_one_by_one(files, tensor, piece, stretch.extents)
+        done_bytes += element_run.num_elems * tensor.elem_bytes
+        if not _fits_memory(element_run, tensor.elem_bytes):
+            yield from _damaged_one_by_one(files, tensor, piece, element_run.extents)
             continue
-        buffer = files.scratch(stretch.num_elems * tensor.elem_bytes)
-        if len(stretch.extents) == 1:
+        buffer = files.scratch(element_run.num_elems * tensor.elem_bytes)
+        if len(element_run.extents) == 1:
             try:
-                _read_and_check(files, tensor=tensor, piece=piece, stretch=stretch, buffer=buffer)
+                _read_and_check(files, tensor=tensor, piece=piece, element_run=element_run, buffer=buffer)
             except DamagedContentError as error:
                 yield error.damage
             continue
         try:
-            for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+            for extent, content in _read_run(files, tensor, piece, element_run, buffer):
                 if hash_of(content) != extent.hash:
                     yield _damage(files, tensor, piece, extent, _DOES_NOT_FIT)
-        except DamagedContentError:  # the storage cannot read all of it: which extents?
-            yield from _damaged_one_by_one(files, tensor, piece, stretch.extents)
+        except DamagedContentError:  # a read error: find the extents that cannot be read
+            yield from _damaged_one_by_one(files, tensor, piece, element_run.extents)
 
 
 def _damaged_one_by_one(
@@ -163,54 +170,68 @@ def _damaged_one_by_one(
 
 
 def _read_and_check(
-    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
+    files: ContentFiles,
+    *,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    element_run: ElementRun,
+    buffer: np.ndarray,
 ) -> None:
-    """Read all of the stretch into `buffer`, and compare the hashes of its extents."""
-    if len(stretch.extents) > 1:
-        for extent, content in _read_stretch(files, tensor, piece, stretch, buffer):
+    """Reads the whole element run into `buffer` (uint8, shape (num_bytes,)) and verifies its extents' hashes. Raises as
+    `read_region`."""
+    if len(element_run.extents) > 1:
+        for extent, content in _read_run(files, tensor, piece, element_run, buffer):
             _check(files, content, tensor=tensor, piece=piece, extent=extent)
         return
-    extent = stretch.extents[0]
-    offset = piece.file_offset + stretch.start * tensor.elem_bytes
+    extent = element_run.extents[0]
+    offset = piece.file_offset + element_run.start * tensor.elem_bytes
     with _told_as_damage(files, tensor, piece, extent):
         found = files.read_and_hash(piece.file, buffer.data, offset=offset)
     if found != extent.hash:
         raise DamagedContentError(_damage(files, tensor, piece, extent, _DOES_NOT_FIT))
 
 
-def _read_stretch(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
+def _read_run(
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, element_run: ElementRun, buffer: np.ndarray
 ) -> Iterator[tuple[StoredExtent, np.ndarray]]:
-    """Read all of the stretch into `buffer`; then as `_extents_in`."""
-    _read(files, buffer, at=stretch.start, tensor=tensor, piece=piece, extent=stretch.extents[0])
-    yield from _extents_in(files, tensor, piece, stretch, buffer)
+    """Reads the whole element run into `buffer`, then yields as `_extents_in`."""
+    _read(files, buffer, at=element_run.start, tensor=tensor, piece=piece, extent=element_run.extents[0])
+    yield from _extents_in(files, tensor, piece, element_run, buffer)
 
 
-def check_stretch(
-    files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
+def check_run(
+    files: ContentFiles,
+    *,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    element_run: ElementRun,
+    buffer: np.ndarray,
 ) -> None:
-    """Compare the hashes of a stretch that came into memory on another way. Raises DamagedContentError."""
-    for extent, content in _extents_in(files, tensor, piece, stretch, buffer):
+    """Verifies the extents' hashes of an element run that another rank has read and sent.
+
+    buffer: its bytes, uint8, shape (num_bytes,). Raises DamagedContentError.
+    """
+    for extent, content in _extents_in(files, tensor, piece, element_run, buffer):
         _check(files, content, tensor=tensor, piece=piece, extent=extent)
 
 
 def _extents_in(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, stretch: ElementRun, buffer: np.ndarray
+    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, element_run: ElementRun, buffer: np.ndarray
 ) -> Iterator[tuple[StoredExtent, np.ndarray]]:
-    """The stretch's extents, each with its bytes, shape (num_bytes,), which hold until the next is asked for."""
-    if len(stretch.extents) == 1:
-        yield stretch.extents[0], buffer
+    """Yields each extent of the element run with its bytes: uint8, shape (num_bytes,), valid until the next one."""
+    if len(element_run.extents) == 1:
+        yield element_run.extents[0], buffer
         return
     elements = buffer.view(_WIDTH[tensor.elem_bytes])
     strides = [tensor.elem_bytes] * len(piece.box.shape)
     for dim in range(len(strides) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * piece.box.shape[dim + 1]
-    for extent in stretch.extents:
+    for extent in element_run.extents:
         inside = _inside(extent.box, piece.box)
         first = sum(o * s for o, s in zip(inside.offset, strides, strict=True)) // tensor.elem_bytes
-        # Safe: `stretches_of` puts an extent's first and last element into its stretch.
+        # The view stays inside the buffer: a run holds the first and the last element of each of its extents.
         view = np.lib.stride_tricks.as_strided(
-            elements[first - stretch.start :], shape=inside.shape, strides=strides, writeable=False
+            elements[first - element_run.start :], shape=inside.shape, strides=strides, writeable=False
         )
         content = files.gather_scratch(inside.num_elems * tensor.elem_bytes)
         np.copyto(content.view(_WIDTH[tensor.elem_bytes]).reshape(inside.shape), view)
@@ -220,7 +241,7 @@ def _extents_in(
 def _copy(
     content: np.ndarray, *, tensor: StoredTensor, extent: StoredExtent, region: Box, target: np.ndarray
 ) -> None:
-    """Put what the extent holds of the region into its place."""
+    """Copies the overlap of the extent and `region` from `content` into `target`."""
     elements = target.view(_WIDTH[tensor.elem_bytes]).reshape(region.shape)
     for start, box in _in_tensor(tensor, extent):
         shared = intersection(box, region)
@@ -236,7 +257,8 @@ def _touches(tensor: StoredTensor, extent: StoredExtent, region: Box) -> bool:
 
 
 def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Box]]:
-    """The extent as boxes of the tensor's own shape, each with its first element in the extent."""
+    """Returns the extent as boxes of the tensor's shape, each preceded by the position of its first element in the
+    extent."""
     if tensor.view == tensor.shape:
         return [(0, extent.box)]
     first = extent.box.offset[0]
@@ -247,8 +269,8 @@ def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Bo
     return placed
 
 
-def _fits_memory(stretch: ElementRun, elem_bytes: int) -> bool:
-    return len(stretch.extents) == 1 or stretch.num_elems * elem_bytes <= _LONGEST_STRETCH_BYTES
+def _fits_memory(element_run: ElementRun, elem_bytes: int) -> bool:
+    return len(element_run.extents) == 1 or element_run.num_elems * elem_bytes <= _LONGEST_STRETCH_BYTES
 
 
 def _run_bytes(extent: StoredExtent, piece: StoredPiece, elem_bytes: int) -> int:
@@ -256,7 +278,7 @@ def _run_bytes(extent: StoredExtent, piece: StoredPiece, elem_bytes: int) -> int
 
 
 def _inside(box: Box, piece: Box) -> Box:
-    """A box of the view as one of the piece."""
+    """Converts a box from the coordinates of the view to those of the piece."""
     offset = tuple(o - p for o, p in zip(box.offset, piece.offset, strict=True))
     return Box(offset=offset, shape=box.shape)
 
@@ -270,7 +292,7 @@ def _read(
     piece: StoredPiece,
     extent: StoredExtent,
 ) -> None:
-    """Fill the buffer from element `at` of the piece on."""
+    """Fills the buffer from element `at` of the piece on. Raises DamagedContentError if the storage fails."""
     with _told_as_damage(files, tensor, piece, extent):
         files.read(piece.file, buffer.data, offset=piece.file_offset + at * tensor.elem_bytes)
 
@@ -279,7 +301,7 @@ def _read(
 def _told_as_damage(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> Iterator[None]:
-    """A failing disk is reported as damage of `extent`."""
+    """Converts an OSError of the storage to DamagedContentError of `extent`."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What the commands do with finished checkpoints: verify, diff, copy, export, import, prune."""
+"""Operations on finished checkpoints, as used by the commands: verify, diff, copy, export, import, prune."""

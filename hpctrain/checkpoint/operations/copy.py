@@ -1,4 +1,4 @@
-"""Copy a checkpoint to another directory: whole and verified, or not at all. The ranks share the work."""
+"""Copies a checkpoint to another directory, completely and verified, or not at all. The ranks share the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     partial_name,
     remove,
 )
-from hpctrain.checkpoint.files.full_io import explained, read_fully, write_fully
+from hpctrain.checkpoint.files.io_errors import explained, read_fully
 from hpctrain.checkpoint.format.state import State
 from hpctrain.checkpoint.loading.check_structure import opened
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
@@ -26,17 +26,17 @@ from hpctrain.checkpoint.operations.import_tensors import refuse_existing
 from hpctrain.checkpoint.operations.mapped_tensors import map_items, save_in_files
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.checkpoint.saving.commit import create_file, flush_folder, rename_finished
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
+from hpctrain.storage import write_fully
 
-STRETCH_BYTES = 64 << 20  # what one rank copies before the next one's turn
+STRETCH_BYTES = 64 << 20  # length of the byte ranges that are dealt to the ranks in turn
 _BUFFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCopy:
-    """path: of the copy. num_bytes: of its files. note: how it was made."""
+    """Result of a copy. num_bytes: total length of its files. note: how it was made."""
 
     path: Path
     num_bytes: int
@@ -53,27 +53,32 @@ def copy_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
 ) -> CheckpointCopy:
-    """Copy the checkpoint `source`, or the newest of a directory, to `directory/step-<its step>`. Collective.
+    """Copies the checkpoint `source`, or the newest one of a directory, to `directory/step-<its step>`. Collective.
 
-    files: None copies the files as they are; the copy is then read back and every byte of it verified. 1 makes one
-    file of any form and K a folder of K files: the source is verified first, then saved again from mapped memory.
-    replace: a checkpoint of that step may be there. progress: bytes of this rank's share that are written and verified,
-    and twice the share; a second save does not tell how far it is.
-    options: of `save`, where `files` is given.
-    The copy appears under its name when it is on disk and verified; other checkpoints in `directory` stay.
-    Memory of a rank: one buffer of 8 MiB, and one extent of 4 MiB while verifying.
-    Raises on every rank, and leaves nothing behind: CheckpointError for damage and for what cannot be read or written,
-    UsageError for a bad argument.
+    The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. Each rank uses
+    a buffer of 8 MiB, and an extent of 4 MiB while verifying.
+
+    Args:
+        files: None: copies the files as they are, then reads the copy back and verifies every byte. 1: writes one
+            file. K: writes a folder of K files. For a number, the source is verified and then saved again from memory
+            mapped to its files.
+        replace: replace a checkpoint of the same step.
+        progress: called with the bytes of this rank's share written and verified so far, and with twice the share.
+            Not called while saving again.
+        options: options of `save`; only if `files` is a number.
+
+    Raises on every rank, after removing the partial copy: CheckpointError for damage and for files that cannot be read
+    or written, UsageError for an invalid argument.
     """
     directory = Path(directory)
     checkpoint = open_checkpoint(source, comm=comm)
 
     def check() -> None:
         if files is not None and files < 1:
-            raise UsageError(f"files = {files}: a checkpoint has at least one file")
+            raise UsageError(f"files = {files}: give an integer of at least 1")
         if files is None and options:
             raise UsageError(
-                f"{', '.join(options)}: only where `files` says that the checkpoint is saved again"
+                f"{', '.join(options)}: allowed only if `files` is given, so that the checkpoint is saved again"
             )
         if directory.exists() and directory.samefile(checkpoint.path.parent):
             raise UsageError(f"{checkpoint.path} is in {directory} already: choose another directory")
@@ -102,7 +107,7 @@ def copy_checkpoint(
 def _copy_files(
     checkpoint: Checkpoint, directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
 ) -> CheckpointCopy:
-    """The files as they are. Collective."""
+    """Copies the files as they are. Collective."""
     sources = checkpoint.files
     prepared = on_rank_0(
         comm, lambda: _prepare(checkpoint, directory, sources=sources), os_error=CheckpointError
@@ -112,19 +117,19 @@ def _copy_files(
     try:
         agreed(
             comm,
-            lambda: _copy_stretches(sources, targets, sizes=sizes, comm=comm, progress=progress),
+            lambda: _copy_ranges(sources, targets, sizes=sizes, comm=comm, progress=progress),
             os_error=CheckpointError,
         )
         (found,) = verify(partial, comm=comm, progress=lambda done, total: progress(total + done, 2 * total))
         if found.damage:
             raise CheckpointError(
-                f"{checkpoint.path} was not copied, for the copy is damaged: {found.damage[0]}: verify the original",
+                f"{checkpoint.path} was not copied: the copy is damaged: {found.damage[0]}: verify the original",
                 agreed=True,
             )
         final = Path(
             on_rank_0(comm, lambda: _commit(checkpoint, directory, partial), os_error=CheckpointError)
         )
-    except BaseException:  # also Ctrl-C: what is half written may be large
+    except BaseException:  # also KeyboardInterrupt: a partial copy may be large
         if comm.rank == 0:
             with suppress(OSError):
                 remove(partial)
@@ -133,7 +138,8 @@ def _copy_files(
 
 
 def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]) -> dict[str, Any]:
-    """Empty files of the right length under a temporary name. Rank 0."""
+    """Creates files of the right length, without content, under a temporary name. Rank 0. Returns "partial", the path,
+    and "sizes", the lengths."""
     is_folder = checkpoint.path.is_dir()
     name = folder_name(checkpoint.step) if is_folder else file_name(checkpoint.step)
     partial = directory / partial_name(name, unique=secrets.token_hex(8))
@@ -152,7 +158,7 @@ def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]
     return {"partial": str(partial), "sizes": sizes}
 
 
-def _copy_stretches(
+def _copy_ranges(
     sources: Sequence[Path],
     targets: Sequence[Path],
     *,
@@ -160,20 +166,20 @@ def _copy_stretches(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> None:
-    """This rank's stretches of each file, to disk."""
-    stretches = [
+    """Copies this rank's byte ranges of each file and flushes them to disk."""
+    byte_ranges = [
         (number, begin, min(begin + STRETCH_BYTES, num_bytes))
         for number, num_bytes in enumerate(sizes)
         for begin in range(0, num_bytes, STRETCH_BYTES)
     ][comm.rank :: comm.num_ranks]
-    total, done = sum(end - begin for _, begin, end in stretches), 0
+    total, done = sum(end - begin for _, begin, end in byte_ranges), 0
     buffer = memoryview(bytearray(_BUFFER_BYTES))
-    for number in sorted({number for number, _, _ in stretches}):
+    for number in sorted({number for number, _, _ in byte_ranges}):
         source, target = sources[number], targets[number]
         with opened(source) as read_fd, explained(action="write", path=target):
             write_fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                for _, begin, end in (entry for entry in stretches if entry[0] == number):
+                for _, begin, end in (entry for entry in byte_ranges if entry[0] == number):
                     for offset in range(begin, end, _BUFFER_BYTES):
                         piece = buffer[: min(_BUFFER_BYTES, end - offset)]
                         with explained(action="read", path=source):
@@ -187,7 +193,7 @@ def _copy_stretches(
 
 
 def _commit(checkpoint: Checkpoint, directory: Path, partial: Path) -> str:
-    """Give the copy its name; only then is the one that it replaces gone. Rank 0."""
+    """Renames the copy to its final name, replacing an older checkpoint of that name. Rank 0."""
     name = folder_name(checkpoint.step) if partial.is_dir() else file_name(checkpoint.step)
     if partial.is_dir():
         flush_folder(partial)

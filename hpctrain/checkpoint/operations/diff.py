@@ -1,8 +1,8 @@
-"""In which tensors and entries two checkpoints differ, and by how much. The ranks share the work.
+"""Compares two checkpoints: which tensors and document entries differ, and by how much. The ranks share the work.
 
-Extents that lie alike in both and have the same hash are the same and are not read; so two checkpoints of which most
-is frozen are compared in no time. It also means that damage which happened after saving is not looked for here: that
-is what `verify` does. All that is read is verified.
+Tensors with the same extents and the same hashes are equal and are not read, so checkpoints of mostly frozen tensors
+are compared quickly. Hence this does not detect damage in such tensors; use `verify` for that. All that is read is
+verified.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hpctrain.checkpoint.format.boxes import Box, split_box, whole
 from hpctrain.checkpoint.format.metadata import StoredTensor
 from hpctrain.checkpoint.format.tensor_difference import Amount, Tolerance, amount_of
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json
 from hpctrain.errors import CheckpointError
 
-# What is read of each checkpoint at a time. Extents are at most 4 MiB: few are read twice, at the edges of a region.
+# Bytes read of each checkpoint at a time. Extents take at most 4 MiB, so few (at region boundaries) are read twice.
 REGION_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """first, second: dtype and shape, such as `float32 [3, 4]`. amount: None where the shapes differ."""
+    """A tensor that differs. first, second: dtype and shape, as in `float32 [3, 4]`. amount: None if the shapes
+    differ."""
 
     name: str
     first: str
@@ -37,7 +37,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryDifference:
-    """An entry of the document. first, second: its JSON; None where there is none."""
+    """An entry of the document that differs. first, second: its JSON text; None if missing."""
 
     path: str
     first: str | None
@@ -46,7 +46,7 @@ class EntryDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """num_same: tensors that are the same within the tolerance. Everything by name."""
+    """Result of `compare`. num_same: number of tensors that are equal within the tolerance."""
 
     first: Checkpoint
     second: Checkpoint
@@ -70,11 +70,11 @@ def compare(
     tolerance: Tolerance | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Difference:
-    """Compare two checkpoints, each a path or a directory (then its newest). Collective, the same result on all ranks.
+    """Compares two checkpoints, each given by its path, or by a directory, whose newest one is taken. Collective.
 
-    prefix: only tensors whose names begin with it; the documents are then left out. progress: called with the bytes of
-    this rank's share that are compared, and that are to compare. Memory of a rank: about 100 MB, two regions of
-    REGION_BYTES among them. Raises CheckpointError on every rank, also for damage in what is read.
+    prefix: compare only tensors whose names begin with it, and not the documents. progress: called with the bytes of
+    this rank's share compared so far, and with the share. Returns the same result on all ranks. Each rank uses about
+    100 MB of memory. Raises CheckpointError on every rank, also for damage in the bytes that are read.
     """
     tolerance = tolerance or Tolerance()
     opened = open_checkpoint(first, comm=comm), open_checkpoint(second, comm=comm)
@@ -116,7 +116,7 @@ def compare(
 
 
 def compare_documents(first: Any, second: Any, *, path: str = "") -> Iterator[EntryDifference]:
-    """The entries in which two JSON values differ, as `key.key[place]`."""
+    """Yields the entries in which two JSON values differ, with paths such as `key.key[2]`."""
     missing = object()
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in sorted({*first, *second}):
@@ -150,7 +150,7 @@ def _same_kind(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether the two are cut alike and every extent has the same hash: then their bits are the same."""
+    """True if both have the same extents with the same hashes, and so the same bits."""
     if not _same_kind(first, second) or first.view != second.view:
         return False
     one, two = (
@@ -160,7 +160,7 @@ def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _regions(first: StoredTensor, second: StoredTensor) -> Iterator[tuple[str, Box]]:
-    """What is to be read; nothing where the shapes differ."""
+    """Yields the regions to compare, with the tensor's name; none if the shapes differ."""
     if first.shape == second.shape:
         elem_bytes = max(first.elem_bytes, second.elem_bytes)
         for region in split_box(whole(first.shape), max_elems=REGION_BYTES // elem_bytes):

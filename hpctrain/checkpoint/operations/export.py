@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a safetensors file, or as a plain torch state dict."""
+"""Exports a checkpoint's tensors as a safetensors file, or as a torch state dict."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.files.full_io import explained, sync_directory, write_fully
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, split_box, whole
 from hpctrain.checkpoint.format.dtypes import byte_view
 from hpctrain.checkpoint.format.metadata import StoredTensor
 from hpctrain.checkpoint.format.state import encode_document
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import sync_directory, write_fully
 from hpctrain.version import __version__
 
 REGION_BYTES = 32 << 20  # read, verified and written at a time
 
-# The format's names of the types that it has. https://github.com/huggingface/safetensors, "Format".
+# Names of the dtypes that the format supports. https://github.com/huggingface/safetensors, "Format".
 SAFETENSORS_DTYPES: dict[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -52,7 +52,7 @@ SAFETENSORS_DTYPES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """path: of the file that was made. num_bytes: its size. step: of the checkpoint."""
+    """Result of an export. path, num_bytes: the new file and its length. step: step of the checkpoint."""
 
     path: Path
     num_tensors: int
@@ -62,7 +62,7 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Placed:
-    """A tensor, under its name in the file; its first byte counted from the begin of the data."""
+    """A tensor with its name in the file. offset: position of its first byte in the file's data section."""
 
     name: str
     tensor: StoredTensor
@@ -77,13 +77,15 @@ def export_safetensors(
     prefix: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Write the tensors whose names begin with `prefix` to `target`, under the rest of their names. Collective.
+    """Writes the tensors whose names begin with `prefix` to `target`, with the prefix removed. Collective.
 
-    source: a checkpoint, or a directory: its newest one. The ranks share the work; a rank holds one region of
-    REGION_BYTES at a time. What is read is verified; the file appears whole or not at all. Without a prefix the file
-    also holds step and document, so that `import_tensors` makes the same checkpoint of it. progress: bytes done and to
-    do of this rank's share.
-    Raises CheckpointError on every rank: damage, no such tensor, a dtype or a name that the format does not have.
+    The ranks share the work; each uses REGION_BYTES of memory. All that is read is verified, and the file gets its
+    name only when it is complete.
+    source: a checkpoint, or a directory, whose newest one is taken. prefix: if empty, the file also holds step and
+    document, so that `import_tensors` restores the same checkpoint. progress: called with the bytes of this rank's
+    share written so far, and with the share.
+    Raises CheckpointError on every rank for damage, if no tensor has the prefix, and for a dtype or name that the
+    format does not support.
     """
     target = Path(target)
     checkpoint = open_checkpoint(source, comm=comm)
@@ -103,7 +105,7 @@ def export_safetensors(
             os_error=CheckpointError,
         )
         on_rank_0(comm, lambda: _commit(partial, target))
-    except BaseException:  # also Ctrl-C: what is half written may be large
+    except BaseException:  # also KeyboardInterrupt: a partial file may be large
         if comm.rank == 0:
             with suppress(OSError):
                 partial.unlink()
@@ -114,10 +116,10 @@ def export_safetensors(
 def export_state_dict(
     source: Path | str, target: Path | str, *, comm: Collective, prefix: str = ""
 ) -> Exported:
-    """Write a plain state dict, name -> tensor, with torch.save: for `torch.load(..., weights_only=True)`. Collective.
+    """Writes a state dict, name -> tensor, with torch.save, for `torch.load(..., weights_only=True)`. Collective.
 
-    As `export_safetensors`, but rank 0 does it alone and holds all of the chosen tensors in memory, once: torch.save
-    takes them together. Raises CheckpointError also for a dtype that torch.save does not take (int1 and its kin).
+    As `export_safetensors`, but rank 0 does all the work and holds one copy of all selected tensors in memory, which
+    torch.save requires. Raises CheckpointError also for a dtype that torch.save does not support, such as int1.
     """
     target = Path(target)
     checkpoint = open_checkpoint(source, comm=comm)
@@ -132,13 +134,13 @@ def export_state_dict(
                 os.fsync(file.fileno())
                 num_bytes = file.tell()
             _commit(partial, target)
-        except BaseException as error:  # also Ctrl-C: what is half written may be large
+        except BaseException as error:  # also KeyboardInterrupt: a partial file may be large
             with suppress(OSError):
                 partial.unlink()
-            if isinstance(error, RuntimeError):  # torch's writer: a disk that is full, among others
+            if isinstance(error, RuntimeError):  # from torch's writer, for a full disk among others
                 raise CheckpointError(f"cannot write {partial}: {str(error).splitlines()[0]}") from error
-            if isinstance(error, KeyError):  # torch's, too: a type it has no kind of storage for
-                raise CheckpointError(f"torch.save does not take this: {error.args[0]}") from error
+            if isinstance(error, KeyError):  # from torch, for a dtype without a storage class
+                raise CheckpointError(f"torch.save does not support this dtype: {error.args[0]}") from error
             raise
         return num_bytes
 
@@ -147,7 +149,8 @@ def export_state_dict(
 
 
 def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
-    """The tensors under `prefix`, by the rest of their names. Raises CheckpointError when there is none."""
+    """Returns the tensors whose names begin with `prefix`, by their names without it. Raises CheckpointError if there
+    is none."""
     found = {
         name[len(prefix) :]: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)
     }
@@ -158,7 +161,7 @@ def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
 
 
 def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
-    """One after another, the widest elements first, so that each begins at a multiple of its element."""
+    """Lays out the tensors one after another, those with the widest elements first, so that each is aligned."""
     placed, offset = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].elem_bytes, item[0])):
         placed.append(_Placed(name=name, tensor=tensor, offset=offset))
@@ -167,9 +170,9 @@ def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
 
 
 def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> bytes:
-    """The length of the header as 8 bytes, and the header: JSON, filled up with spaces to a multiple of 8.
+    """Returns the length of the header as 8 bytes, and the header: JSON, padded with spaces to a multiple of 8 bytes.
 
-    Raises CheckpointError for what the format cannot say.
+    Raises CheckpointError for dtypes and names that the format does not support.
     """
     unknown = sorted({entry.tensor.dtype for entry in placed} - SAFETENSORS_DTYPES.keys())
     if unknown:
@@ -182,7 +185,7 @@ def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> byt
     header: dict[str, Any] = {"__metadata__": dict(about)}
     for entry in placed:
         if entry.name in header or any(0xD800 <= ord(char) <= 0xDFFF for char in entry.name):
-            raise CheckpointError(f"safetensors cannot have a tensor called {entry.name!r}", agreed=True)
+            raise CheckpointError(f"safetensors does not allow the tensor name {entry.name!r}", agreed=True)
         header[entry.name] = {
             "dtype": SAFETENSORS_DTYPES[entry.tensor.dtype],
             "shape": list(entry.tensor.shape),
@@ -194,7 +197,7 @@ def encode_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> byt
 
 
 def _regions(placed: Sequence[_Placed]) -> Iterator[tuple[_Placed, Box, int]]:
-    """Each tensor in regions, each with its place in the data."""
+    """Yields the tensors in regions of at most REGION_BYTES, each with its offset in the data section, in bytes."""
     for entry in placed:
         offset = entry.offset
         for region in split_box(whole(entry.tensor.shape), max_elems=REGION_BYTES // entry.tensor.elem_bytes):
@@ -211,7 +214,7 @@ def _write_regions(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> None:
-    """This rank's regions, to disk."""
+    """Writes this rank's regions and flushes them to disk."""
     mine = list(_regions(placed))[comm.rank :: comm.num_ranks]
     total = sum(region.num_elems * entry.tensor.elem_bytes for entry, region, _ in mine)
     done = 0
@@ -236,7 +239,7 @@ def _partial_of(target: Path) -> Path:
 
 
 def _create(target: Path, *, header: bytes, num_bytes: int) -> str:
-    """The file with its header and its full length, under a name of its own. Rank 0."""
+    """Creates the file with its header and full length, under a temporary name. Rank 0. Returns its path."""
     partial = _partial_of(target)
     with explained(action="write", path=partial):
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

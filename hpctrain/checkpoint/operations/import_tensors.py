@@ -1,4 +1,4 @@
-"""A checkpoint from a safetensors file or a torch state dict. Foreign files are mapped, not read into memory."""
+"""Makes a checkpoint from a safetensors file or a torch state dict, which is memory-mapped, not read into memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, step_of
-from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.state import Replicated, State
 from hpctrain.checkpoint.loading.check_structure import is_checkpoint
 from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
 from hpctrain.checkpoint.operations.mapped_tensors import save_in_files
 from hpctrain.checkpoint.saving.save import SaveResult
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, UsageError
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -31,7 +30,8 @@ MIN_CLAIM_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreign:
-    """What another program's file holds. step, document: only of a file that `export_safetensors` wrote whole."""
+    """Content of another program's file. step, document: set only if `export_safetensors` wrote the file, with all
+    tensors."""
 
     tensors: Mapping[str, torch.Tensor]
     step: int | None = None
@@ -50,23 +50,28 @@ def import_tensors(
     replace: bool = False,
     **options: Any,
 ) -> SaveResult:
-    """Make the checkpoint `directory/step-<step>` of the tensors in `source`. Collective.
+    """Makes the checkpoint `directory/step-<step>` from the tensors in `source`. Collective.
 
-    source: x.safetensors, x.safetensors.index.json (several files), or a state dict written by torch.save (x.pt, .pth,
-    .bin, .ckpt), which is read with weights_only=True: no code in it can run. step: needed unless the file is a
-    whole checkpoint that `export_safetensors` wrote. prefix: put before every name; left out, `model/`, where a run
-    looks for weights, or nothing for a whole checkpoint. key: of the state dict in a file that holds several things.
-    files: more than 1 is a folder of so many. replace: a checkpoint of this step may be there. options: of `save`;
-    all other checkpoints are kept.
-    Memory: the files are mapped, so pages are read when they are written and can be dropped; torch's old file
-    format, before 1.6, cannot be mapped and is held in memory by every rank.
-    Raises on every rank: UsageError, CheckpointError.
+    The files are memory-mapped; only torch's file format before 1.6 is read into memory, on every rank. Other
+    checkpoints in `directory` are kept.
+
+    Args:
+        source: x.safetensors, x.safetensors.index.json (several files), or a state dict written by torch.save (x.pt,
+            .pth, .bin, .ckpt), which is read with weights_only=True, so it cannot run code.
+        step: required unless the file is a whole checkpoint written by `export_safetensors`.
+        prefix: prepended to every name. Default: `model/`, where a run looks for weights; "" for a whole checkpoint.
+        key: key of the state dict in a file that holds several objects.
+        files: 1: one file; a larger number: a folder of so many files.
+        replace: replace a checkpoint of the same step.
+        options: options of `save`.
+
+    Raises UsageError or CheckpointError on every rank.
     """
     source, directory = Path(source), Path(directory)
     foreign = agreed(comm, lambda: read_foreign(source, key=key), os_error=CheckpointError)
     step = foreign.step if step is None else step
     if step is None:
-        raise UsageError(f"{source} does not say which step it is of: give --step", agreed=True)
+        raise UsageError(f"{source} does not record a step: give --step", agreed=True)
     on_rank_0(comm, lambda: refuse_existing(directory, step=step, replace=replace))
     if prefix is None:
         prefix = MODEL_PREFIX if foreign.document is None else ""
@@ -83,23 +88,26 @@ def import_tensors(
 
 
 def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
-    """Raises CheckpointError when there is a checkpoint of this step that may not be replaced, and UsageError when
-    `directory` is a checkpoint, or has the name of one. Rank 0."""
+    """Raises CheckpointError if there is a checkpoint of this step and `replace` is False, and UsageError if
+    `directory` is a checkpoint or is named like one. Rank 0."""
     if directory.suffix == ".h5" or is_checkpoint(directory):
-        raise UsageError(f"{directory}: give the directory to put it in; a checkpoint is called by its step")
+        raise UsageError(
+            f"{directory}: give the directory to put it in; a checkpoint is named after its step"
+        )
     there = [path for path in finished_newest_first(directory) if step_of(path) == step]
     if there and not replace:
         raise CheckpointError(f"{there[0]} exists: choose another step or directory, or give --replace")
 
 
 def read_foreign(source: Path, *, key: str | None = None) -> Foreign:
-    """What the file holds; its content is mapped. Not collective. Raises CheckpointError, UsageError."""
+    """Returns the content of a file, with memory-mapped tensors. Not collective. Raises CheckpointError if the file is
+    invalid, and UsageError if its kind is not supported."""
     if not source.is_file():
         raise CheckpointError(f"{source} is not a file")
     if source.name.endswith(STATE_DICT_SUFFIXES):
         return Foreign(tensors=_read_state_dict(source, key=key))
     if key is not None:
-        raise UsageError(f"--key is for a file of torch.save, {source.name} is none")
+        raise UsageError(f"--key is only for files written by torch.save; {source.name} is not one")
     if source.name.endswith(INDEX_SUFFIX):
         return _read_index(source)
     if source.suffix == ".safetensors":
@@ -121,29 +129,29 @@ def _read_safetensors(source: Path) -> Foreign:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{source} is no sound safetensors file: {error}") from error
+        raise CheckpointError(f"{source} is not a valid safetensors file: {error}") from error
     if "document" not in about or "hpctrain" not in about:
         return Foreign(tensors=tensors)
     try:
         document, step = json.loads(about["document"]), int(about["step"])
     except (ValueError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{source}: its step and document cannot be understood: {error}") from error
+        raise CheckpointError(f"{source}: its step or document is invalid: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{source}: its document is not a JSON object")
     return Foreign(tensors=tensors, step=step, document=document)
 
 
 def _read_index(source: Path) -> Foreign:
-    """Tensors spread over several files: the index maps each name to a file beside it."""
+    """Reads tensors from several files: the index maps each name to a file in its folder."""
     try:
         with explained(action="read", path=source), open(source, "rb") as file:
             by_name = json.loads(file.read(MAX_INDEX_BYTES))["weight_map"]
         files = sorted(set(by_name.values()))
-        # Nothing beyond the index's own folder is opened, whatever it says.
+        # The index must not make us open files outside its folder.
         if not all(isinstance(name, str) and name == Path(name).name and name != ".." for name in files):
-            raise ValueError("a file in it is not a plain name")
+            raise ValueError("a file in it is not a plain file name")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{source} is no index of safetensors files: {error}") from error
+        raise CheckpointError(f"{source} is not an index of safetensors files: {error}") from error
     tensors: dict[str, torch.Tensor] = {}
     for name in files:
         found = _read_safetensors(source.with_name(name)).tensors
@@ -151,7 +159,7 @@ def _read_index(source: Path) -> Foreign:
     missing = sorted(by_name.keys() - tensors.keys())
     if missing:
         raise CheckpointError(
-            f"{source} says that {by_name[missing[0]]} holds {missing[0]!r}, but it does not"
+            f"{source}: {by_name[missing[0]]} should hold {missing[0]!r}, but it does not"
             + (f"; and {len(missing) - 1} more" if len(missing) > 1 else "")
         )
     return Foreign(tensors=tensors)
@@ -159,12 +167,12 @@ def _read_index(source: Path) -> Foreign:
 
 def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
     with explained(action="open", path=source), open(source, "rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"  # else torch's format before 1.6
+        is_zip = file.read(4) == b"PK\x03\x04"  # otherwise torch's format before 1.6, which cannot be mapped
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = torch.load(source, map_location="cpu", weights_only=True, mmap=is_zip)
-    # Whoever made the file chooses what the restricted unpickler stumbles over.
+    # Any exception: a malicious file can make the restricted unpickler raise anything.
     except Exception as error:
         text = (str(error).splitlines() or [""])[0][:300]
         raise CheckpointError(
@@ -181,31 +189,31 @@ def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor
     others = [name for name, item in value.items() if not isinstance(item, torch.Tensor)]
     if others or not value:
         raise CheckpointError(
-            f"{where} is no plain state dict: {_entries(value)}. Name the one to take with --key"
+            f"{where} is not a plain state dict: {_entries(value)}. Name the entry to import with --key"
         )
     _refuse_odd(value, source=source)
     return {str(name): tensor for name, tensor in value.items()}
 
 
 def _refuse_odd(tensors: Mapping[Any, torch.Tensor], *, source: Path) -> None:
-    """What would be lost, or never end, if it were stored. Raises CheckpointError."""
+    """Raises CheckpointError for names that collide, nested tensors, and tensors far larger than the file."""
     if len({str(name) for name in tensors}) < len(tensors):
-        raise CheckpointError(f"{source}: two of its names are the same as text, such as 1 and '1'")
+        raise CheckpointError(f"{source}: two of its keys are equal as strings, such as 1 and '1'")
     nested = [name for name, tensor in tensors.items() if tensor.is_nested]
     if nested:
         raise CheckpointError(f"{source}: {nested[0]!r} is a nested tensor: only dense ones can be stored")
-    # A tensor may repeat its few bytes without end (by strides of 0), and several may share them.
+    # With strides of 0 a tensor can repeat a few bytes any number of times, and several tensors can share bytes.
     claimed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     file_bytes = source.stat().st_size
     if claimed_bytes > max(MAX_REPEATED * file_bytes, MIN_CLAIM_BYTES):
         raise CheckpointError(
-            f"{source} is {file_bytes} bytes long, and its tensors are said to be {claimed_bytes}: more than "
+            f"{source} is {file_bytes} bytes long, but the total size of its tensors is {claimed_bytes}: more than "
             f"{MAX_REPEATED} times as long"
         )
 
 
 def _entries(value: Any) -> str:
-    """What is in it, for a message."""
+    """Describes the content of `value` for a message."""
     if not isinstance(value, Mapping):
         return f"it is a {type(value).__name__}"
     kinds = [f"{name!r} ({type(item).__name__})" for name, item in list(value.items())[:8]]

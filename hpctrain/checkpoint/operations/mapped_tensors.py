@@ -1,7 +1,7 @@
-"""A stored checkpoint's tensors as memory mapped from its files: to save it again without holding it.
+"""Memory-maps the tensors of a checkpoint, to save it again without reading it into memory.
 
-The content is not verified here; whoever maps it has verified the checkpoint first. A file that is cut short while it
-is mapped ends the process (SIGBUS), as does a disk that fails.
+Does not verify the content: the caller must verify the checkpoint first. If a mapped file is truncated or its disk
+fails, the process ends with SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, split_box
 from hpctrain.checkpoint.format.dtypes import dtype_named, empty_tensor
 from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
@@ -24,22 +24,19 @@ from hpctrain.checkpoint.format.state import Replicated, Shard, State
 from hpctrain.checkpoint.loading.check_structure import opened
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint
 from hpctrain.checkpoint.saving.save import SaveResult, save
-from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.comm.collectives.agreement import agreed
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, run_threads
 from hpctrain.errors import CheckpointError, UsageError
 
-# A rank gets whole shards of at most this size: small against its share, so that the shares come out alike.
+# Maximum size of the shards that are dealt to the ranks: small against a rank's share, so that the shares are balanced.
 SHARD_BYTES = 32 << 20
-THREADS_TIMEOUT_S = 7 * 86400.0  # a copy may be of terabytes
+THREADS_TIMEOUT_S = 7 * 86400.0  # a copy can take terabytes
 
 
 def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Replicated | Shard]:
-    """What `rank` of `num_ranks` hands over to save a checkpoint again. Not collective.
+    """Returns the items that `rank` of `num_ranks` passes to a save of the same content. Not collective.
 
-    A tensor that is stored in one piece is replicated: every rank maps it, and the save divides it. One in several
-    pieces is dealt to the ranks as shards, alike in bytes. Memory: none but the pages in use, which the system drops
-    when it needs them. Raises CheckpointError.
+    A tensor stored in one piece is replicated: every rank maps it, and the save divides it. A tensor in several pieces
+    is distributed over the ranks as shards, balanced in bytes. The tensors use only page cache. Raises CheckpointError.
     """
     tensors = checkpoint.tensors
     numbers = {piece.file for tensor in tensors.values() for piece in tensor.pieces if piece.box.num_elems}
@@ -77,15 +74,15 @@ def save_in_files(
     comm: Collective,
     **options: Any,
 ) -> SaveResult:
-    """Save what `state_of(rank, number of ranks)` gives, in any number of files; older checkpoints stay. Collective.
+    """Saves `state_of(rank, num_ranks)` in `files` files and keeps older checkpoints. Collective.
 
-    A file has at least one rank that writes it: a single process writes several files as so many threads.
-    options: of `save`. Raises as `save`, and UsageError when several ranks are fewer than the files.
+    Each file needs at least one rank: a single process writes several files with that many threads as ranks.
+    options: options of `save`. Raises as `save`, and UsageError if there are several ranks but fewer than files.
     """
 
     def save_part(part: Collective) -> SaveResult:
         state = agreed(part, lambda: state_of(part.rank, part.num_ranks), os_error=CheckpointError)
-        # All ranks read the same files: there is nothing to compare.
+        # All ranks map the same files, so their copies need not be compared.
         return save(
             state,
             directory=directory,
@@ -108,16 +105,17 @@ def save_in_files(
 
 
 def _map_file(path: Path) -> np.ndarray:
-    """Shape (file's bytes,), uint8, read-only."""
+    """Returns the mapped file: uint8, shape (file's bytes,), read-only."""
     with opened(path) as fd, explained(action="map", path=path):
         return np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), dtype=np.uint8)
 
 
 def _content(file: np.ndarray, piece: StoredPiece, *, tensor: StoredTensor) -> torch.Tensor:
-    """The piece's elements, shape (num_elems,). Nobody writes to it: torch has no read-only tensors."""
+    """Returns the piece's elements: the tensor's dtype, shape (num_elems,). Do not write to it: the memory is mapped
+    read-only, but torch has no read-only tensors."""
     num_bytes = piece.box.num_elems * tensor.elem_bytes
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is not writable
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it is not writable
         content = torch.from_numpy(file[piece.file_offset : piece.file_offset + num_bytes])
         return content.view(dtype_named(tensor.dtype))
 
@@ -125,7 +123,7 @@ def _content(file: np.ndarray, piece: StoredPiece, *, tensor: StoredTensor) -> t
 def _shards_of(
     content: torch.Tensor, piece: StoredPiece, *, tensor: StoredTensor
 ) -> list[tuple[Box, torch.Tensor]]:
-    """The piece as boxes of the tensor's own shape, each a contiguous stretch of `content`."""
+    """Returns the piece as boxes of the tensor's shape of at most SHARD_BYTES, each with its part of `content`."""
     if tensor.view == tensor.shape:
         boxes = [piece.box]
     else:

@@ -1,4 +1,4 @@
-"""Deleting checkpoints by hand: by the rules that a run keeps, and not before the newest is proven."""
+"""Deletes checkpoints on the user's command, by the same rules as a run, after verifying the newest one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, partial_files, remove
-from hpctrain.checkpoint.files.full_io import reason_of
+from hpctrain.checkpoint.files.io_errors import reason_of
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.checkpoint.retention.delete_old import deletable, delete_checkpoint
 from hpctrain.checkpoint.retention.policy import Retention
-from hpctrain.comm.collectives.agreement import on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
-    """proven: the newest sound checkpoint, because of which the older ones may go. passed_over: newer ones that are
-    damaged, which stay. deleted: by name, also when they would only be; freed_bytes: theirs. notes: what went wrong."""
+    """Result of `prune`.
+
+    proven: the newest undamaged checkpoint. passed_over: errors of newer, damaged ones, which are kept. kept: names.
+    deleted: names of checkpoints deleted, or with dry_run to be deleted; freed_bytes: their total length. notes:
+    errors.
+    """
 
     proven: Path
     passed_over: tuple[str, ...]
@@ -40,13 +43,13 @@ def prune(
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pruned:
-    """Delete the checkpoints of `directory` that `retention` does not keep. Collective: the ranks prove together.
+    """Deletes the checkpoints of `directory` that `retention` does not keep. Collective: the ranks share the hashing.
 
-    The newest checkpoint is proven by hashing every byte of it; when it is damaged the one before is, and so on.
-    Nothing is deleted before one is proven, and it always stays, like all newer ones. unfinished: remove also what
-    killed saves have left; not while a run may be saving there. dry_run: say what would be deleted, and delete
-    nothing. progress: as of `verify`.
-    Raises CheckpointError on every rank when there is no checkpoint that is whole.
+    First every byte of the newest checkpoint is verified, or if it is damaged of the next older one, and so on. The
+    verified checkpoint and all newer ones are kept.
+    unfinished: also remove partial checkpoints of killed saves; do not use it while a run may be saving there.
+    dry_run: delete nothing, only report. progress: as in `verify`.
+    Raises CheckpointError on every rank if there is no undamaged checkpoint.
     """
     directory = Path(directory)
     proven, passed_over = _newest_whole(directory, comm=comm, progress=progress)
@@ -65,8 +68,9 @@ def prune(
     )
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a checkpoint's file, or of the files in its folder; 0 when it is gone. OSError."""
+def checkpoint_size(path: Path) -> int:
+    """Returns the length in bytes of a checkpoint's file, or of all files in its folder; 0 if it does not exist. Raises
+    OSError."""
     with suppress(FileNotFoundError):
         if path.is_dir():
             return sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
@@ -77,7 +81,8 @@ def size_of(path: Path) -> int:
 def _newest_whole(
     directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
 ) -> tuple[Path, tuple[str, ...]]:
-    """The newest checkpoint that verifies, and what is wrong with the newer ones. Collective."""
+    """Returns the newest undamaged checkpoint, and the errors of newer ones. Collective. Raises CheckpointError on
+    every rank if there is none."""
 
     def candidates() -> list[str]:
         if not directory.is_dir():
@@ -90,7 +95,7 @@ def _newest_whole(
         if not found.damage:
             return path, tuple(damaged)
         damaged.append(f"{path.name}: {found.damage[0]}")
-    what = f"none is whole: {'; '.join(damaged)}" if damaged else "there is none"
+    what = f"all are damaged: {'; '.join(damaged)}" if damaged else "there is none"
     raise CheckpointError(f"no checkpoint in {directory} was deleted: {what}", agreed=True)
 
 
@@ -102,7 +107,7 @@ def _prune(
     deleted, freed_bytes = [], 0
     for path in [*paths, *rest]:
         try:
-            num_bytes = size_of(path)
+            num_bytes = checkpoint_size(path)
             if not dry_run and path in rest:
                 remove(path)
             elif not dry_run:

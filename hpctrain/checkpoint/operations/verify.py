@@ -1,4 +1,4 @@
-"""Hash every byte of checkpoints again: what `hpctrain checkpoint verify` does."""
+"""Verifies every byte of checkpoints by hashing: the command `hpctrain checkpoint verify`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_stru
 from hpctrain.checkpoint.loading.checkpoint import from_rank_0
 from hpctrain.checkpoint.loading.open_files import ContentFiles
 from hpctrain.checkpoint.loading.verified_content import find_damage
-from hpctrain.comm.collectives.activity import doing
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
 from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """path: of the checkpoint, a file or a folder. file_bytes: of all its files. damage: one line each; empty
-    when every byte is as it was written."""
+    """Result for one checkpoint. path: its file or folder. file_bytes: total length of its files. damage: one line per
+    damaged extent or file; empty if every byte is as it was written."""
 
     path: Path
     file_bytes: int
@@ -33,10 +31,10 @@ def verify(
     comm: Collective,
     progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> list[Verified]:
-    """Verify one checkpoint, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
+    """Verifies one checkpoint, or all checkpoints of a directory, newest first. Collective: the ranks share the work.
 
-    progress: called with the bytes done and, about, to do of this rank's share of one checkpoint.
-    Damage is returned, not raised. Raises CheckpointError on every rank when there is no checkpoint.
+    progress: called with the bytes hashed so far and the (approximate) total of this rank's share of one checkpoint.
+    Returns damage, does not raise for it. Raises CheckpointError on every rank if there is no checkpoint.
     """
     paths = on_rank_0(comm, lambda: _find(Path(path_or_directory)))
     return [_verify_file(Path(path), comm=comm, progress=progress) for path in paths]
@@ -76,6 +74,6 @@ def _verify_file(path: Path, *, comm: Collective, progress: Callable[[int, int],
 
 
 def _bytes_found(path: Path) -> int:
-    """How much there is of a checkpoint that cannot be understood."""
+    """Returns the total length in bytes of the files of a checkpoint whose structure is damaged."""
     files = [path] if path.is_file() else path.glob("data-*.h5")
     return sum(file.stat().st_size for file in files if file.is_file())

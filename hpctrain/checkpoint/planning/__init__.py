@@ -1,1 +1,1 @@
-"""Who writes which bytes where: write plan, its agreement over ranks, file layout, replicas, HDF5 skeleton."""
+"""Plans which rank writes which bytes to which position: write plan, file layout, replica check, HDF5 skeleton."""

@@ -1,4 +1,4 @@
-"""From every rank's state to one write plan that all ranks hold."""
+"""Combines every rank's state into one write plan, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.checkpoint.format.state import Header, State, encode_document, header_of
 from hpctrain.checkpoint.planning.write_plan import WritePlan, explain_difference, make_plan
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, describe_ranks
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json, describe_ranks
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import hash_of
 
 
 def document_hash(state: State) -> str:
-    """Hash of what must be the same text on every rank. CheckpointError where it cannot be written."""
+    """Returns the hash of document and parent, which must be the same on every rank. Raises CheckpointError if they
+    cannot be encoded as JSON."""
     return hash_of(_shared_text(state).encode())
 
 
@@ -26,9 +26,10 @@ def _shared_text(state: State) -> str:
 def agree_on_plan(
     state: State, *, step: int, comm: Collective, file_of_rank: Sequence[int] | None = None
 ) -> WritePlan:
-    """Collective. What all ranks share (step, document, replicated tensors) is compared by its hash.
+    """Returns the write plan for the ranks' states. Collective.
 
-    Raises CheckpointError on every rank when the ranks' states do not belong together, naming what differs.
+    Compares step, files, document and replicated tensors of the ranks by their hashes. Raises CheckpointError on every
+    rank, with the difference, if they do not match.
     """
     headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
     replicated = [header.to_json() for header in headers if header.box is None]
@@ -47,7 +48,7 @@ def agree_on_plan(
         raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
     if any(entry["files"] != by_rank[0]["files"] for entry in by_rank):
         files = "; ".join(f"rank {place} as {entry['files']}" for place, entry in enumerate(by_rank[:8]))
-        raise CheckpointError(f"the ranks number each rank's file differently: {files}", agreed=True)
+        raise CheckpointError(f"the ranks disagree on which rank writes to which file: {files}", agreed=True)
     if any(entry["document"] != by_rank[0]["document"] for entry in by_rank):
         shared = json.loads(document)
         raise CheckpointError(
@@ -66,7 +67,7 @@ def agree_on_plan(
 
 
 def _document_difference(document: dict[str, Any], comm: Collective) -> str:
-    """Which top-level keys of the document differ, and on which ranks. Collective."""
+    """Returns a message with the top-level keys of the document that differ, and on which ranks. Collective."""
     hashes = {key: hash_of(json.dumps(value, sort_keys=True).encode()) for key, value in document.items()}
     by_rank = all_gather_json(comm, hashes)
     lines = []

@@ -1,16 +1,15 @@
-"""Where every byte of a checkpoint goes, agreed by all ranks; kept from one save to the next.
+"""File layout: the position of every byte of a checkpoint, agreed by all ranks and cached between saves.
 
-A run saves the same tensors again and again. As long as no rank's tensors have changed in name, dtype or shape,
-one small vote replaces planning, laying out and telling. Names are compared before it. To look at each of thousands of
-tensors takes as long as to write several megabytes, so dtypes and shapes are compared when the tensor is taken, while
-the disk works already: where one has changed after all, the save begins anew.
+A run saves the same tensors repeatedly. As long as the names, dtypes and shapes on all ranks are unchanged, one small
+vote replaces planning, laying out and exchanging offsets. Names are compared before the vote. Comparing dtypes and
+shapes of thousands of tensors takes as long as writing several megabytes, so that is done when a tensor is taken,
+while the disk already works; if one has changed, the save restarts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,21 +27,22 @@ from hpctrain.checkpoint.planning.metadata_template import TensorsText, room_for
 from hpctrain.checkpoint.planning.rank_extents import Group, OwnBytes, own_bytes
 from hpctrain.checkpoint.planning.replicas import Replicas
 from hpctrain.checkpoint.planning.write_plan import Files, WritePlan
-from hpctrain.comm.collectives.agreement import agreed
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed
 from hpctrain.errors import CheckpointError
 
 
 class NotAsPlannedError(CheckpointError):
-    """A tensor has another dtype or shape than in the save before, for which the layout was made. Never shown: the save
-    begins anew."""
+    """A tensor's dtype or shape differs from that in the cached layout. Handled internally: the save restarts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileLayout:
-    """What is left of a plan. skeleton: of this rank's file, where this rank is its leader. text: on rank 0. own: what
-    this rank writes. kinds: of the sources of each of its groups, and last of those that are in none. replicas: what
-    the ranks can compare."""
+    """File layout of a save, cached while names, dtypes and shapes are unchanged.
+
+    skeleton: of this rank's file, if this rank is its leader. text: on rank 0 only. own: the bytes that this rank
+    writes. kinds[i]: expected dtypes and shapes of group i's sources; last entry: sources in no group. replicas: the
+    tensors that the ranks compare.
+    """
 
     files: Files
     skeleton: Skeleton | None
@@ -52,8 +52,8 @@ class FileLayout:
     replicas: Replicas
 
     def groups(self, sources: Sequence[Item], *, staging: Staging) -> Iterator[Group]:
-        """The groups of `own`, each once its sources have been looked at; in the end, while the last of them is being
-        written where a `staging` is made use of, the sources that are in none. Not collective. NotAsPlannedError."""
+        """Yields the groups of `own`, each after checking dtypes and shapes of its sources, and finally checks the
+        sources in no group. `staging` starts the last write before that. Not collective. Raises NotAsPlannedError."""
         *by_group, rest = self.kinds
         for group, kinds in zip(self.own.groups, by_group, strict=True):
             kinds.check(sources)
@@ -64,8 +64,8 @@ class FileLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kinds:
-    """What the layout depends on of the sources with these numbers. Lists, not an object each: there may be
-    thousands."""
+    """dtype, shape and memory layout of the sources with these numbers. Lists instead of one object per source, since
+    there may be thousands."""
 
     numbers: Sequence[int]
     dtypes: Sequence[torch.dtype]
@@ -81,10 +81,10 @@ class _Kinds:
         )  # fmt: skip
 
     def fit(self, sources: Sequence[Item]) -> bool:
-        """Whether the sources with the same numbers are so."""
+        """True if the sources with these numbers match."""
         try:
             return _Kinds.of(sources, self.numbers) == self
-        except RuntimeError:  # one without a shape, nested or lazy: planning tells
+        except RuntimeError:  # a tensor without a shape, nested or lazy: planning reports it
             return False
 
     def check(self, sources: Sequence[Item]) -> None:
@@ -94,8 +94,8 @@ class _Kinds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Remembered:
-    """number: counts a communicator's layouts, the same on all of its ranks. frame: all but the kinds that the layout
-    depends on."""
+    """A cached layout. number: counts the layouts of a communicator, the same on all its ranks. frame: everything that
+    the layout depends on, except the kinds."""
 
     number: int
     frame: list[Any]
@@ -107,15 +107,14 @@ class _Remembered:
 
 @dataclass(kw_only=True, eq=False)
 class _Memory:
-    """Of a communicator. layouts: the last ones, newest last: what a function of the state's names and shapes once
-    gave. trusted: what has the same names has had the same kinds so far."""
+    """Cache of one communicator. layouts: the most recent ones, newest last. trusted: True until a state with the same
+    names has had other dtypes or shapes."""
 
     layouts: list[_Remembered] = field(default_factory=list)
     trusted: bool = True
 
 
-_MEMORY: weakref.WeakKeyDictionary[Collective, _Memory] = weakref.WeakKeyDictionary()
-_REMEMBERED = 2  # a run saves one kind of state, or all of it and its weights
+_REMEMBERED = 2  # a run saves one kind of state, or two: everything, and only the weights
 
 
 def layout_for(
@@ -129,16 +128,20 @@ def layout_for(
     header: Metadata,
     trusting: bool = False,
 ) -> FileLayout:
-    """The layout of this save. Collective.
+    """Returns the layout of this save, from the cache if possible. Collective.
 
-    sources: `state.sources()`. alignment: bytes, of large datasets. header: the metadata but for its tensors, parts
-    and hashes; rank 0's counts. trusting: dtypes and shapes are not compared: the caller takes `FileLayout.groups`,
-    and where that raises on any rank calls `distrust` and begins anew.
-    Raises CheckpointError on every rank when the ranks' states do not belong together (with `trusting` this may be left
-    to the second time), or HDF5 cannot hold them.
+    Args:
+        sources: `state.sources()`.
+        alignment: alignment of large datasets in the file, in bytes.
+        header: the metadata without tensors, parts and hashes; rank 0's is used.
+        trusting: do not compare dtypes and shapes. The caller must then use `FileLayout.groups`, and if that raises on
+            any rank, call `distrust` and restart.
+
+    Raises CheckpointError on every rank if the ranks' states are inconsistent (with `trusting` perhaps only after the
+    restart), or HDF5 cannot represent them.
     """
     frame = _frame(sources, file_of_rank=file_of_rank, alignment=alignment)
-    memory = _MEMORY.setdefault(comm, _Memory())
+    memory = comm.attribute(_Memory)
     fitting = {
         entry.number: entry.layout
         for entry in memory.layouts
@@ -147,7 +150,7 @@ def layout_for(
     }
     try:
         mine = document_hash(state)
-    except CheckpointError:  # told by `agree_on_plan`
+    except CheckpointError:  # `agree_on_plan` raises it on all ranks
         fitting, mine = {}, ""
     vote = json.dumps([sorted(fitting), step, mine]).encode()
     votes = [json.loads(data) for data in comm.all_gather_bytes(vote)]
@@ -163,8 +166,8 @@ def layout_for(
 
 
 def distrust(comm: Collective) -> None:
-    """Look at dtypes and shapes before each save from now on. To be called on every rank."""
-    _MEMORY.setdefault(comm, _Memory()).trusted = False
+    """Makes all later saves compare dtypes and shapes before writing. Must be called on every rank."""
+    comm.attribute(_Memory).trusted = False
 
 
 def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: int) -> list[Any]:
@@ -178,14 +181,15 @@ def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: i
 
 
 def _kinds(own: OwnBytes, *, sources: Sequence[Item]) -> list[_Kinds]:
-    """See `FileLayout`."""
+    """Returns `FileLayout.kinds`."""
     numbers = [[segment.source for segment in group.segments] for group in own.groups]
     rest = sorted(set(range(len(sources))).difference(*numbers))
     return [_Kinds.of(sources, found) for found in (*numbers, rest)]
 
 
 def _has_room(layout: FileLayout, *, header: Metadata) -> bool:
-    """Whether rank 0's metadata fits where it was. What is wrong with it is told by `_lay_out`, on all ranks."""
+    """True if rank 0's metadata fits the space of the cached layout. Returns False for metadata that is too long, for
+    which `_lay_out` then raises on all ranks."""
     assert layout.text is not None
     assert layout.skeleton is not None
     try:
@@ -203,7 +207,7 @@ def _lay_out(
     plan: WritePlan, *, sources: Sequence[Item], comm: Collective, alignment: int,
     header: Metadata,
 ) -> FileLayout:  # fmt: skip
-    """Collective."""
+    """Computes the layout of a plan. Collective: the leaders create the skeletons and send their offsets to all."""
     file = plan.files.of_rank[comm.rank]
     leads = plan.files.leaders[file] == comm.rank
 
@@ -211,15 +215,17 @@ def _lay_out(
         text = tensors_text(plan) if comm.rank == 0 else None
         if not leads:
             return None, text
-        room = 0 if text is None else room_for(_encoded(header), text, num_parts=plan.files.count)
+        padded_bytes = 0 if text is None else room_for(_encoded(header), text, num_parts=plan.files.count)
         block = b"" if file == 0 else empty_part_block()
         datasets = _datasets(plan, file=file)
-        return make_skeleton(datasets, metadata_bytes=room, user_block=block, alignment=alignment), text
+        return make_skeleton(
+            datasets, metadata_bytes=padded_bytes, user_block=block, alignment=alignment
+        ), text
 
     skeleton, text = agreed(comm, lead, os_error=CheckpointError)
-    told = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
+    gathered = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
     by_file = [
-        iter(np.frombuffer(told[plan.files.leaders[number]], dtype=np.int64).tolist())
+        iter(np.frombuffer(gathered[plan.files.leaders[number]], dtype=np.int64).tolist())
         for number in range(plan.files.count)
     ]
     offsets = [[next(by_file[piece.file]) for piece in tensor.pieces] for tensor in plan.tensors]

@@ -1,8 +1,8 @@
-"""A checkpoint file without its content: HDF5's own structures, and the places where content goes.
+"""A checkpoint file without its content: HDF5's own structures, and the file offsets of the content.
 
-The HDF5 library makes it once for a layout, in a sparse file on the node's own disk; saving then writes these
-bytes and the content with plain writes. So the library's time is not paid again at every save, no rank waits
-for it, and what it would do on a slow or full filesystem cannot happen. h5py is imported here and nowhere else.
+The HDF5 library creates it once per layout, in a sparse temporary file; a save then writes these bytes and the content
+with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow or full
+filesystem. h5py is imported only here.
 """
 
 from __future__ import annotations
@@ -17,26 +17,41 @@ from typing import Any
 
 import xxhash
 
-from hpctrain.checkpoint.files.full_io import reason_of
+from hpctrain.checkpoint.files.io_errors import reason_of
 from hpctrain.checkpoint.format.commit_header import FORMAT_VERSION, SEAL_BYTES
 from hpctrain.checkpoint.format.dtypes import is_raw, storage_dtype
 from hpctrain.checkpoint.format.link_names import MAX_NAME_BYTES, TENSOR_GROUP
-from hpctrain.checkpoint.planning.free_ranges import gaps_between
 from hpctrain.errors import CheckpointError
 
+
+def gaps_between(taken: Iterable[tuple[int, int]], *, file_bytes: int) -> list[tuple[int, int]]:
+    """Returns (begin, end) of each gap, ascending. taken: the used byte ranges (offset, length), in any order.
+
+    Raises CheckpointError if two byte ranges overlap, or one extends beyond the end of the file.
+    """
+    gaps, position = [], 0
+    for offset, num_bytes in [*sorted(taken), (file_bytes, 0)]:
+        if offset < position:
+            raise CheckpointError(f"two byte ranges in the file overlap at byte {offset}")
+        if offset > position:
+            gaps.append((position, offset))
+        position = offset + num_bytes
+    return gaps
+
+
 METADATA_DATASET = "metadata"
-# Large datasets begin at a page, or at a stripe of the filesystem.
+# Large datasets are aligned to pages, or to stripes of the filesystem.
 ALIGNMENT_BYTES = 4096
 _ALIGN_FROM_BYTES = 1 << 16
-# HDF5's object headers lie together in blocks of this size, not between the tensors: neighbouring small tensors
-# are then one write.
+# HDF5's object headers are collected in blocks of this size instead of lying between the tensors, so that one write
+# covers neighbouring small tensors.
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 12, 1 << 20
-_HEADER_BYTES = 400  # of one dataset, about
+_HEADER_BYTES = 400  # approximate size of a dataset's object header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkeletonDataset:
-    """path: of the dataset. dtype: torch's name. num_bytes: of its content."""
+    """A dataset of the file. path: its HDF5 path. dtype: torch's name of it. num_bytes: length of its content."""
 
     path: str
     dtype: str
@@ -46,14 +61,14 @@ class SkeletonDataset:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Skeleton:
-    """offsets: of the datasets' first bytes, 0 for one without content. stretches: the file's other bytes, each
-    with its offset, but for the seal's block of the main file and the metadata. structure_hash: of these."""
+    """offsets: file offsets of the datasets' content, 0 for empty ones. byte_ranges: all other byte ranges, as (offset,
+    bytes), except the main file's commit header and metadata. structure_hash: hash of these byte ranges."""
 
     offsets: tuple[int, ...]
     metadata_offset: int
     metadata_bytes: int
     file_bytes: int
-    stretches: tuple[tuple[int, bytes], ...]
+    byte_ranges: tuple[tuple[int, bytes], ...]
     structure_hash: str
 
 
@@ -61,12 +76,13 @@ def make_skeleton(
     datasets: Sequence[SkeletonDataset], *, metadata_bytes: int = 0, user_block: bytes = b"",
     alignment: int = ALIGNMENT_BYTES,
 ) -> Skeleton:  # fmt: skip
-    """The skeleton of one file. Not collective.
+    """Creates the skeleton of one file. Not collective.
 
-    metadata_bytes: room for the main file's metadata; 0 for the others. user_block: the first SEAL_BYTES of a file
-    that is not the main one. Source of the trick: contiguous storage that is allocated early and never filled has
-    a fixed place, where anyone may write (H5Dget_offset).
-    Raises CheckpointError for what HDF5 cannot hold, and when h5py is missing or the temporary folder is full.
+    Contiguous datasets that are allocated early and never filled have a fixed file offset (H5Dget_offset), so that
+    their content can be written without HDF5.
+    metadata_bytes: space for the main file's metadata; 0 for part files. user_block: the first SEAL_BYTES bytes of a
+    part file. Raises CheckpointError if HDF5 cannot represent a dataset, h5py is missing, or the temporary folder is
+    full.
     """
     h5py = _import_h5py()
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
@@ -95,7 +111,7 @@ def make_skeleton(
 
 
 def _try_out(path: Path, *, num_bytes: int, headers: int) -> None:
-    """Whether the file will find its room: HDF5 does not survive it if not. Raises OSError."""
+    """Raises OSError if the filesystem has no space for the skeleton: HDF5 does not survive a full disk."""
     with open(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES * headers + _MAX_BLOCK_BYTES))
         file.truncate(max(num_bytes, file.tell()))
@@ -103,7 +119,8 @@ def _try_out(path: Path, *, num_bytes: int, headers: int) -> None:
 
 
 def _file_options(num_datasets: int, alignment: int) -> dict[str, Any]:
-    """Object headers of HDF5 1.8 are smaller and faster than the oldest ones; 1.10 can read all we write."""
+    """Returns the options of h5py.File. The object headers of HDF5 1.8 are smaller and faster than the oldest format,
+    and HDF5 1.10 can read everything."""
     block = 1 << max(0, num_datasets * _HEADER_BYTES - 1).bit_length()
     return {
         "libver": ("v108", "v110"),
@@ -141,7 +158,7 @@ def _take_apart(
             os.pwrite(fd, user_block, 0)
         else:
             taken += [(0, SEAL_BYTES), metadata]
-        stretches = tuple(
+        byte_ranges = tuple(
             (begin, os.pread(fd, end - begin, begin))
             for begin, end in gaps_between(taken, file_bytes=file_bytes)
         )
@@ -152,22 +169,22 @@ def _take_apart(
         metadata_offset=metadata[0],
         metadata_bytes=metadata[1],
         file_bytes=file_bytes,
-        stretches=stretches,
-        structure_hash=structure_hash(stretches),
+        byte_ranges=byte_ranges,
+        structure_hash=structure_hash(byte_ranges),
     )
 
 
-def structure_hash(stretches: Iterable[tuple[int, bytes]]) -> str:
-    """Hash of a file's structures, in the order of the file."""
+def structure_hash(byte_ranges: Iterable[tuple[int, bytes]]) -> str:
+    """Returns the hash of HDF5's structures of a file. byte_ranges: (offset, bytes), ascending."""
     digest = xxhash.xxh3_64()
-    for _, data in stretches:
+    for _, data in byte_ranges:
         digest.update(data)
     return digest.hexdigest()
 
 
 @contextmanager
 def _hdf5_errors(path: Path) -> Iterator[None]:
-    """HDF5 reports a full disk and a bad name alike through several exception types: one CheckpointError."""
+    """Converts the various exception types of HDF5 errors to CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -175,7 +192,7 @@ def _hdf5_errors(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(
-            f"cannot lay out a checkpoint in {path.parent} through HDF5: {reason}"
+            f"cannot create the HDF5 structures of a checkpoint in {path.parent}: {reason}"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""The metadata's JSON for one layout, with places left open for offsets and hashes. Pure.
+"""The metadata's JSON for one layout, with placeholders for offsets and hashes. Pure.
 
-With ten thousand tensors the text takes longer to make than their bytes to write, and from one save to the next
-only the hashes differ: 16 digits each, always at the same places.
+For ten thousand tensors, creating the text takes longer than writing their bytes, and from one save to the next only
+the hashes change: 16 digits each, always at the same positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint.format.content_hash import HASH_DIGITS
 from hpctrain.checkpoint.format.metadata import (
     MAX_METADATA_BYTES,
     StoredExtent,
@@ -27,6 +26,7 @@ from hpctrain.checkpoint.format.metadata import (
 )
 from hpctrain.checkpoint.planning.write_plan import WritePlan
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import HASH_DIGITS
 
 _OFFSET_DIGITS = 16
 _PADDING_BYTES = 1 << 14
@@ -34,9 +34,11 @@ _PADDING_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorsText:
-    """The list of tensors. hash_places, offset_places: where the digits of each extent's hash and of each piece's
-    offset begin in `text`. written_as: of each extent as listed, its number among all ranks' extents, which are
-    counted rank by rank in the plan's order."""
+    """The JSON list of tensors.
+
+    hash_places, offset_places: positions in `text` of each extent's hash and of each piece's offset. written_as[i]:
+    number of the i-th extent in `text` when all ranks' extents are counted rank by rank, in the plan's order.
+    """
 
     text: bytes
     hash_places: NDArray[np.int64]
@@ -44,7 +46,7 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """The text with the offsets of all pieces in it, in the order of tensors and pieces."""
+        """Returns the text with all offsets filled in. offsets: of all pieces, in the order of tensors and pieces."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
@@ -55,7 +57,7 @@ class TensorsText:
 
 
 def tensors_text(plan: WritePlan) -> TensorsText:
-    """The text for a plan, its offsets and hashes still open."""
+    """Returns the text for a plan, with placeholders for offsets and hashes."""
     no_hash = secrets.token_hex(HASH_DIGITS // 2)
     no_offset = 10 ** (_OFFSET_DIGITS - 1) + secrets.randbelow(10 ** (_OFFSET_DIGITS - 1))
     found: dict[tuple[int, int], list[tuple[tuple[int, ...], int, StoredExtent]]] = defaultdict(list)
@@ -91,9 +93,9 @@ def tensors_text(plan: WritePlan) -> TensorsText:
 
 
 def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
-    """Bytes to leave for the metadata: what it takes, and some for a document that grows from save to save.
+    """Returns the number of bytes to reserve for the metadata: its length, plus some for a document that grows.
 
-    Raises CheckpointError where it is more than a reader takes.
+    Raises CheckpointError if the metadata exceeds MAX_METADATA_BYTES.
     """
     needed = len(json.dumps(header)) + len(tensors.text) + 80 * num_parts + _PADDING_BYTES // 2
     if needed > MAX_METADATA_BYTES:
@@ -105,20 +107,20 @@ def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int)
 
 
 def metadata_text(
-    header: Mapping[str, Any], tensors: TensorsText, *, hashes: NDArray[np.uint64], room: int
+    header: Mapping[str, Any], tensors: TensorsText, *, hashes: NDArray[np.uint64], padded_bytes: int
 ) -> memoryview:
-    """The whole metadata, with spaces after it up to `room` bytes.
+    """Returns the complete metadata, padded with spaces to `padded_bytes` bytes.
 
-    hashes: of all extents, counted as `written_as` counts. Raises CheckpointError where it is longer than `room`, or
-    than what a reader takes.
+    hashes: uint64, shape (num_extents,), of all ranks' extents, rank by rank. Raises CheckpointError if the metadata
+    exceeds `padded_bytes` or MAX_METADATA_BYTES.
     """
     head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
     num_bytes = len(head) + len(tensors.text) + 1
-    if num_bytes > min(room, MAX_METADATA_BYTES):
-        limit = min(room, MAX_METADATA_BYTES)
+    if num_bytes > min(padded_bytes, MAX_METADATA_BYTES):
+        limit = min(padded_bytes, MAX_METADATA_BYTES)
         raise CheckpointError(f"the metadata is {num_bytes} bytes long, the limit is {limit}")
-    # Put together at its place: each copy of it takes as long as the hashes of a thousand tensors.
-    result = np.empty(room, dtype=np.uint8)
+    # Assembled in the result: another copy would take as long as hashing a thousand tensors.
+    result = np.empty(padded_bytes, dtype=np.uint8)
     result[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     result[len(head) : num_bytes - 1] = np.frombuffer(tensors.text, dtype=np.uint8)
     result[num_bytes - 1] = ord("}")
@@ -133,7 +135,7 @@ def _places(text: bytes, token: str) -> NDArray[np.int64]:
 
 
 def _fill(text: NDArray[np.uint8], *, places: NDArray[np.int64], digits: bytes, width: int) -> None:
-    """Put `width` digits at each of the places."""
+    """Writes `width` digits at each of the positions."""
     if len(places):
         windows = np.lib.stride_tricks.sliding_window_view(text, width, writeable=True)
         windows[places] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)

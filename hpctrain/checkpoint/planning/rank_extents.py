@@ -1,4 +1,4 @@
-"""The bytes that one rank writes: taken from its tensors, copied if asked, hashed on their way out."""
+"""The bytes that one rank writes: taken from its tensors or from a copy of them, and hashed just before writing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.checkpoint.format.state import Item
 from hpctrain.checkpoint.planning.write_plan import WritePlan
 from hpctrain.errors import CheckpointError
 
-# Small tensors are taken many at once: their calls cost more than their bytes. So many that they stay in the
+# Small tensors are joined, since calls cost more than their bytes. Joined groups are small enough to stay in the
 # processor's cache until they are written.
 _SMALL_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 18
@@ -28,7 +28,7 @@ _JOINED_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Bytes of one source. start, num_bytes: of its row-major memory."""
+    """A byte range of one source. start, num_bytes: position and length in its row-major memory, in bytes."""
 
     source: int
     start: int
@@ -37,10 +37,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """What is taken in one go: one segment, or small ones that follow each other in the file.
+    """Segments that are taken at once: a single one, or small ones that are contiguous in the file.
 
-    extents: numbers of the rank's extents that it holds, end to end. offset: where in the file it begins, if all of it
-    follows each other there and is small; None: each extent has its runs.
+    extents: numbers of the rank's extents in the group, in order. offset: file offset of a group of small segments;
+    None for a single segment, whose extents have their own runs in the file.
     """
 
     segments: tuple[Segment, ...]
@@ -49,16 +49,18 @@ class Group:
     offset: int | None
 
 
-# A group's bytes, as they are handed on. They are not changed until the save is finished; but of groups that are joined
-# in memory of a `Staging` only until the next is asked for.
+# Groups with their bytes. The bytes stay valid until the save is finished, but those of groups joined in memory of a
+# `Staging` only until the next group is taken.
 Content: TypeAlias = Iterator[tuple[Group, memoryview]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnBytes:
-    """What one rank writes to its file. groups: as they lie in the file. extent_bytes: of each of its extents, in the
-    plan's order. runs: of each extent, (offset in the file, number of bytes) of its stretches, in the order of its
-    bytes."""
+    """The bytes that one rank writes to its file.
+
+    groups: in file order. extent_bytes: length of each extent, in the plan's order. runs: for each extent its byte
+    ranges in the file, (offset, length), in the order of its bytes.
+    """
 
     groups: tuple[Group, ...]
     extent_bytes: tuple[int, ...]
@@ -68,9 +70,11 @@ class OwnBytes:
     def num_bytes(self) -> int:
         return sum(self.extent_bytes)
 
-    def stretches(self, content: Content, *, hashes: NDArray[np.uint64]) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the file, bytes) of all content. Each extent is hashed, into `hashes`, just before its
-        bytes are handed out: they are in the processor's cache when they are written."""
+    def byte_ranges(
+        self, content: Content, *, hashes: NDArray[np.uint64]
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yields (offset in the file, bytes) of all content. Stores each extent's hash in `hashes` (uint64, shape
+        (num_extents,)) just before yielding its bytes, which are then still in the processor's cache."""
         digest, sizes = xxhash.xxh3_64_intdigest, self.extent_bytes
         for group, data in content:
             position = 0
@@ -94,7 +98,7 @@ class OwnBytes:
 
 
 def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -> OwnBytes:
-    """The plan of one rank, with places in the file. offsets: of each tensor's pieces."""
+    """Returns the bytes that `rank` writes. offsets[i][j]: file offset of piece j of tensor i."""
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
     segments: list[tuple[Segment, range]] = []  # each with its extents
@@ -131,7 +135,7 @@ def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -
 
 
 def laid_end_to_end(segments: Sequence[Segment]) -> OwnBytes:
-    """The segments as if they were a file of their own, each an extent."""
+    """Returns the segments as if they were the extents of a file, one after another."""
     runs: list[tuple[tuple[int, int], ...]] = []
     position = 0
     for segment in segments:
@@ -172,9 +176,11 @@ def _grouped(
 def content_of(
     sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[Group], staging: Staging
 ) -> Content:
-    """The bytes of each of `groups`, which are those of `own`; small tensors are joined in memory of `staging`. Large
-    ones are handed out as they lie in memory; one that is not contiguous is made so, one of a device is brought to the
-    host extent by extent: the host never holds a second copy of it."""
+    """Yields the bytes of each of `groups`, which are those of `own`.
+
+    Small tensors are joined in memory of `staging`. Large ones are not copied, unless they are not contiguous, or are
+    on a device: those are copied to the host one extent at a time, so the host never holds a whole copy.
+    """
     for group in groups:
         if group.offset is not None:
             joined = staging.memory_for(group.offset, group.num_bytes)
@@ -194,22 +200,23 @@ def content_of(
 
 
 def copy_to(buffer: torch.Tensor, sources: Sequence[Item], own: OwnBytes) -> None:
-    """Copy all of this rank's bytes, group after group, into `buffer`, bytes on the host, `copy_bytes` of them.
-    From a device the copies are queued on its present stream: wait for it before the buffer is read or a tensor is
-    changed."""
+    """Copies all of this rank's bytes, group after group, into `buffer`: uint8, shape (`copy_bytes`,), on the host.
+
+    Copies from a device are queued on its current stream: synchronize before reading the buffer or changing a tensor.
+    """
     for group, position in zip(own.groups, _places(own), strict=True):
         _copy_group(buffer[position : position + group.num_bytes], sources, group, wait=False)
 
 
 def content_in(buffer: torch.Tensor, own: OwnBytes) -> Content:
-    """Each group's bytes out of a buffer that `copy_to` filled."""
+    """Yields each group's bytes from a buffer (uint8) that `copy_to` has filled."""
     data = buffer.numpy().data
     for group, position in zip(own.groups, _places(own), strict=True):
         yield group, data[position : position + group.num_bytes]
 
 
 def copy_bytes(own: OwnBytes) -> int:
-    """Bytes of the buffer that `copy_to` fills."""
+    """Returns the size of the buffer that `copy_to` fills, in bytes."""
     end = 0
     for group, position in zip(own.groups, _places(own), strict=True):
         end = position + group.num_bytes
@@ -217,8 +224,8 @@ def copy_bytes(own: OwnBytes) -> int:
 
 
 def _places(own: OwnBytes) -> Iterator[int]:
-    """Where in a copy each group begins: large ones at the same byte of a block as in the file, so that they can be
-    written as they lie."""
+    """Yields each group's position in the copy. Large groups have the same offset within a block as in the file, so
+    that direct I/O can write them without another copy."""
     position = 0
     for group in own.groups:
         if group.num_bytes >= _SMALL_BYTES and group.offset is None:
@@ -228,8 +235,8 @@ def _places(own: OwnBytes) -> Iterator[int]:
 
 
 def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: Group, *, wait: bool) -> None:
-    """Into `target`, bytes on the host. What comes from a device comes at once where it can be, and is only queued if
-    nobody waits."""
+    """Copies a group into `target`: uint8, shape (group.num_bytes,), on the host. Small tensors of one device are
+    joined there and copied at once. wait: if False, copies from a device are only queued."""
     if group.offset is None:
         target.copy_(view_of(sources, group.segments[0]), non_blocking=not wait)
         return
@@ -246,8 +253,8 @@ def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: Group, *, 
 
 
 def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segment]) -> bool:
-    """There may be thousands of them: a copy through torch takes several times as long. False, and some are not copied,
-    where one is not on the host."""
+    """Copies small segments with memmove, which is several times as fast as a copy by torch. Returns False, perhaps
+    after copying some, if one is not on the host."""
     for segment in segments:
         tensor, start = sources[segment.source].tensor, segment.start
         if not tensor.is_cpu:
@@ -258,7 +265,7 @@ def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segmen
         if not source:
             raise CheckpointError(
                 f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} has no memory of its own: it was freed, or "
-                "is a wrapper of others. Save what it stands for"
+                "is a wrapper of other tensors. Save those instead"
             )
         _memmove(address, source + start, segment.num_bytes)
         address += segment.num_bytes
@@ -266,8 +273,8 @@ def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segmen
 
 
 def view_of(sources: Sequence[Item], segment: Segment) -> torch.Tensor:
-    """The segment's bytes, shape (num_bytes,), on the tensor's device. Of a tensor that is not contiguous only the
-    rows that hold them are copied."""
+    """Returns the segment's bytes: uint8, shape (num_bytes,), on the tensor's device. If the tensor is not contiguous,
+    copies only the rows that contain them."""
     tensor, begin, end = sources[segment.source].tensor, segment.start, segment.start + segment.num_bytes
     if tensor.dim() and len(tensor) > 1 and not tensor.is_contiguous():
         row_bytes = tensor.nbytes // len(tensor)
@@ -278,7 +285,7 @@ def view_of(sources: Sequence[Item], segment: Segment) -> torch.Tensor:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# PyDLL: keeps the interpreter's lock, which takes longer to give up and get back than to copy this little.
+# PyDLL keeps the interpreter lock, since releasing and reacquiring it takes longer than so small a copy.
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = None

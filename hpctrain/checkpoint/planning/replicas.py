@@ -1,7 +1,7 @@
-"""Whether the ranks' copies of what they hold replicated are the same bits: looked at before a save writes any of it.
+"""Checks, before a save writes them, that the ranks' copies of replicated tensors have the same bits.
 
-Each rank writes a part of the bytes, so copies that differ would be saved as a mosaic of the ranks. Every rank hashes
-the same parts of its own copies, and the ranks compare one number; only where that differs do they exchange more.
+Each rank writes a part of the bytes, so copies that differ would be saved as a mixture of the ranks. Every rank hashes
+the same parts of its copies, and the ranks compare one number; they exchange more only if that differs.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from hpctrain.checkpoint.format.state import Item, Replicated
 from hpctrain.checkpoint.format.tensor_difference import Tolerance, amount_of
 from hpctrain.checkpoint.planning.rank_extents import Segment, content_of, laid_end_to_end, view_of
 from hpctrain.checkpoint.planning.write_plan import EXTENT_BYTES
-from hpctrain.comm.collectives.agreement import all_gather_json, check_same, describe_ranks, raise_together
-from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm import Collective, ReduceOp, all_gather_json, check_same, describe_ranks, raise_together
 from hpctrain.errors import CheckpointError, UsageError
 
 ReplicaCheck: TypeAlias = Literal["sampled", "full", "off"]
 OnReplicaMismatch: TypeAlias = Literal["error", "rank0"]
 
-# Of a sample: the part of each tensor, and what a save hashes at most and of a tensor at least. Hashing this much takes
-# less than one hundredth of the time that writing the state takes.
+# A sample is 1/SAMPLED_PART of each tensor, at least MIN_PIECE_BYTES of a tensor, and about MAX_SAMPLED_BYTES in all at
+# most. Hashing that takes less than one hundredth of the time of writing the state.
 SAMPLED_PART = 64
 MAX_SAMPLED_BYTES = 64 << 20
 MIN_PIECE_BYTES = 4096
-# Of how many tensors at most. A small piece costs some 5 us, and all of 10,000 tensors of 4 KiB are saved in 40 ms.
+# Maximum number of tensors in a sample: a small piece takes about 5 us; saving 10,000 tensors of 4 KiB takes 40 ms.
 MAX_SAMPLED_TENSORS = 256
-_WHOLE_ELEMENTS = 16  # a multiple of every element's size
+_WHOLE_ELEMENTS = 16  # a multiple of every element size, in bytes
 _NAMED = 3
 _HASH_MASK = (1 << 62) - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replicas:
-    """The replicated tensors of a layout, and what to look at of them; the same on every rank.
+    """The replicated tensors of a layout and how to sample them; the same on every rank.
 
-    sources: their numbers in `State.sources()`. num_bytes: of each, by that number. turns: tensors take so many turns
-    to be sampled. part: of a tensor one part in so many is looked at. numbers: of the samples.
+    sources: their indices in `State.sources()`. num_bytes: their lengths, by that index. turns: number of samples over
+    which the tensors are distributed. part: a sample has 1/part of a tensor. numbers: yields the sample numbers.
     """
 
     sources: Sequence[int]
@@ -56,8 +55,8 @@ class Replicas:
 
     @classmethod
     def of(cls, sources: Sequence[Item], *, step: int) -> Replicas:
-        """step: of the save that the layout is made for. The first sample follows from it, so that runs that are
-        resumed often do not look at the same parts each time."""
+        """step: step of the save that the layout is made for. It determines the first sample, so that runs that are
+        often resumed do not compare the same parts each time."""
         num_bytes = {
             number: source.tensor.nbytes
             for number, source in enumerate(sources)
@@ -72,7 +71,8 @@ class Replicas:
         )  # fmt: skip
 
     def sample(self, number: int) -> list[Segment]:
-        """At most one piece of each tensor. `turns * part` samples in a row have every byte."""
+        """Returns sample `number`: at most one piece of each tensor. `turns * part` successive samples cover every
+        byte."""
         found = []
         for source in self.sources[number % self.turns :: self.turns]:
             num_bytes = self.num_bytes[source]
@@ -84,7 +84,7 @@ class Replicas:
         return found
 
     def whole(self) -> list[Segment]:
-        """All bytes, in pieces of at most EXTENT_BYTES."""
+        """Returns all bytes, in pieces of at most EXTENT_BYTES."""
         return [
             Segment(source=source, start=start, num_bytes=min(EXTENT_BYTES, num_bytes - start))
             for source, num_bytes in self.num_bytes.items()
@@ -94,8 +94,9 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaMismatch:
-    """ranks_by_name: of each tensor in which copies differ, the world ranks whose copy differs from rank 0's. amounts:
-    of the first of them, the largest difference in what was compared, over all ranks. num_ranks: that compared."""
+    """Differences that were found. ranks_by_name: for each tensor whose copies differ, the world ranks whose copy
+    differs from rank 0's. amounts: for the first few of these, the largest difference of compared elements over all
+    ranks. num_ranks: number of ranks compared."""
 
     ranks_by_name: dict[str, list[int]]
     amounts: dict[str, float]
@@ -131,12 +132,13 @@ def compare_replicas(
     replicas: Replicas, sources: Sequence[Item], *, number: int, comm: Collective, how: ReplicaCheck,
     on_mismatch: OnReplicaMismatch,
 ) -> ReplicaMismatch | None:  # fmt: skip
-    """None where no difference was found. Collective: one sum of three numbers, unless something differs.
+    """Compares the ranks' copies. Returns the differences, or None. Collective: one all-reduce of three numbers, unless
+    copies differ.
 
-    sources: of the state, as in the layout. number: of the sample, the same on every rank. Bytes hashed by each rank:
-    of "sampled" one `SAMPLED_PART`th of the replicated bytes, `MAX_SAMPLED_BYTES` at most; of "full" all of them.
-    Raises on every rank: CheckpointError where a rank cannot read its copies as the layout says; UsageError where
-    ranks have been given different settings.
+    sources: of the state, in the order of the layout. number: sample number, the same on every rank. how: "sampled":
+    each rank hashes one sample; "full": all replicated bytes; "off": nothing.
+    Raises on every rank: CheckpointError if a rank cannot read its copies according to the layout; UsageError if copies
+    differ and the ranks have different settings.
     """
     segments: list[Segment] = []
     if comm.num_ranks > 1 and how != "off":
@@ -163,13 +165,15 @@ def compare_replicas(
 def _hashes(
     segments: Sequence[Segment], sources: Sequence[Item], *, replicas: Replicas
 ) -> NDArray[np.uint64]:
-    """Of each segment."""
+    """Returns the hash of each segment: uint64, shape (num_segments,)."""
     for segment in segments:
         if sources[segment.source].tensor.nbytes != replicas.num_bytes[segment.source]:
             raise CheckpointError(f"{sources[segment.source].name!r} has changed its size")
     laid = laid_end_to_end(segments)
     hashes = np.zeros(len(segments), dtype=np.uint64)
-    for _ in laid.stretches(content_of(sources, laid, groups=laid.groups, staging=Staging()), hashes=hashes):
+    for _ in laid.byte_ranges(
+        content_of(sources, laid, groups=laid.groups, staging=Staging()), hashes=hashes
+    ):
         pass
     return hashes
 
@@ -178,7 +182,7 @@ def _found(
     segments: Sequence[Segment], sources: Sequence[Item], *, hashes: NDArray[np.uint64], comm: Collective,
     how: ReplicaCheck,
 ) -> ReplicaMismatch:  # fmt: skip
-    """Collective."""
+    """Exchanges all hashes and returns the differences. Collective."""
     by_rank = np.stack(
         [np.frombuffer(data, dtype=np.uint64) for data in comm.all_gather_bytes(hashes.tobytes())]
     )  # (num_ranks, num_segments)
@@ -199,7 +203,7 @@ def _found(
 
 
 def _largest_difference(segment: Segment, sources: Sequence[Item], *, comm: Collective) -> float:
-    """Between rank 0's values and any rank's, of those whose difference is a number. Collective."""
+    """Returns the largest finite difference between rank 0's values and any rank's. Collective."""
     mine = view_of(sources, segment).cpu().clone()
     reference = mine.clone()
     comm.broadcast(reference, root=0)

@@ -1,11 +1,10 @@
-"""Who writes which bytes: pure, and the same result on every rank.
+"""The write plan: which rank writes which bytes. Pure, with the same result on every rank.
 
-Replicated tensors are laid end to end in the order of their names, and this line is cut into as many equal
-parts as there are ranks. Of tensors that each rank has for itself rank 0 writes its own, and its part of the line is
-shorter by them. Shards are written by the rank that holds them. Each rank writes into one file; with
-several files, what the ranks of one file write of a tensor is a piece of it, a dataset of that file. Everything
-is then cut into extents of at most EXTENT_BYTES, the unit of hashing: whoever reads one byte of an extent
-verifies all of it.
+The replicated tensors, concatenated in the order of their names, are divided into one part of equal size per rank.
+Tensors of kind `FromRank0` are written by rank 0, whose part is smaller by their size. Shards are written by the rank
+that holds them. Each rank writes to one file; if there are several, the bytes of a tensor that the ranks of one file
+write form a piece of the tensor, which is a dataset of that file. Pieces are divided into extents of at most
+EXTENT_BYTES, the unit of hashing: to read one byte of an extent, all of it must be verified.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from hpctrain.errors import CheckpointError
 
 EXTENT_BYTES = 4 << 20
 
-# Two ranks meet inside a tensor only at a multiple of this: large datasets begin at a page, and a page that
-# two nodes write is slow, or worse, on network filesystems. A multiple of every element's size.
+# The parts of two ranks are divided inside a tensor only at multiples of this. Large datasets begin at a page, and a
+# page written by two nodes is slow or even corrupted on network filesystems. A multiple of every element size.
 CUT_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPiece:
-    """One dataset: the elements of `box`, a box of the tensor's view. shape: of the dataset."""
+    """One dataset: the elements of `box`, a box of the tensor's view. shape: shape of the dataset."""
 
     file: int
     dataset: str
@@ -42,8 +41,8 @@ class PlannedPiece:
 class PlannedTensor:
     """A tensor. Its pieces and extents are boxes of an array of shape `view`, which has the same elements.
 
-    view: `(num_elems,)` for replicated tensors, so that an extent is any range of the bytes; the tensor's own
-    shape for sharded ones.
+    view: `(num_elems,)` for replicated tensors, so that an extent can be any range of elements; the tensor's own shape
+    for sharded ones.
     """
 
     name: str
@@ -63,10 +62,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Bytes that one rank writes and hashes as one.
+    """A box of a tensor that one rank writes, with one hash.
 
-    tensor: index into the plan's tensors; piece: into its pieces. source: index into `State.sources()` of the rank
-    that writes. source_start: first element in that source's row-major memory; the extent is contiguous there.
+    tensor: index in the plan's tensors. piece: index in the tensor's pieces. source: index in `State.sources()` of the
+    writing rank. source_start: first element in that source's row-major memory, where the extent is contiguous.
     """
 
     tensor: int
@@ -78,9 +77,9 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """of_rank: the file that each rank writes to, numbered from 0 without a gap.
+    """of_rank: number of the file that each rank writes to; numbers start at 0, without gaps.
 
-    leaders: the rank that makes each file, the lowest one that writes to it, shape (count,).
+    leaders: for each file the rank that creates it, which is the lowest one that writes to it.
     """
 
     of_rank: tuple[int, ...]
@@ -104,7 +103,7 @@ class WritePlan:
     files: Files
 
     def bytes_of(self, rank: int) -> int:
-        """Bytes that `rank` writes."""
+        """Returns the number of bytes that `rank` writes."""
         return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_by_rank[rank])
 
 
@@ -114,13 +113,12 @@ def make_plan(
     shards_by_rank: Sequence[Sequence[Header]],
     file_of_rank: Sequence[int] | None = None,
 ) -> WritePlan:
-    """The plan for all ranks.
+    """Returns the plan for all ranks. The arguments must be the same on every rank.
 
-    replicated: what every rank lists, replicated or rank 0's; sorted by name, the same on every rank. shards_by_rank:
-    each rank's shards in its own order.
-    file_of_rank: the file that each rank writes to, numbered from 0 without a gap; None: one file for all.
-    Raises CheckpointError when a name is used twice, or when shards disagree or do not make up their tensor;
-    as the input is the same on all ranks, all ranks raise.
+    replicated: the tensors that every rank lists, `Replicated` and `FromRank0`, sorted by name. shards_by_rank: each
+    rank's shards, in its own order. file_of_rank: number of the file that each rank writes to, from 0 without gaps;
+    None: one file for all. Raises CheckpointError, on every rank, if a name occurs twice, or if shards of a tensor are
+    inconsistent or do not cover it exactly.
     """
     num_ranks = len(shards_by_rank)
     files = tuple(file_of_rank) if file_of_rank is not None else (0,) * num_ranks
@@ -131,7 +129,7 @@ def make_plan(
         raise CheckpointError(f"more than one replicated tensor is called {_quoted(twice)}", agreed=True)
     sharded = _shapes_of_shards(shards_by_rank, replicated_names)
     planning = _Planning(files=files, whole_datasets=max(files) == 0)
-    # The line is dealt out file by file, so that what one file holds of a tensor is one stretch of it.
+    # Parts are assigned file by file, so that the bytes of a tensor in one file are contiguous in the tensor.
     order = sorted(range(num_ranks), key=lambda rank: (files[rank], rank))
     tensors = sorted(
         [*(_Tensor(header, view=(math.prod(header.shape),)) for header in replicated),
@@ -140,7 +138,7 @@ def make_plan(
     )  # fmt: skip
     index = {tensor.header.name: i for i, tensor in enumerate(tensors)}
     ahead_bytes = 0
-    line: list[int] = []  # sources
+    line: list[int] = []  # indices of the sources to divide
     for source, header in enumerate(replicated):
         tensor = tensors[index[header.name]]
         if header.from_rank_0:
@@ -190,7 +188,8 @@ class _Tensor:
         self.pieces: list[tuple[int, Box]] = []
 
     def planned(self) -> PlannedTensor:
-        """A piece that is the whole tensor has the tensor's shape; parts of a line are lines."""
+        """Returns the planned tensor. The dataset of a whole tensor has its shape; a part of a replicated one has one
+        dimension."""
         pieces, seen = [], dict[int, int]()
         for file, box in self.pieces or [(0, whole(self.view))]:
             number = seen[file] = seen.get(file, -1) + 1
@@ -204,7 +203,7 @@ class _Tensor:
 
 
 class _Planning:
-    """Extents by rank, and the pieces that they lie in."""
+    """Collects the ranks' extents and the pieces that contain them."""
 
     def __init__(self, *, files: tuple[int, ...], whole_datasets: bool) -> None:
         self.extents: list[list[Extent]] = [[] for _ in files]
@@ -214,7 +213,7 @@ class _Planning:
     def add(
         self, rank: int, *, tensor: _Tensor, number: int, box: Box, source: int, source_start: int
     ) -> None:
-        """`box` of the tensor's view is written by `rank`, from its source's element `source_start` on."""
+        """Adds extents by which `rank` writes `box` of the tensor's view, from element `source_start` of its source."""
         if not box.num_elems:
             return
         piece = self._piece_of(tensor, file=self._files[rank], box=box)
@@ -225,8 +224,8 @@ class _Planning:
             source_start += part.num_elems
 
     def _piece_of(self, tensor: _Tensor, *, file: int, box: Box) -> int:
-        """In one file a tensor is one dataset. In several, ranks of one file continue each other's stretch of a
-        replicated tensor, and each shard is a dataset."""
+        """Returns the index of the piece for `box`. With one file a tensor is one piece. With several, neighbouring
+        parts of a replicated tensor in the same file are one piece, and each shard is a piece."""
         if self._whole:
             tensor.pieces = [(0, whole(tensor.view))]
             return 0
@@ -253,15 +252,15 @@ class TensorPiece:
 def divide_evenly(
     sizes: Sequence[tuple[int, int]], *, num_ranks: int, ahead_bytes: int = 0
 ) -> Iterator[TensorPiece]:
-    """Lay tensors of `sizes` (bytes, bytes of an element) end to end and cut the line into equal parts.
+    """Divides the concatenation of tensors of `sizes`, (bytes, bytes per element), into equal parts for the ranks.
 
-    ahead_bytes: what the first rank writes besides; its part of the line is shorter by them, and may be empty.
-    Every rank's share differs from the even one by less than CUT_BYTES, where `ahead_bytes` are no more than that.
+    ahead_bytes: other bytes that rank 0 writes; its part is smaller by them, and may be empty. If `ahead_bytes` is at
+    most an equal share, every rank's share differs from that by less than CUT_BYTES.
     """
     total_bytes = sum(num_bytes for num_bytes, _ in sizes)
     first_bytes = max(0, (total_bytes + ahead_bytes) // num_ranks - ahead_bytes)
     rest_bytes = total_bytes - first_bytes
-    rank, begin = 0, 0  # `begin`: where the tensor begins on the line
+    rank, begin = 0, 0  # `begin`: position of the tensor in the concatenation, in bytes
     for tensor, (num_bytes, elem_bytes) in enumerate(sizes):
         start = 0
         while start < num_bytes:
@@ -283,7 +282,7 @@ def divide_evenly(
 def _shapes_of_shards(
     shards_by_rank: Sequence[Sequence[Header]], replicated_names: set[str]
 ) -> dict[str, Header]:
-    """One header per sharded tensor, after checking that its shards agree and cover it exactly once."""
+    """Returns one header per sharded tensor. Raises CheckpointError unless its shards agree and cover it exactly."""
     first: dict[str, Header] = {}
     holder: dict[str, int] = {}
     boxes: dict[str, list[Box]] = defaultdict(list)
@@ -320,7 +319,7 @@ def _shapes_of_shards(
 
 
 def explain_difference(replicated_by_rank: Sequence[Sequence[Header]]) -> str:
-    """In words, how the ranks' lists of replicated tensors differ. For an error message."""
+    """Returns the differences of the ranks' lists of replicated tensors, for an error message."""
     by_rank: list[Mapping[str, str]] = [
         {h.name: h.describe() for h in headers} for headers in replicated_by_rank
     ]

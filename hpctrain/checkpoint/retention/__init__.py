@@ -1,1 +1,1 @@
-"""Which checkpoints are kept, deleted or recycled, and how often to save."""
+"""Decides which checkpoints are kept, deleted or recycled, and how often to save."""

@@ -1,4 +1,4 @@
-"""Deleting what is no longer kept, once a newer checkpoint is proven. Thin I/O, done by one rank alone."""
+"""Deletes checkpoints that are no longer kept, after a newer one is committed. Done by one rank; not collective."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     partial_name,
     step_of,
 )
-from hpctrain.checkpoint.files.full_io import sync_directory
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.checkpoint.retention.file_recycling import set_aside
 from hpctrain.checkpoint.retention.policy import Best, Retention, steps_to_delete
 from hpctrain.errors import HpctrainError
+from hpctrain.storage import sync_directory
 
 
 def retain(directory: Path, *, saved: Path, retention: Retention, recycle: bool = False) -> list[str]:
-    """Delete the checkpoints of `directory` that `retention` does not keep, now that `saved` is proven and has
-    its final name. Not collective. recycle: one of them becomes a spare file, for the next save.
+    """Deletes the checkpoints of `directory` that `retention` does not keep. Not collective.
 
-    What went wrong is returned as text: it is no reason to call the save failed.
+    saved: the new checkpoint, already committed. recycle: keep one of the deleted ones as a spare file for the next
+    save. Returns errors as text, since they must not fail the save.
     """
     paths, notes = deletable(directory, saved=saved, retention=retention)
     for path in paths:
@@ -43,14 +43,14 @@ def retain(directory: Path, *, saved: Path, retention: Retention, recycle: bool 
 
 
 def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[list[Path], list[str]]:
-    """What `retain` deletes, oldest first, and its notes. With `retention.best` a checkpoint whose metric cannot be
-    read stays: it might be the best."""
+    """Returns the checkpoints that `retain` deletes, oldest first, and notes. With `retention.best`, a checkpoint whose
+    metric cannot be read is kept, since it might be the best."""
     try:
         paths = finished_newest_first(directory)
     except HpctrainError as error:
         return [], [f"older checkpoints were kept: {error}"]
     notes: list[str] = []
-    by_step: dict[int, list[Path]] = {}  # a killed replacement may have left two of one step
+    by_step: dict[int, list[Path]] = {}  # a save killed while replacing may have left two of one step
     for path in paths:
         by_step.setdefault(step_of(path) or 0, []).append(path)
     newest = step_of(saved) or 0
@@ -63,15 +63,15 @@ def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[li
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a finished checkpoint, a file or a folder; one that is gone already is no error. OSError.
+    """Deletes a finished checkpoint, a file or a folder. A file that does not exist is not an error. Raises OSError.
 
-    A folder first gets the name of one that is being written: half deleted, it is never taken for a
-    checkpoint, and the next save removes what is left of it.
+    A folder is first renamed to a partial checkpoint, so that a partly deleted one is never taken for a checkpoint, and
+    the next save removes the rest.
     """
-    if path.is_symlink() or not path.is_dir():  # of a link the name goes, not what it leads to
+    if path.is_symlink() or not path.is_dir():  # of a symbolic link, delete only the link
         path.unlink(missing_ok=True)
         return
-    name = folder_name(step_of(path) or 0)  # also of one that was being replaced
+    name = folder_name(step_of(path) or 0)  # `path` may also have the name of a replaced checkpoint
     doomed = path.with_name(partial_name(name, unique=secrets.token_hex(8)))
     os.rename(path, doomed)
     sync_directory(path.parent)
@@ -81,7 +81,7 @@ def delete_checkpoint(path: Path) -> None:
 def _quality(
     by_step: dict[int, list[Path]], *, best: Best, saved: int, notes: list[str]
 ) -> tuple[dict[int, float], set[int]]:
-    """The metric by step, and the steps whose checkpoint could not be read."""
+    """Returns the metric by step, and the steps whose checkpoint could not be read. Appends errors to `notes`."""
     quality: dict[int, float] = {}
     unknown: set[int] = set()
     for step, paths in by_step.items():
@@ -103,7 +103,7 @@ def _quality(
 
 @lru_cache(maxsize=1024)
 def _numbers(path: Path, mtime_ns: int, file_bytes: int) -> dict[str, float]:
-    """The numbers of the document's `quality`. A save looks at all that are kept: each is read once."""
+    """Returns the numbers in the document's `quality`. Cached, since each save needs those of all checkpoints."""
     quality = read_structure(path).metadata.document.get("quality")
     if not isinstance(quality, dict):
         return {}

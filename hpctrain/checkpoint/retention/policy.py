@@ -1,4 +1,4 @@
-"""Which checkpoints to delete: pure."""
+"""Retention policy: decides which checkpoints to delete. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The checkpoint whose `metric`, as its document's `quality` has it, is the smallest or the largest."""
+    """Selects the checkpoint whose `metric`, in its document's `quality`, is smallest ("min") or largest ("max")."""
 
     metric: str
     mode: Literal["min", "max"]
@@ -26,7 +26,7 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        """`loss:min`, `accuracy:max`. UsageError for anything else."""
+        """Parses METRIC:min or METRIC:max, such as `loss:min`. Raises UsageError for any other text."""
         metric, _, mode = text.rpartition(":")
         if not metric or mode not in ("min", "max"):
             raise UsageError(
@@ -35,7 +35,7 @@ class Best:
         return cls(metric=metric, mode="min" if mode == "min" else "max")
 
     def among(self, quality: Mapping[int, float]) -> int | None:
-        """The step whose number is best; of equal ones the oldest. None: there is no number."""
+        """Returns the step with the best value, the oldest of equal ones; None if there is no value other than NaN."""
         known = [(step, value) for step, value in sorted(quality.items()) if not math.isnan(value)]
         if not known:
             return None
@@ -45,10 +45,10 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """What is kept; a checkpoint stays when any of the three says so.
+    """Which checkpoints are kept: those that at least one of the three fields selects.
 
-    last: so many of the newest; None: all. every_steps: those whose step it divides, for ever.
-    best: the best one by a metric.
+    last: the newest so many; None: all. every_steps: those whose step is a multiple of it. best: the best one by a
+    metric.
     """
 
     last: int | None = 3
@@ -58,16 +58,18 @@ class Retention:
     def __post_init__(self) -> None:
         check_keep(self.last)
         if self.every_steps is not None and self.every_steps < 1:
-            raise UsageError(f"every_steps = {self.every_steps}: give a number of steps from 1 on, or none")
+            raise UsageError(
+                f"every_steps = {self.every_steps}: give a number of steps of at least 1, or None"
+            )
 
     @classmethod
     def of(cls, keep: Retention | int | None) -> Retention:
-        """A number is short for the last so many; None for all."""
+        """Returns `keep` as a Retention. A number: keep the newest so many; None: keep all."""
         return keep if isinstance(keep, Retention) else cls(last=keep)
 
 
 def check_keep(keep: Retention | int | None) -> None:
-    """Raises UsageError unless `keep` is None (all), at least 1, or a Retention, which has been checked."""
+    """Raises UsageError unless `keep` is None (all), an integer of at least 1, or a Retention."""
     if isinstance(keep, Retention) or keep is None:
         return
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -81,12 +83,12 @@ def steps_to_delete(
     keep: Retention | int | None,
     quality: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Of the checkpoints at `steps`, the ones to delete now that the one at `saved` is proven; ascending.
+    """Returns the steps, ascending, whose checkpoints are to be deleted after the one at `saved` is committed.
 
-    The last `keep.last` up to and including `saved` stay, and `saved` always does. Steps beyond `saved` come
-    from a run that went on from an older checkpoint: they are neither counted nor deleted, since counting them
-    could delete the one just saved.
-    quality: the metric that `keep.best` names, by step, where it is known. A step without it is never the best.
+    The newest `keep.last` up to and including `saved` are kept, and `saved` always is. Steps beyond `saved` exist if
+    the run resumed from an older checkpoint; they are neither counted nor deleted, since counting them could delete the
+    one just saved.
+    quality: values of the metric of `keep.best` by step; a step without a value is never the best.
     """
     retention = Retention.of(keep)
     if retention.last is None:

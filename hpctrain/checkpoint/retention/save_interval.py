@@ -1,4 +1,4 @@
-"""How often to save: what a checkpoint costs against what a failure costs. Pure.
+"""How often to save: the interval that balances the cost of checkpoints against the cost of failures. Pure.
 
 Source: J. T. Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 Future Generation Computer Systems 22 (3), equation 37; its first order is J. W. Young 1974.
@@ -15,16 +15,16 @@ from typing import final
 from hpctrain.errors import UsageError
 
 SECONDS_PER_DAY = 86_400.0
-# Until one was measured nobody knows what a checkpoint costs: the first comes early.
+# The first checkpoint is early, since the cost is unknown until one has been measured.
 FIRST_AFTER_S = 60.0
 _REMEMBERED = 9
 
 
 def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
-    """Seconds of training between two checkpoints that lose the least time in all.
+    """Returns the time of training between two checkpoints that minimizes the lost time, in seconds.
 
-    cost_s: for which training stands still for one checkpoint. failure_every_s: mean time between failures
-    of the whole job.
+    cost_s: time that training waits for one checkpoint. failure_every_s: mean time between failures of the whole job.
+    Raises UsageError if one is out of range.
     """
     if not (cost_s >= 0 and failure_every_s > 0 and math.isfinite(cost_s)):
         raise UsageError(
@@ -39,8 +39,9 @@ def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """interval_s: of training between two checkpoints. cost_s: training stands still for one.
-    write_s: until one is committed. lost_share: of all time, by checkpoints and by work done twice."""
+    """Recommended save interval. interval_s: time of training between two checkpoints. cost_s: time that training waits
+    for one. write_s: time until one is committed. failure_every_s: mean time between failures. lost_share: fraction of
+    the total time lost by waiting for checkpoints and by repeated work."""
 
     interval_s: float
     cost_s: float
@@ -52,7 +53,7 @@ class Advice:
         cycle_s = self.interval_s + self.cost_s
         if cycle_s == 0:
             return 0.0
-        # What a failure destroys: half a cycle, and what was done while the last one was being written.
+        # A failure loses half a cycle on average, and the work done while the last checkpoint was being written.
         behind_s = max(0.0, self.write_s - self.cost_s)
         return min(1.0, self.cost_s / cycle_s + (cycle_s / 2 + behind_s) / self.failure_every_s)
 
@@ -65,7 +66,8 @@ class Advice:
 
 
 def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> Advice:
-    """The interval for a measured cost. Never shorter than a write takes: the next could not begin."""
+    """Returns the interval for measured times, in seconds. It is never shorter than a write, since only one save can be
+    in flight."""
     failure_every_s = SECONDS_PER_DAY / failures_per_day if failures_per_day > 0 else math.inf
     return Advice(
         interval_s=max(
@@ -79,7 +81,7 @@ def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> Advice:
 
 @final
 class Costs:
-    """What the last checkpoints of this run have cost, as this rank saw it."""
+    """Costs of the most recent checkpoints of this run, measured on this rank."""
 
     def __init__(self) -> None:
         self._stall_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -90,7 +92,7 @@ class Costs:
         self._write_s.append(write_s)
 
     def advice(self, *, failures_per_day: float) -> Advice | None:
-        """By the medians; None before the first checkpoint."""
+        """Returns the advice for the median costs; None before the first checkpoint."""
         if not self._stall_s:
             return None
         return advise(
@@ -101,7 +103,7 @@ class Costs:
 
 
 def in_words(seconds: float) -> str:
-    """`0.12 s`, `45 s`, `12 min`, `3.5 h`, `2 days`."""
+    """Formats a time: `0.12 s`, `45 s`, `12 min`, `3.5 h`, `2 days`."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     for unit_s, name in ((SECONDS_PER_DAY, "days"), (3600.0, "h"), (60.0, "min")):

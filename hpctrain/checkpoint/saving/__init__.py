@@ -1,1 +1,1 @@
-"""One save as a transaction in phases, and the saver that runs it at once or in the background."""
+"""A save as a transaction in phases, and the `Saver` that runs saves synchronously or in the background."""

@@ -1,4 +1,4 @@
-"""The one thread that writes a checkpoint while training goes on."""
+"""The thread that writes a checkpoint while training continues."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, final
 
+from hpctrain.errors import HpctrainError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Below training, where both want the same core; it still moves when all cores are always busy.
+# Lower CPU priority than training, but high enough to progress when all cores are always busy.
 _NICE = 10
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}  # the system call's number
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}  # number of the system call ioprio_set(2)
 _WHO_THREAD = 1
-_BEST_EFFORT_LOWEST = (2 << 13) | 7  # not the idle class: that one may never come to write
+_BEST_EFFORT_LOWEST = (2 << 13) | 7  # not the idle class, which can starve
 
 
 @final
 class BackgroundThread(Executor):
-    """Runs what is submitted, one after the other, in one thread of low CPU and I/O priority.
+    """Executor that runs the submitted calls one after another, in one thread of low CPU and I/O priority.
 
-    A daemon thread, and not one of ThreadPoolExecutor's: those take no more work once the interpreter begins
-    to end, while a checkpoint that is in flight then still has its last phase to go.
+    Not a ThreadPoolExecutor: that accepts no work once the interpreter is shutting down, when a checkpoint in flight
+    still has to run its last phase. The thread is a daemon.
     """
 
     def __init__(self, *, name: str) -> None:
@@ -46,7 +48,7 @@ class BackgroundThread(Executor):
                 return
             try:
                 value = fn(*args, **kwargs)
-            except BaseException as error:  # it is raised where the result is asked for
+            except BaseException as error:  # raised by Future.result
                 future.set_exception(error)
             else:
                 future.set_result(value)
@@ -58,7 +60,7 @@ class BackgroundThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work; end after what was submitted. cancel_futures is not needed here: at most one runs."""
+        """Accepts no more calls; the thread ends after those submitted. `cancel_futures` has no effect."""
         if not self._closed:
             self._closed = True
             self._tasks.put(None)
@@ -69,12 +71,12 @@ class BackgroundThread(Executor):
         _lower_priority()
         while (task := self._tasks.get()) is not None:
             task()
-            # Not until the next one comes: the task holds the state's copies.
+            # The task refers to the copies of the state: release them now, not when the next task arrives.
             del task
 
 
 def _lower_priority() -> None:
-    """Of the calling thread; Linux has it for each thread. A system that refuses is left as it is."""
+    """Lowers the CPU and I/O priority of the calling thread, which Linux sets per thread. Ignores failures."""
     with suppress(OSError, AttributeError):
         thread = threading.get_native_id()
         lower = min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
@@ -84,3 +86,19 @@ def _lower_priority() -> None:
         with suppress(OSError, AttributeError):
             syscall: Any = ctypes.CDLL(None).syscall
             syscall(number, _WHO_THREAD, 0, _BEST_EFFORT_LOWEST)
+
+
+def submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
+    """Runs `work` in the executor, or immediately if that is None. Returns its future.
+
+    `Future.result` raises an OSError or HpctrainError of `work`. Without an executor any other error, a bug, is raised
+    immediately.
+    """
+    if executor is not None:
+        return executor.submit(work)
+    done: Future[Any] = Future()
+    try:
+        done.set_result(work())
+    except (OSError, HpctrainError) as error:
+        done.set_exception(error)
+    return done

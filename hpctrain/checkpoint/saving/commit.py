@@ -1,6 +1,6 @@
-"""The file operations around a checkpoint's content: room for it, its seal, and the rename that makes it count.
+"""File operations of a save other than writing content: allocation, metadata, commit header, and the final rename.
 
-Each function is for one rank alone, the one that leads a file; none communicates.
+Called by the rank that leads a file or folder; none is collective.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     remove_partial_files,
     replaced_name,
 )
-from hpctrain.checkpoint.files.full_io import explained, sync_directory, write_fully
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.files.syscalls import allocate
 from hpctrain.checkpoint.format.commit_header import Seal, encode_seal
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.checkpoint.loading.check_structure import check_sealed
 from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton
 from hpctrain.checkpoint.retention.file_recycling import take_spare
+from hpctrain.storage import hash_of, sync_directory, write_fully
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int | None = None) -> list[str]:
-    """Make the directory, remove what killed saves left in it, and begin the partial checkpoint, if it is a folder, or
-    there is a spare file whose room it can take.
+    """Creates the directory, removes partial checkpoints of killed saves, and creates the partial checkpoint if it is a
+    folder or can reuse the disk blocks of a spare file.
 
-    spare_bytes: of that room, as many as it needs; None: spare files are removed with the rest. What could not be
-    removed is returned as text: it is no reason not to save.
+    spare_bytes: length of the new file in bytes, to reuse a spare file for it; None: spare files are removed, too.
+    Returns a message for each file that could not be removed, which does not prevent the save. Raises CheckpointError
+    if the directory cannot be written to.
     """
     with explained(action="write checkpoints to", path=directory):
         missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
         directory.mkdir(parents=True, exist_ok=True)
-        for place in missing:  # the names of all of them, not only of the last
+        for place in missing:  # flush the entry of every new directory, not only of the last
             sync_directory(place.parent)
         if spare_bytes is not None:
             take_spare(directory, partial, file_bytes=spare_bytes)
@@ -47,8 +48,8 @@ def make_room(directory: Path, partial: Path, *, folder: bool, spare_bytes: int 
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
-    """Create a file of its full length, without content, with room on disk for it. It may be there already, made to be
-    striped, or in a spare file's room."""
+    """Allocates a file of `file_bytes` bytes without content, so that it has its full length and disk space. The file
+    may exist already, with a stripe layout or as a recycled spare file. Raises CheckpointError."""
     with explained(action="create", path=path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -58,9 +59,10 @@ def create_file(path: Path, *, file_bytes: int) -> None:
 
 
 def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
-    """Write metadata and seal of the main file, flush it, and read back all that is not content.
+    """Writes metadata and commit header of the main file, flushes it, and reads back all that is not content.
 
-    All ranks' content is on disk by now. The seal counts for nobody before the checkpoint has its name.
+    Call it after the content of all ranks is on disk. The checkpoint is committed by the rename that follows. Raises
+    CheckpointError.
     """
     seal = Seal(
         metadata_offset=skeleton.metadata_offset,
@@ -77,26 +79,26 @@ def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-    check_sealed(path, seal=seal, structure=[(offset, len(data)) for offset, data in skeleton.stretches])
+    check_sealed(path, seal=seal, structure=[(offset, len(data)) for offset, data in skeleton.byte_ranges])
 
 
 def flush_folder(folder: Path) -> None:
-    """The names of the files in it are on disk when it returns."""
+    """Flushes the entries of the folder (the names of its files) to disk. Raises CheckpointError."""
     with explained(action="write to disk", path=folder):
         sync_directory(folder)
 
 
 def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
-    """The commit: before it nothing has changed for anyone who looks for checkpoints, after it all has.
+    """Commits the checkpoint: renames it to its final name, under which readers find it, and flushes the directory.
 
-    A checkpoint of the same step keeps a name under which it is found until the new one has its own. What is left of
-    it afterwards, the next save removes.
+    An older checkpoint of the same step is moved aside to a name under which readers still find it, and deleted after
+    the rename; if that fails, the next save deletes it. Raises CheckpointError.
     """
     step_forms = [final.with_name(name) for name in _forms(final.name)]
     replaced: list[tuple[Path, Path]] = []
     with explained(action="rename the finished checkpoint to", path=final):
         for existing in step_forms:
-            # A file takes a file's place in one step; a folder cannot.
+            # rename(2) replaces a file by a file atomically, but not a folder that has files in it.
             if (existing != final or final.is_dir()) and existing.exists():
                 aside = existing.with_name(replaced_name(existing.name, unique=unique))
                 os.rename(existing, aside)
@@ -108,7 +110,7 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
                 with suppress(OSError):
                     os.rename(aside, existing)
             raise
-    with explained(action="write to disk that the checkpoint is called", path=final):
+    with explained(action="flush to disk the new name of the checkpoint", path=final):
         sync_directory(final.parent)
     for _, aside in replaced:
         with suppress(OSError):
@@ -116,6 +118,6 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
 
 
 def _forms(name: str) -> Sequence[str]:
-    """The names that a checkpoint of this one's step may have: a file's, a folder's."""
+    """Returns the two names that a checkpoint of this step can have: as a file and as a folder."""
     step = int(name.removesuffix(".h5").removeprefix("step-"))
     return file_name(step), folder_name(step)

@@ -1,4 +1,4 @@
-"""Host memory that holds a copy of a rank's state while it is being written in the background."""
+"""Copy of a rank's state in host memory, from which a background save writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.errors import CheckpointError
 
 @final
 class HostBuffers:
-    """Memory for one save at a time, kept for the next one."""
+    """Host memory for the snapshot of one save at a time; reused by the next save."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -27,28 +27,28 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory held."""
+        """Host memory allocated, in bytes."""
         return self._memory.numel()
 
     def take(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """`num_bytes` bytes, shape (num_bytes,), from a block's border on, their content not set. What was taken before
-        is used again.
+        """Returns uninitialized memory: uint8, shape (num_bytes,), aligned to BLOCK_BYTES. It is the same memory as
+        that of the call before, if that is large enough.
 
-        pinned: for copies from a CUDA device, which are faster into pinned memory and do not wait for each other. Where
-        the system pins no more memory they are made all the same, more slowly.
+        pinned: pin the memory, so that copies from a CUDA device are faster and asynchronous. If the system refuses,
+        the memory stays unpinned. Raises CheckpointError if there is not enough memory.
         """
         if num_bytes + BLOCK_BYTES > self._memory.numel() or (pinned and not self._pinned):
-            self.release()  # before more is asked for
+            self.release()  # before allocating more
             self._memory = fresh_tensor((num_bytes + BLOCK_BYTES,), dtype="uint8")
-            self._memory.zero_()  # page faults now, not in the first copy of every page
+            self._memory.zero_()  # takes the page faults now instead of during the first copy
             if pinned:
-                self._pinned = True  # or tried: not again with every save
+                self._pinned = True  # also if it fails, so that the next saves do not try again
                 self._unpin = _pin(self._memory)
         begin = -self._memory.data_ptr() % BLOCK_BYTES
         return self._memory[begin : begin + num_bytes]
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         if self._unpin is not None:
             self._unpin()
         self._unpin, self._pinned = None, False
@@ -56,28 +56,29 @@ class HostBuffers:
 
 
 def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
-    """Pin CUDA's way, until what is returned is called or `memory` goes. None where the system refuses.
+    """Pins `memory` with cudaHostRegister. Returns the function that unpins it, which also runs when `memory` is
+    freed; None if the system refuses.
 
-    Not torch's pinned memory: that is rounded up to a power of two, so 33 GiB take 64, and what is freed stays with
-    torch for other pinned tensors instead of going back to the system.
+    Not torch's pinned memory: its allocator rounds sizes up to a power of two (33 GiB take 64), and keeps freed memory
+    for other pinned tensors instead of returning it to the system.
     """
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) != 0:
         with suppress(RuntimeError):
-            torch.zeros(
-                1, device="cuda"
-            )  # takes the error, which would else come with the next kernel, whoever's it is
+            # Clears CUDA's pending error, which the next kernel would otherwise raise.
+            torch.zeros(1, device="cuda")
         return None
     unpin = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    unpin.atexit = False  # type: ignore[misc]  # CUDA may be gone by then; typeshed takes it for a slot
+    unpin.atexit = False  # type: ignore[misc]  # CUDA may be shut down by then; typeshed declares it as a slot
     return unpin
 
 
 def content_copied(sources: Sequence[Item], own: OwnBytes, *, buffers: HostBuffers) -> Content:
-    """This rank's bytes as they are now: the tensors may change when this returns. Not collective.
+    """Copies this rank's bytes into `buffers` and returns them as content; afterwards the tensors may change. Not
+    collective.
 
-    Where there is no memory for them, perhaps on this rank alone, that is met where the bytes are asked for: so an
-    engine that writes with all ranks tells the others, and all hear of it in the next vote.
+    If the copy fails for lack of memory, possibly on this rank only, iterating the result raises CheckpointError
+    instead of this function: so an engine in which all ranks write together reports it to the others.
     """
     devices = {source.tensor.device for source in sources if not source.tensor.is_cpu}
     try:
@@ -85,9 +86,9 @@ def content_copied(sources: Sequence[Item], own: OwnBytes, *, buffers: HostBuffe
         copy_to(memory, sources, own)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-    except (RuntimeError, MemoryError, CheckpointError) as error:  # there is no memory, or a tensor has none
+    except (RuntimeError, MemoryError, CheckpointError) as error:  # no memory, or a tensor without storage
         return _failing(
-            f"the copy of this rank's {own.num_bytes} bytes, to be saved in the background, cannot be made: "
+            f"cannot copy this rank's {own.num_bytes} bytes to host memory for the background save: "
             f'{type(error).__name__}: {error}. Save with mode = "sync", or leave more memory free'
         )
     return content_in(memory, own)

@@ -1,4 +1,4 @@
-"""The partial checkpoint, before anything is in it: agreed, made, striped, with room on disk."""
+"""Creates the partial checkpoint of a save: its name, its stripe layout and its disk space, without content."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hpctrain.checkpoint.files.lustre_striping import set_stripes, stripes_for
 from hpctrain.checkpoint.planning.file_layout import FileLayout
 from hpctrain.checkpoint.saving.commit import create_file, make_room
 from hpctrain.checkpoint.saving.save_options import SaveOptions
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
 
 
@@ -26,7 +25,10 @@ def begin_partial(
     comm: Collective,
     options: SaveOptions,
 ) -> tuple[Path, str, str]:
-    """Make the partial checkpoint with its files, without content. Collective. Its path, its id, and a note."""
+    """Creates the files of the partial checkpoint, without content. Collective. Returns its path, its id, and a note.
+
+    Raises CheckpointError on every rank if any rank fails; the partial checkpoint is then removed.
+    """
     leads = leads_folder(layout, comm=comm, options=options)
     unique = on_rank_0(comm, lambda: secrets.token_hex(8))
     partial = directory / partial_name(name, unique=unique)
@@ -61,10 +63,11 @@ def begin_partial(
 
 
 def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
-    """Whether this rank makes and renames: rank 0, in local mode each file's leader. Not collective."""
+    """True if this rank creates and renames the checkpoint: rank 0, or in local mode the leader of each file. Not
+    collective."""
     return layout.skeleton is not None if options.local else comm.rank == 0
 
 
 def file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
-    """File `number` of the checkpoint that is being written; the filesystem is not asked."""
+    """Returns the path of file `number` of the partial checkpoint, without accessing the filesystem."""
     return partial if options.files == 1 else partial / part_name(number)

@@ -1,6 +1,6 @@
-"""What one rank does on files in a save: its content, and its part of the commit.
+"""File operations of one rank in a save: writing its content, and its part of the commit.
 
-Nothing here waits for another rank, except within the engine `mpio`: so it can be done in a thread of its own.
+Nothing here waits for other ranks, except the engine `mpio`; so it can run in a separate thread.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from hpctrain.checkpoint.retention.delete_old import retain
 from hpctrain.checkpoint.saving.commit import flush_folder, rename_finished, seal_file
 from hpctrain.checkpoint.saving.partial_checkpoint import file_in, leads_folder
 from hpctrain.checkpoint.saving.save_options import SaveOptions, retention_of
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective
 
-# Told instead of the hashes: this rank has not written all of its bytes.
+# Returned instead of the hashes if this rank has not written all of its bytes.
 NOT_AS_PLANNED = b""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileWork:
-    """Of one save, on one rank. partial: where it is written; final: its name once it is committed. header: the
-    metadata but for tensors, parts and hashes. Raises CheckpointError."""
+    """The file operations of one save on one rank. Its methods raise CheckpointError.
+
+    partial: path of the partial checkpoint. final: path after the commit. header: the metadata without tensors, parts
+    and hashes.
+    """
 
     final: Path
     partial: Path
@@ -54,9 +57,11 @@ class FileWork:
         return self.choice.engine is Engine.DIRECT and self.options.bypass_cache(self.choice.filesystem)
 
     def write_content(self, content: Content, *, staging: Staging) -> bytes:
-        """Write this rank's bytes: all is on disk when it returns. What `commit` is to be told of it, on each rank that
-        commits: a line about this rank's file, and the hashes of its extents in the plan's order. NOT_AS_PLANNED where
-        a tensor is otherwise than the layout says."""
+        """Writes this rank's bytes and flushes them to disk.
+
+        Returns this rank's entry in the argument of `commit`: a line of JSON about its file, then the hashes of its
+        extents (uint64) in the plan's order; NOT_AS_PLANNED if the dtype or shape of a tensor is not as in the layout.
+        """
         layout, options = self.layout, self.options
         hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
         structure = [] if layout.skeleton is None else self._structure()
@@ -66,7 +71,7 @@ class FileWork:
         limit = options.limit_mb_per_s
         try:
             self.choice.write(
-                file_in(self.partial, self._file, options=options), layout.own.stretches(content, hashes=hashes),
+                file_in(self.partial, self._file, options=options), layout.own.byte_ranges(content, hashes=hashes),
                 structure=[(offset, memoryview(data)) for offset, data in structure], comm=self.comm,
                 groups=self._groups, bypass_cache=self.bypasses_cache, staging=staging,
                 limit_bytes_per_s=None if limit is None else limit * 1e6,
@@ -77,17 +82,21 @@ class FileWork:
             flush_folder(self.partial)
         return json.dumps(about).encode() + b"\n" + hashes.tobytes()
 
-    def commit(self, told: Sequence[bytes]) -> dict[str, Any]:
-        """told: what `write_content` gave on each rank. Size of the checkpoint and notes."""
+    def commit(self, content_results: Sequence[bytes]) -> dict[str, Any]:
+        """Does this rank's part of the commit: on rank 0 metadata and commit header, on leaders the rename.
+
+        content_results: the results of `write_content` of all ranks. Returns "bytes", the size of the checkpoint (0
+        except on rank 0), and "notes", a list of messages.
+        """
         notes: list[str] = []
         total_bytes = 0
         if self.comm.rank == 0:
-            parts, hashes = self._gathered(told)
+            parts, hashes = self._gathered(content_results)
             skeleton, text = self.layout.skeleton, self.layout.text
             assert skeleton is not None
             assert text is not None
             header = encode_header(replace(self.header, parts=parts), byte_order=sys.byteorder)
-            metadata = metadata_text(header, text, hashes=hashes, room=skeleton.metadata_bytes)
+            metadata = metadata_text(header, text, hashes=hashes, padded_bytes=skeleton.metadata_bytes)
             seal_file(file_in(self.partial, 0, options=self.options), skeleton=skeleton, metadata=metadata)
             total_bytes = skeleton.file_bytes + sum(part.num_bytes for part in parts)
             if self.options.files != 1:
@@ -99,12 +108,16 @@ class FileWork:
         return {"bytes": total_bytes, "notes": notes}
 
     def after_commit(self) -> list[str]:
-        """Once all ranks have committed: delete, on the nodes' own storage, what is no longer kept. Notes."""
+        """In local mode, deletes checkpoints that are no longer kept. Call it after all ranks have committed. Returns
+        messages for the user."""
         return self._retain() if self.options.local and self._leads_folder else []
 
     def undo(self, *, committing: bool) -> None:
-        """Remove what is there of a save that failed somewhere. committing: `commit` may have renamed it on this node;
-        before that an older checkpoint of the same step has the name."""
+        """Removes the files of a save that failed on any rank.
+
+        committing: `commit` was started, so in local mode this rank may have renamed the checkpoint. If it was not, the
+        final name may belong to an older checkpoint of the same step, which is kept.
+        """
         if self._leads_folder:
             for path in (self.partial, *([self.final] if self.options.local and committing else [])):
                 with suppress(OSError):
@@ -116,10 +129,12 @@ class FileWork:
             recycle=self.options.recycles(self.choice.filesystem),
         )  # fmt: skip
 
-    def _gathered(self, told: Sequence[bytes]) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
-        """The parts, and the hashes of all ranks' extents."""
+    def _gathered(
+        self, content_results: Sequence[bytes]
+    ) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
+        """Returns the part files, and the hashes of all ranks' extents: uint64, shape (num_extents,)."""
         files = self.layout.files
-        entries = [data.partition(b"\n") for data in told]
+        entries = [data.partition(b"\n") for data in content_results]
         parts = []
         for number in range(1, files.count):
             about = json.loads(entries[files.leaders[number]][0])
@@ -132,17 +147,17 @@ class FileWork:
         return tuple(parts), hashes
 
     def _structure(self) -> list[tuple[int, bytes]]:
-        """The stretches of HDF5's structures of the file that this rank leads."""
+        """Returns the byte ranges (offset, data) of HDF5's structures in the file that this rank leads."""
         skeleton = self.layout.skeleton
         assert skeleton is not None
-        stretches = list(skeleton.stretches)
-        if self._file:  # the part's seal is in its first stretch
+        byte_ranges = list(skeleton.byte_ranges)
+        if self._file:  # the header of a part file lies in the first byte range
             seal = PartSeal(
                 id=self.header.id, step=self.header.step, number=self._file, num_files=self.layout.files.count
             )
-            offset, data = stretches[0]
-            stretches[0] = (offset, encode_part_seal(seal) + data[SEAL_BYTES:])
-        return stretches
+            offset, data = byte_ranges[0]
+            byte_ranges[0] = (offset, encode_part_seal(seal) + data[SEAL_BYTES:])
+        return byte_ranges
 
     @property
     def _file(self) -> int:
@@ -150,7 +165,7 @@ class FileWork:
 
     @property
     def _groups(self) -> list[list[int]]:
-        """World ranks that write to each of the files."""
+        """For each file, the world ranks that write to it."""
         files = self.layout.files
         groups: list[list[int]] = [[] for _ in range(files.count)]
         for member, file in zip(self.comm.members, files.of_rank, strict=True):

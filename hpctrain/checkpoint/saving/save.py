@@ -1,16 +1,17 @@
-"""A save is a transaction: the checkpoint is there whole and proven, or it is not there.
+"""A save is a transaction: afterwards the checkpoint is complete and verified, or it does not exist.
 
-It goes through phases. In each, every rank works on files alone, here or in a thread of its own; between them all
-ranks meet, tell each other how it went, and begin the next. So nothing communicates from a thread, and training
-can go on while files are written: the meetings are small and come at step boundaries.
+It runs in phases. During a phase every rank works on files without communicating, in this thread or in another one.
+Between phases all ranks exchange their results and start the next phase. So only the calling thread communicates,
+and training can continue while files are written: the exchanges are small and happen at step boundaries.
 
-1. Begin: the ranks agree on the layout and compare replicated tensors, the partial checkpoint is made, and the state is
-   copied if asked.
+1. Begin: the ranks agree on the layout and compare replicated tensors; the partial checkpoint is created, and the
+   state is copied if requested.
 2. Content: every rank writes its bytes and flushes them to disk.
-3. Commit: rank 0 writes metadata and seal, flushes, reads back, renames, and deletes what is no longer kept.
+3. Commit: rank 0 writes metadata and commit header, flushes, reads back, renames, and deletes checkpoints that are no
+   longer kept.
 
-In `local` mode each file's leader makes and renames a folder of its own, on its own node's storage. What a rank does on
-files is in `rank_file_work`.
+In `local` mode the leader of each file creates and renames a separate folder, on the storage of its node. The file
+operations of a rank are in `rank_file_work`.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ from hpctrain.checkpoint.planning.file_layout import distrust, layout_for
 from hpctrain.checkpoint.planning.rank_extents import content_of
 from hpctrain.checkpoint.planning.replicas import ON_MISMATCH, ReplicaMismatch, compare_replicas
 from hpctrain.checkpoint.retention.policy import Retention
+from hpctrain.checkpoint.saving.background_thread import submit
 from hpctrain.checkpoint.saving.host_snapshot import HostBuffers, content_copied
 from hpctrain.checkpoint.saving.partial_checkpoint import begin_partial
 from hpctrain.checkpoint.saving.rank_file_work import NOT_AS_PLANNED, FileWork
 from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, file_of_rank
-from hpctrain.checkpoint.saving.submit import submit
-from hpctrain.comm.collectives.activity import doing
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, doing, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
-    """path: of the finished checkpoint. bytes: of its files. seconds: on this rank, from begin to commit.
-    note: why this engine, and what else is worth knowing. id: as in its metadata."""
+    """Result of a save.
+
+    path: the finished checkpoint. bytes: total length of its files. seconds: time from begin to commit on this rank.
+    note: why this engine was chosen, and warnings. id: as in the metadata.
+    """
 
     path: Path
     bytes: int
@@ -71,7 +73,7 @@ class _Phase(Enum):
 
 @final
 class Saving:
-    """One save under way. Made by `begin`; every rank calls `advance` until it has the result."""
+    """A save in flight. Create it with `begin`; then every rank calls `advance` until that returns the result."""
 
     def __init__(
         self,
@@ -83,9 +85,9 @@ class Saving:
         buffers: HostBuffers | None,
         executor: Executor | None,
     ) -> None:
-        """Use `begin`."""
+        """Do not call this; use `begin`."""
         self.step = step
-        self.path: Path  # of the finished checkpoint
+        self.path: Path  # the finished checkpoint
         self._directory = directory
         self._comm = comm
         self._options = options
@@ -96,7 +98,7 @@ class Saving:
         self._work: Future[Any] = Future()
         self._files: FileWork
         self._notes: Sequence[str] = ()
-        # What it begins anew with, should the state be otherwise than in the save before.
+        # Kept to restart the save if it reused the layout of the save before, but dtypes or shapes have changed.
         self._state: State | None = None
         self._sample: int | None = None  # number of the sample of replicated tensors
 
@@ -112,15 +114,18 @@ class Saving:
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
     ) -> Saving:
-        """Agree, make room, copy, and start writing. Collective.
+        """Starts a save: agrees on the layout, allocates the files, copies the state, and starts writing. Collective.
 
-        buffers: the state is copied into them, and its tensors may change when this returns; without, they must
-        not change before the save is finished: they may be read again until then. executor: runs the work on files,
-        and never communicates; without one it is done here and in `advance`. One save at a time may write to a
-        directory.
-        Raises on every rank, with nothing left behind and older checkpoints untouched: CheckpointError when the
-        state does not fit together, replicated tensors differ, or the directory cannot be written; UsageError for a bad
-        argument. With neither buffers nor executor a state that does not fit together may be told by `advance`.
+        Only one save at a time may write to a directory.
+
+        Args:
+            buffers: memory for a copy of the state, whose tensors may then change once this returns. Without it, they
+                must not change until the save is finished.
+            executor: runs the file operations, which do not communicate; None: they run here and in `advance`.
+
+        Raises on every rank, after removing the partial checkpoint and without touching older ones: CheckpointError if
+        the ranks' states are inconsistent, replicated tensors differ, or the directory cannot be written; UsageError
+        for an invalid argument. Without buffers and executor, `advance` may raise the error of an inconsistent state.
         """
         with doing(comm, f"saving checkpoint step {step}: beginning"), collector_paused():
             saving = cls(
@@ -131,7 +136,8 @@ class Saving:
             return saving
 
     def _begin(self, state: State, *, trusting: bool, warning: str = "") -> None:
-        """trusting: that dtypes and shapes are as in the save before. warning: a note for the result. Collective."""
+        """trusting: assume the dtypes and shapes of the save before, and check while writing. warning: added to the
+        note of the result. Collective."""
         comm, options, step, directory = self._comm, self._options, self.step, self._directory
         requested = agreed(comm, lambda: check_options(options, step=step, num_ranks=comm.num_ranks))
         files = file_of_rank(options, num_ranks=comm.num_ranks)
@@ -151,7 +157,7 @@ class Saving:
             state, sources=sources, step=step, comm=comm, file_of_rank=files,
             alignment=alignment_of(choice.filesystem), header=header, trusting=trusting,
         )  # fmt: skip
-        if self._sample is None:  # where it begins anew it looks at the same
+        if self._sample is None:  # a restarted save compares the same sample
             self._sample = next(layout.replicas.numbers)
         try:
             mismatch = compare_replicas(
@@ -165,7 +171,7 @@ class Saving:
             self._begin(state, trusting=False)
             return
         if mismatch is not None:
-            if trusting:  # copies of other dtypes or shapes differ too: planning tells
+            if trusting:  # perhaps because dtypes or shapes changed: planning again reports that
                 self._begin(state, trusting=False)
             else:
                 self._begin(state.from_rank_0(), trusting=False, warning=self._warn_or_raise(mismatch))
@@ -174,7 +180,7 @@ class Saving:
             directory, self.path.name, layout=layout, choice=choice, comm=comm, options=options
         )
         if self._executor is not None:
-            # It is written later: what the caller changes in it meanwhile belongs to a later step.
+            # Copy the document: it is written later, and the caller may change it before.
             frozen = json.loads(encode_document({"document": state.document, "parent": state.parent}))
             header = replace(header, document=frozen["document"], parent=frozen["parent"])
         self._files = work = FileWork(
@@ -192,7 +198,7 @@ class Saving:
         self._start(lambda: work.write_content(content, staging=staging))
 
     def _warn_or_raise(self, mismatch: ReplicaMismatch) -> str:
-        """A note for the result, where rank 0's copies are to be saved."""
+        """Returns a note for the result if rank 0's copies are to be saved; else raises CheckpointError."""
         if self._options.on_replica_mismatch == "error":
             raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
         if self._comm.rank == 0:
@@ -204,14 +210,15 @@ class Saving:
         return "WARNING: replicated tensors differ between ranks, rank 0's are saved"
 
     def ready(self) -> bool:
-        """Whether this rank's work of the present phase is done, or has failed. Not collective."""
+        """True if this rank's work of the current phase is done or has failed. Not collective."""
         return self._phase is _Phase.DONE or self._work.done()
 
     def advance(self) -> SaveResult | None:
-        """End the present phase and begin the next, or the same one anew: the result once all is committed. Collective.
+        """Ends the current phase and starts the next one, or restarts the save. Collective.
 
-        Waits for this rank's work; ask `ready` before. Raises the error of any rank on all of them, with nothing left
-        behind and older checkpoints untouched.
+        Returns the result once the checkpoint is committed, else None. Blocks until this rank's work is done (see
+        `ready`). Raises an error of any rank on all ranks, after removing the partial checkpoint and without touching
+        older ones.
         """
         with (
             doing(self._comm, f"saving checkpoint step {self.step}: {self._phase.value}"),
@@ -223,7 +230,7 @@ class Saving:
             return self._end_commit()
 
     def finish(self) -> SaveResult:
-        """Advance until it is committed. Collective."""
+        """Advances until the checkpoint is committed. Collective. Returns and raises as `advance`."""
         while True:
             result = self.advance()
             if result is not None:
@@ -232,15 +239,15 @@ class Saving:
     # ------------------------------------------------------------------ phases
 
     def _end_content(self) -> None:
-        told = self._comm.all_gather_bytes(self._agreed_work())
+        results = self._comm.all_gather_bytes(self._agreed_work())
         state, self._state = self._state, None
-        if NOT_AS_PLANNED not in told:
+        if NOT_AS_PLANNED not in results:
             self._phase = _Phase.COMMIT
-            self._start(lambda: self._files.commit(told))
+            self._start(lambda: self._files.commit(results))
             return
         self._undo()
         distrust(self._comm)
-        if state is None:  # it changes while it is being saved
+        if state is None:  # the layout was planned for this state, so the state changed since
             raise CheckpointError("a tensor's dtype or shape changed during the save", agreed=True)
         self._begin(state, trusting=False)
         self._phase = _Phase.CONTENT
@@ -248,16 +255,17 @@ class Saving:
     def _end_commit(self) -> SaveResult:
         done = self._agreed_work()
         done["notes"] += self._files.after_commit()
-        told = on_rank_0(self._comm, lambda: done)
+        summary = on_rank_0(self._comm, lambda: done)
         self._phase = _Phase.DONE
         return SaveResult(
-            path=self.path, bytes=told["bytes"], seconds=time.perf_counter() - self._begin_s,
-            engine=self._files.choice.engine, note="; ".join(filter(None, [*self._notes, *told["notes"]])),
+            path=self.path, bytes=summary["bytes"], seconds=time.perf_counter() - self._begin_s,
+            engine=self._files.choice.engine, note="; ".join(filter(None, [*self._notes, *summary["notes"]])),
             id=self._files.header.id, step=self.step,
         )  # fmt: skip
 
     def _agreed_work(self) -> Any:
-        """This rank's outcome, once all have theirs; what failed anywhere is undone everywhere."""
+        """Waits for the work of all ranks and returns this rank's result. Collective. If any rank failed, removes the
+        partial checkpoint and raises on every rank."""
         try:
             return agreed(self._comm, self._work.result, os_error=CheckpointError)
         except HpctrainError:
@@ -283,13 +291,13 @@ def save(
     engine: Engine | str = Engine.AUTO,
     **options: Any,
 ) -> SaveResult:
-    """Write a checkpoint of all ranks' `state` to `directory`. Collective.
+    """Writes a checkpoint of all ranks' `state` to `directory`. Collective.
 
-    When it returns, it has been flushed to disk and renamed to its name, its structure has been read back, and of
-    the older checkpoints those that `keep` says are left (this one always is). A checkpoint of the same step is
-    replaced. Partial ones that killed saves have left are removed first: one run at a time may save to a directory.
-    options: the others of `SaveOptions`. Raises as `Saving.begin` and `Saving.advance`.
+    When this returns, the checkpoint is on disk under its final name, its structure has been read back, and older
+    checkpoints that `keep` does not retain are deleted. A checkpoint of the same step is replaced. Partial checkpoints
+    of killed saves are removed first, so only one run at a time may save to a directory.
+    options: further fields of `SaveOptions`. Raises as `Saving.begin` and `Saving.advance`.
     """
     chosen = SaveOptions(keep=keep, engine=engine, **options)
-    with collector_paused():  # between the phases too
+    with collector_paused():  # also between the phases
         return Saving.begin(state, directory=directory, step=step, comm=comm, options=chosen).finish()

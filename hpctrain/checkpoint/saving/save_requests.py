@@ -1,6 +1,6 @@
-"""A checkpoint on demand: a file in the run directory asks, or a signal.
+"""Checkpoints on demand: requested by a file in the run directory, or by a signal.
 
-Nothing here communicates: what is found goes into the vote that the training loop takes anyway.
+Nothing here communicates: the training loop adds the result to the vote that it takes at each step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ FILE_NAME = "save-now"
 
 
 def ask_for_save(run_directory: Path) -> Path:
-    """Ask the run in `run_directory` for a checkpoint after its present step. Returns the file that asks.
+    """Requests a checkpoint of the run in `run_directory` after its current step. Returns the path of the request file.
 
-    UsageError when that is not the directory of a run, or cannot be written to.
+    Raises UsageError if `run_directory` is not the directory of a run or cannot be written to.
     """
     if not (run_directory / "recipe.toml").is_file():
         raise UsageError(f"{run_directory} has no recipe.toml: give the directory of a run (run.directory)")
@@ -26,24 +26,24 @@ def ask_for_save(run_directory: Path) -> Path:
     try:
         path.touch()
     except OSError as error:
-        raise UsageError(f"cannot ask for a checkpoint by {path}: {error.strerror}") from error
+        raise UsageError(f"cannot request a checkpoint: cannot create {path}: {error.strerror}") from error
     return path
 
 
 class AskedBySignal(Protocol):
-    """received_s: when this rank was sent the signal, on the monotonic clock; None: it was not."""
+    """received_s: time at which this rank received the signal, on the monotonic clock; None: not received."""
 
     received_s: float | None
 
 
 @final
 class SaveRequests:
-    """Whether a checkpoint is asked for, by the file or by the signal. Not collective.
+    """Polls for requests of a checkpoint, by file or by signal. Not collective.
 
-    run_directory: looked at for the file; None on all ranks but the one that looks. At most one look in
-    `every_s` seconds: the directory is on a shared filesystem.
-    same_request_s: a signal sent to all ranks reaches them at different moments; so long after a save it still
-    counts as the one that was answered.
+    run_directory: directory of the request file; None on all ranks except the one that polls it.
+    every_s: minimum time between two polls, since the directory is on a shared filesystem.
+    same_request_s: a signal within this time after a save counts as the request for that save, since a signal sent to
+        all ranks reaches them at different times.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class SaveRequests:
         self._found = False
 
     def asked(self) -> bool:
-        """Stays true until `taken`."""
+        """True if a checkpoint is requested; stays true until `taken` is called."""
         now = time.monotonic()
         if not self._found and self._path is not None and now - self._looked_s >= self._every_s:
             self._looked_s = now
-            # A filesystem that cannot be asked right now is no reason to end the training.
+            # A filesystem error must not end the training.
             try:
                 self._found = self._path.exists()
             except OSError:
@@ -76,7 +76,7 @@ class SaveRequests:
         return self._found or (received_s is not None and received_s - self._taken_s >= self._same_request_s)
 
     def taken(self) -> None:
-        """Some rank was asked, and all are about to save: a request from now on is for another checkpoint."""
+        """Clears the request. To be called on all ranks before the save; later requests are for another checkpoint."""
         self._taken_s = time.monotonic()
         if self._signal is not None:
             self._signal.received_s = None
@@ -85,5 +85,5 @@ class SaveRequests:
             try:
                 self._path.unlink(missing_ok=True)
             except OSError:
-                # It stays, and would ask again a second later, for ever.
+                # The file cannot be removed: stop polling it, or it would request a checkpoint at every poll.
                 self._path = None

@@ -1,7 +1,7 @@
-"""Saves of one run: one at a time, at once or in the background. Knows nothing of training.
+"""The saves of one run: one at a time, synchronously or in the background. Independent of the training loop.
 
-Every method that says so is collective: all ranks call it after the same step. `ready` alone is a rank's own;
-its vote may ride on a sum that the ranks take anyway.
+All ranks must call a collective method after the same step. `ready` is not collective: its result can be added to an
+all-reduce that the training loop does anyway.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ import torch
 from hpctrain.checkpoint.format.state import State
 from hpctrain.checkpoint.saving.background_thread import BackgroundThread
 from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
-from hpctrain.checkpoint.saving.save import SaveOptions, SaveResult, Saving
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.checkpoint.saving.save import SaveResult, Saving
+from hpctrain.checkpoint.saving.save_options import SaveOptions
+from hpctrain.comm import Collective
 from hpctrain.errors import HpctrainError, UsageError
 
 
 class SaveMode(Enum):
-    """SYNC: training stands still until the checkpoint is committed. ASYNC: while its state is copied."""
+    """SYNC: training waits until the checkpoint is committed. ASYNC: training waits only while its state is copied."""
 
     SYNC = "sync"
     ASYNC = "async"
 
 
 class WhenBusy(Enum):
-    """What a save does that comes while one is still being written. WAIT: for it. SKIP: nothing."""
+    """Behaviour of a save while another is in flight. WAIT: wait for that one first. SKIP: skip the new save."""
 
     WAIT = "wait"
     SKIP = "skip"
 
 
 class InFlight(Protocol):
-    """A save that has begun: `Saving`, or one that goes through more tiers."""
+    """A save in flight: `Saving`, or one with several tiers."""
 
     def ready(self) -> bool: ...
     def advance(self) -> SaveResult | None: ...
@@ -50,7 +51,7 @@ class InFlight(Protocol):
 
 
 class Begin(Protocol):
-    """Begins a save. Collective. With `buffers` the state may change when it returns."""
+    """Starts a save. Collective. With `buffers` the state may change once it returns."""
 
     def __call__(
         self, state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None
@@ -58,7 +59,7 @@ class Begin(Protocol):
 
 
 def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions | None = None) -> Begin:
-    """Saves checkpoints into `directory`."""
+    """Returns a function for `Saver` that starts saves into `directory`."""
     chosen = options or SaveOptions()
 
     def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> InFlight:
@@ -77,7 +78,8 @@ def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A committed checkpoint. stall_s: this rank stood still for it. write_s: from its beginning to its commit."""
+    """A committed checkpoint. stall_s: time that training on this rank waited for it. write_s: time from begin to
+    commit. Both in seconds."""
 
     step: int
     result: SaveResult
@@ -99,10 +101,10 @@ class _Flight:
 
 @final
 class Saver:
-    """Saves in one mode, with at most one save in flight. A context manager: leaving waits for that one.
+    """Saves in one mode, with at most one save in flight. As a context manager it waits for that save at the end.
 
-    on_saved: called on every rank when one is committed, after the same step.
-    Errors of a save in the background are raised by the next collective method, the same on all ranks.
+    on_saved: called on every rank when a checkpoint is committed, after the same step.
+    The next collective method raises the error of a background save, the same one on all ranks.
     """
 
     def __init__(
@@ -128,36 +130,36 @@ class Saver:
             self._buffers = HostBuffers()
             atexit.register(self._at_exit)
 
-    # ------------------------------------------------------------------ what is going on
+    # ------------------------------------------------------------------ state
 
     @property
     def in_flight_step(self) -> int | None:
-        """The step that is being saved; None: nothing is in flight. The same on all ranks."""
+        """Step of the save in flight, or None. The same on all ranks."""
         return self._flight.step if self._flight is not None else None
 
     @property
     def would_skip(self) -> bool:
-        """A save now would be skipped: one is in flight, and the next does not wait. The same on all ranks."""
+        """True if `save` would skip now: another save is in flight, and the mode is SKIP. The same on all ranks."""
         return self._flight is not None and self._when_busy is WhenBusy.SKIP
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory that the copies of the state take on this rank."""
+        """Host memory for the copy of the state on this rank, in bytes."""
         return self._buffers.num_bytes if self._buffers is not None else 0
 
     def ready(self) -> bool:
-        """This rank's part of the present phase is done, or nothing is in flight. Not collective."""
+        """True if this rank's part of the current phase is done, or no save is in flight. Not collective."""
         return self._flight is None or self._flight.save.ready()
 
     # ------------------------------------------------------------------ collective
 
     def save(self, state: State, *, step: int) -> bool:
-        """Save `state`, or begin to. Collective. False: it was skipped, since one is in flight.
+        """Saves `state` (SYNC) or starts to (ASYNC). Collective. Returns False if it was skipped.
 
-        In the background the state's tensors may change as soon as this returns.
+        The state's tensors may change as soon as this returns. Raises UsageError after `close`.
         """
         if self._closed:
-            raise UsageError(f"the checkpoint of step {step} comes after this saver was closed: make another")
+            raise UsageError(f"cannot save step {step}: this Saver is closed; create another")
         if self.would_skip:
             return False
         self.finish()
@@ -169,16 +171,16 @@ class Saver:
         return True
 
     def advance(self) -> None:
-        """Commit what is in flight one phase further; waits for this rank's part. Collective.
+        """Advances the save in flight by one phase, after waiting for this rank's part. Collective.
 
-        Costs next to nothing once `ready` is true on all ranks.
+        Takes almost no time if `ready` is true on all ranks.
         """
         if self._flight is not None:
             self._do(lambda flight: flight.save.advance())
 
     def poll(self) -> None:
-        """`advance` when all ranks are ready; the vote costs a sum of one number while a save is in flight.
-        Collective. For loops without a sum of their own that the vote could ride on."""
+        """Calls `advance` if all ranks are ready. Collective: an all-reduce of one number while a save is in flight.
+        For loops that have no all-reduce of their own to carry the result of `ready`."""
         if self._flight is None:
             return
         votes = torch.tensor([float(self.ready())])
@@ -187,12 +189,12 @@ class Saver:
             self.advance()
 
     def finish(self) -> None:
-        """Wait until what is in flight is committed. Collective."""
+        """Waits until the save in flight, if any, is committed. Collective."""
         if self._flight is not None:
             self._do(lambda flight: flight.save.finish())
 
     def close(self) -> None:
-        """Wait for what is in flight, and give memory and thread back. Collective."""
+        """Waits for the save in flight, then frees the memory and ends the thread. Collective."""
         if self._closed:
             return
         try:
@@ -201,8 +203,8 @@ class Saver:
             self._release(wait=True)
 
     def abandon(self) -> None:
-        """Give up what is in flight: it is not committed. Not collective: for a rank that ends by an error of
-        its own. What it has left is removed by the next save."""
+        """Drops the save in flight without committing it. Not collective: for a rank that fails alone. The next save
+        removes the partial checkpoint."""
         self._flight = None
         self._release(wait=False)
 
@@ -215,7 +217,7 @@ class Saver:
         if error is None:
             self.close()
         elif isinstance(error, HpctrainError) and error.agreed:
-            # All ranks leave by this error, so they can still commit together; it is the one to be told.
+            # All ranks have this error, so they can still commit together. This error is raised, others are printed.
             step = self.in_flight_step
             try:
                 self.close()
@@ -258,8 +260,8 @@ class Saver:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """A program that ends without `close` still gets its checkpoint, unless it ends by an error: then the
-        other ranks may not come to commit it."""
+        """Commits the save in flight if the program ends without `close`. Not after an uncaught exception: the other
+        ranks might not take part."""
         if self._flight is None or getattr(sys, "last_value", None) is not None:
             return
         step = self._flight.step

@@ -1,1 +1,1 @@
-"""Two tiers: node storage and a partner's copy first, then drained to the shared directory; recovery."""
+"""Two-tier checkpoints: saved to node storage, copied to a partner node, drained to the shared folder; recovery."""

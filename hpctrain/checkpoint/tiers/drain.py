@@ -1,6 +1,6 @@
-"""Copy a finished file to another place: in pieces of bounded size, hashed, at a bounded pace, on disk at the end.
+"""Copies a finished file: in pieces of bounded size, hashed, rate-limited, and flushed to disk.
 
-Not collective: this is what a node's leader does in the background.
+Not collective: the leader of a node does this in the background.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import final
 
 import xxhash
 
-from hpctrain.checkpoint.files.full_io import explained, reason_of, write_fully
+from hpctrain.checkpoint.files.io_errors import explained, reason_of
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import write_fully
 
 COPY_CHUNK_BYTES = 4 << 20
-# Written so far is sent to the disk in stretches: one fsync of it all at the end would take long, during which
-# nobody can tell a slow disk from a dead one; and dirty memory stays bounded.
+# Data is flushed after every so many bytes, which bounds the dirty pages, and shows that the disk is making progress:
+# a single long fsync at the end could not be distinguished from a dead disk.
 SYNC_BYTES = 64 << 20
 
 
 class UnreadableError(CheckpointError):
-    """The file to copy cannot be read, or is not what was written: another copy of it may be better."""
+    """The source file cannot be read or is damaged; another copy of it may be undamaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainedFile:
-    """num_bytes: of the file. digest: xxh3_64 of all of it, 16 hex digits. seconds: fsync included."""
+    """A copied file. num_bytes: its length. digest: xxh3_64 of all its bytes, 16 hex digits. seconds: time of the copy,
+    including fsync."""
 
     num_bytes: int
     digest: str
@@ -39,7 +41,7 @@ class DrainedFile:
 
 @final
 class Pace:
-    """Sleeps so that no more than `limit_mb_per_s` (1 MB = 10^6 bytes) pass on average; None: no limit."""
+    """Rate limiter: sleeps to keep the average rate at or below `limit_mb_per_s`, in 10^6 bytes/s; None: no limit."""
 
     def __init__(self, *, limit_mb_per_s: float | None) -> None:
         self._limit = limit_mb_per_s
@@ -47,7 +49,7 @@ class Pace:
         self._passed_bytes = 0
 
     def passed(self, num_bytes: int) -> None:
-        """`num_bytes` have passed. Sleeps until more may."""
+        """Counts `num_bytes` transferred bytes and sleeps until the rate allows the next ones."""
         if self._limit is None:
             return
         self._passed_bytes += num_bytes
@@ -55,14 +57,14 @@ class Pace:
         delay_s = due_s - time.monotonic()
         if delay_s > 0:
             time.sleep(delay_s)
-        elif delay_s < -1.0:  # we were held up elsewhere: no right to catch up in one burst
+        elif delay_s < -1.0:  # delayed for another reason: do not catch up in one burst
             self._begin_s -= delay_s
 
 
 def pieces_of(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
-    """The file's bytes in order, in views of one reused buffer: each is valid until the next is taken.
+    """Yields the file's bytes in order, as views of one reused buffer: each is valid until the next one.
 
-    Raises UnreadableError, also when the file turns out shorter or longer than it was when it was opened.
+    Raises UnreadableError, also if the length of the file changes meanwhile.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -89,9 +91,9 @@ def _read_some(fd: int, buffer: memoryview, *, offset: int, path: Path) -> int:
 
 @final
 class NewFile:
-    """A file being written from its begin to its end, hashed on the way. Raises CheckpointError.
+    """A new file that is written sequentially and hashed. Methods raise CheckpointError.
 
-    As a context manager: what was not finished by `finish` is removed again.
+    As a context manager it removes the file at the end unless `finish` was called.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,25 +121,25 @@ class NewFile:
         return self._position
 
     def write(self, piece: memoryview) -> None:
-        """Append `piece`, a view of bytes."""
+        """Appends `piece`, a view of bytes."""
         with explained(action="write", path=self._path):
             write_fully(self._fd, piece, offset=self._position)
             self._digest.update(piece)
             self._position += piece.nbytes
             if self._position - self._synced >= SYNC_BYTES:
                 os.fdatasync(self._fd)
-                # Nobody reads it soon: leave the page cache to the training's data.
+                # Not read again soon: keep the page cache for the training data.
                 os.posix_fadvise(
                     self._fd, self._synced, self._position - self._synced, os.POSIX_FADV_DONTNEED
                 )
                 self._synced = self._position
 
     def digest(self) -> str:
-        """Of what was written so far."""
+        """Returns the hash of the bytes written so far: xxh3_64, 16 hex digits."""
         return str(self._digest.hexdigest())
 
     def finish(self) -> None:
-        """fsync and close: the file stays."""
+        """Flushes and closes the file, which is then kept."""
         with explained(action="write to disk", path=self._path):
             os.fsync(self._fd)
             fd, self._fd = self._fd, -1
@@ -153,11 +155,11 @@ def copy_file(
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> DrainedFile:
-    """Copy `source` to the new file `target`, flushed to disk (the directory's entry is the caller's).
+    """Copies `source` to the new file `target` and flushes it to disk; the caller flushes the directory.
 
-    expected: the digest that it must have; "" for any. on_bytes: told after each piece; may raise to stop.
-    Raises UnreadableError for what is wrong with `source`, else CheckpointError, with no `target` left behind.
-    Memory: one piece of COPY_CHUNK_BYTES.
+    expected: required hash of the content; "": any. on_bytes: called with the length of each piece; may raise to stop.
+    Raises UnreadableError if `source` is unreadable or damaged, else CheckpointError; `target` is then removed.
+    Uses COPY_CHUNK_BYTES of memory.
     """
     begin_s = time.perf_counter()
     with NewFile(target) as copy:

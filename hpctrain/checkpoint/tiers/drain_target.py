@@ -1,4 +1,4 @@
-"""The shared folder's side of draining: the place to copy to, and the commit. Rank 0 does this; not collective."""
+"""Creates and commits the folder in the shared directory to which a checkpoint is drained. Rank 0; not collective."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from hpctrain.errors import CheckpointError
 
 
 def prepare_target(shared: Path, *, step: int) -> Path:
-    """Make the shared folder, remove what killed saves left in it, and make the folder to drain to. Raises
-    CheckpointError."""
+    """Creates the shared folder, removes partial checkpoints of killed saves in it, and creates the folder to drain to.
+
+    Returns the latter. Raises CheckpointError.
+    """
     partial = shared / partial_name(folder_name(step), unique=secrets.token_hex(8))
     make_room(shared, partial, folder=True)
     return partial
 
 
 def discard_target(partial: Path) -> None:
-    """Remove what was drained so far."""
+    """Removes a partially drained checkpoint. Ignores errors."""
     with suppress(OSError):
         remove(partial)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """What `commit_target` did. path: of the finished checkpoint; None when what was drained is not sound, and
-    `reason` says why. num_bytes: of all its files."""
+    """Result of `commit_target`. path: the finished checkpoint; None if the drained files are damaged, as described in
+    `reason`. num_bytes: total length of its files."""
 
     path: Path | None
     num_bytes: int = 0
@@ -54,10 +56,9 @@ class Committed:
 
 
 def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
-    """Check the structure of all that was drained to `partial`, and give it its name. The rename is the commit.
+    """Verifies the structure of the drained checkpoint and commits it by renaming it.
 
-    A checkpoint of the same step that is there already is replaced. Raises CheckpointError when the shared folder
-    cannot be written.
+    Replaces a checkpoint of the same step. Raises CheckpointError if the shared folder cannot be written.
     """
     flush_folder(partial)
     try:
@@ -76,14 +77,16 @@ def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
 
 
 def newest_sound(shared: Path) -> tuple[int, float] | None:
-    """Step and time of saving of the newest checkpoint whose structure is sound; None: there is none. Raises
-    CheckpointError when the folder cannot be read, and for a format that this version does not know."""
+    """Returns step and creation time (Unix, seconds) of the newest checkpoint whose structure is undamaged, or None.
+
+    Raises CheckpointError if the folder cannot be read, and UnknownFormatError for an unknown format version.
+    """
     for path in finished_newest_first(shared):
         try:
             metadata = read_structure(path).metadata
         except UnknownFormatError:
             raise
         except CheckpointError:
-            continue  # the load says so, loudly
+            continue  # the load reports it
         return metadata.step, metadata.created_unix_s
     return None

@@ -1,11 +1,11 @@
-"""What one node keeps of a run on storage of its own: its files, and copies of another node's. Thin I/O.
+"""Checkpoint files of a run on node storage: the node's own, and copies of another node's.
 
     LOCAL/<run>/<node>/own/step-00000050/data-00001.h5        written by the node's ranks
-    LOCAL/<run>/<node>/own/step-00000050.json                 says what it is: without this it does not count
+    LOCAL/<run>/<node>/own/step-00000050.json                 the note that describes it; a file without one is ignored
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
 
-Not collective: the node's leader does all of this.
+Not collective: called by the leader of the node.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.files.checkpoint_names import folder_name, part_name
-from hpctrain.checkpoint.files.full_io import explained, sync_directory
-from hpctrain.checkpoint.format.content_hash import HASH_DIGITS
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.link_names import escape
 from hpctrain.checkpoint.tiers.partner_copy import Offer
 from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import HASH_DIGITS, sync_directory
 
 OWN, PARTNER = "own", "partner"
 _NOTE = re.compile(r"step-(\d{8,18})\.json")
@@ -37,8 +37,8 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A file of a checkpoint that a node holds, as its note says. path: of the file. digest: xxh3_64 of all of
-    it; "" when it was never read as a whole. kind: OWN or PARTNER."""
+    """A checkpoint file that a node holds, as described by its note. digest: xxh3_64 of all its bytes; "" if it was
+    never read as a whole. kind: OWN or PARTNER."""
 
     path: str
     kind: str
@@ -59,7 +59,8 @@ class Held:
 
 
 def run_key(shared: Path) -> str:
-    """Name of the run's folder on every node: the same again for the same shared checkpoint directory."""
+    """Returns the name of the run's folder on every node, which depends only on the path of the shared checkpoint
+    directory."""
     resolved = os.path.realpath(shared)
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(Path(resolved).parts[-2:])).strip("-")[:60]
     return f"{label}-{hashlib.sha256(os.fsencode(resolved)).hexdigest()[:16]}"
@@ -67,7 +68,7 @@ def run_key(shared: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStore:
-    """One node's part of LOCAL/<run>. keep_steps: how many steps stay of each kind, at least 1."""
+    """One node's part of LOCAL/<run>. keep_steps: number of steps kept of each kind, at least 1."""
 
     base: Path  # LOCAL/<run>
     node: str
@@ -79,7 +80,7 @@ class LocalStore:
 
     @property
     def own(self) -> Path:
-        """Directory that the node's ranks save to."""
+        """Directory to which the node's ranks save."""
         return self.root / OWN
 
     @property
@@ -87,7 +88,7 @@ class LocalStore:
         return self.root / PARTNER
 
     def prepare(self) -> None:
-        """Make the folders; remove what killed copies left. Raises CheckpointError."""
+        """Creates the folders and removes partial files of killed runs. Raises CheckpointError."""
         for directory in (self.own, self.partner):
             with explained(action="keep checkpoints in", path=directory):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -98,7 +99,7 @@ class LocalStore:
     # ------------------------------------------------------------------ the node's own file
 
     def note_own(self, path: Path, *, offer: Offer, digest: str = "") -> None:
-        """From now on the finished file `path` counts. Raises CheckpointError."""
+        """Writes the note for the finished file `path`, which makes it valid. Raises CheckpointError."""
         _write_note(self.own, Held(path=str(path), kind=OWN, offer=offer, digest=digest))
 
     # ------------------------------------------------------------------ another node's file: a `Shelf`
@@ -106,7 +107,7 @@ class LocalStore:
     def place(self, offer: Offer) -> Path:
         """See `Shelf`."""
         for path in self.partner.glob(".taking-*"):
-            with suppress(OSError):  # of a copy that failed; one that is not empty is going on
+            with suppress(OSError):  # left by a failed copy; a folder that is not empty is in use
                 path.rmdir()
         taking = self.partner / f".taking-{secrets.token_hex(8)}"
         with explained(action="keep a partner's copy in", path=taking):
@@ -114,7 +115,7 @@ class LocalStore:
         return taking / part_name(offer.file)
 
     def keep(self, offer: Offer, path: Path, digest: str) -> None:
-        """See `Shelf`. The file at `path`, which `place` named, is whole: it replaces what was held of that step."""
+        """See `Shelf`. Replaces the copy held of that step by the complete file at `path`, which `place` returned."""
         final = self.partner / folder_name(offer.step)
         with explained(action="keep a partner's copy as", path=final):
             sync_directory(path.parent)
@@ -124,10 +125,10 @@ class LocalStore:
         _write_note(self.partner, Held(path=str(final / path.name), kind=PARTNER, offer=offer, digest=digest))
         self.prune(PARTNER)
 
-    # ------------------------------------------------------------------ what is held, and no longer
+    # ------------------------------------------------------------------ retention
 
     def prune(self, kind: str) -> None:
-        """Of the noted files keep the newest `keep_steps`; remove the older ones, and older ones without a note.
+        """Keeps the newest `keep_steps` files that have a note, and removes all older files, with a note or without.
         Raises CheckpointError."""
         directory = self.root / kind
         with explained(action="remove older copies from", path=directory):
@@ -140,8 +141,8 @@ class LocalStore:
 
 
 def forget_under(base: Path, *, from_step: int) -> None:
-    """Remove all that this node keeps under LOCAL/<run> of step `from_step` and later, under whatever node's name:
-    of a history that the run has left, or is about to write again. Raises CheckpointError."""
+    """Removes all files of step `from_step` and later under LOCAL/<run>, of any node name, since the run will write
+    these steps again. Raises CheckpointError."""
     with explained(action="remove older copies from", path=base):
         for directory in (*base.glob(f"*/{OWN}"), *base.glob(f"*/{PARTNER}")):
             for step in _steps_in(directory):
@@ -150,9 +151,9 @@ def forget_under(base: Path, *, from_step: int) -> None:
 
 
 def held_under(base: Path) -> list[Held]:
-    """All that this node can read under LOCAL/<run>, of whatever node's name, own files first.
+    """Returns all files under LOCAL/<run> that this node can read, of any node name, own files first.
 
-    What has no note, or not the length that the note says, does not count. Raises CheckpointError.
+    Leaves out files without a note or of another length than in the note. Raises CheckpointError.
     """
     found = []
     with explained(action="look for checkpoints in", path=base):
@@ -182,8 +183,8 @@ def _steps_in(directory: Path) -> set[int]:
 
 
 def _forget_step(directory: Path, step: int) -> None:
-    """The note goes first, and for good: a file that is half removed never counts. On emulated nodes others may
-    remove the same at the same time."""
+    """Removes the note of a step and then its file, so that a partly removed file is never valid. On emulated nodes
+    other ranks may remove the same files at the same time."""
     with suppress(FileNotFoundError):
         _note_path(directory, step).unlink()
         sync_directory(directory)
@@ -218,7 +219,8 @@ def _write_note(directory: Path, held: Held) -> None:
 
 
 def _read_note(directory: Path, step: int) -> Held | None:
-    """None for anything that is not as `_write_note` writes it, or speaks of a file that is not there."""
+    """Returns the file that a note describes; None if the note is invalid, or the file is missing or of another
+    length."""
     try:
         with open(_note_path(directory, step), "rb") as file:
             value = json.loads(file.read(_MAX_NOTE_BYTES))
@@ -234,9 +236,12 @@ def _read_note(directory: Path, step: int) -> Held | None:
 
 
 def own_file(folder: Path) -> Path:
-    """The one file that this node has of the checkpoint just saved to `folder`. Raises CheckpointError."""
+    """Returns this node's file of the checkpoint just saved to `folder`. Raises CheckpointError if there is not exactly
+    one."""
     with explained(action="find", path=folder):
         files = [path for path in folder.iterdir() if path.suffix == ".h5"]
     if len(files) != 1:
-        raise CheckpointError(f"{folder} should hold one file of this node and holds {len(files)}")
+        raise CheckpointError(
+            f"{folder} must hold exactly one file of this node; the number found is {len(files)}"
+        )
     return files[0]

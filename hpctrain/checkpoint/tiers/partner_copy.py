@@ -1,8 +1,7 @@
-"""A copy of each node's file on another node, so that one lost node loses nothing.
+"""Copies each node's file to a partner node, so that the loss of one node loses no data.
 
-Each node's leader runs a `PartnerServer` in a thread, which keeps what the leader of another node sends with
-`send_file`. Plain TCP: the background threads of a save must not call MPI, which most builds allow to one
-thread only.
+Each node's leader runs a `PartnerServer` in a thread, which stores the files that the leader of another node sends
+with `send_file`. It uses TCP, since most MPI builds allow only one thread to call MPI.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ from hpctrain.checkpoint.tiers.partner_protocol import (
     receive_some,
     send_message,
 )
-from hpctrain.comm.watchdog.host_probe import host_addresses
+from hpctrain.comm import host_addresses
 from hpctrain.errors import CheckpointError, HpctrainError
 
 _CHUNK_BYTES = 1 << 20
-_MAX_UNPROVEN = (
-    8  # connections at once that have not proved themselves yet; the oldest gives way to a new one
-)
+_MAX_UNPROVEN = 8  # unauthenticated connections at a time; a new one closes the oldest
 _DIGEST_BYTES = 16
 _KEPT_FREE_BYTES = 64 << 20
 _LAST_WORD_S = 5.0
@@ -52,9 +49,10 @@ GREET_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A file that one leader offers to another. save_id: which save it belongs to. file: its number there.
+    """A file that one leader offers to another.
 
-    num_files: of the whole checkpoint. num_bytes: of this file. created_unix_s: when the save began.
+    save_id: id of the save it belongs to. file: its number in the checkpoint. num_files: number of files of the
+    checkpoint. num_bytes: length of this file. created_unix_s: start of the save.
     """
 
     step: int
@@ -69,7 +67,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Offer:
-        """Raises PartnerError for anything else than whole numbers in range and an id of hex digits."""
+        """Raises PartnerError if a value has a wrong type or is out of range, or the id is not of hex digits."""
         numbers = {name: value.get(name) for name in ("step", "file", "num_files", "num_bytes")}
         for name, found in numbers.items():
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 10**18:
@@ -86,10 +84,10 @@ class Offer:
 
 
 class Shelf(Protocol):
-    """Where a server puts what it is sent. `place(offer)` is the path to write to, in a folder that is made;
-    `keep(offer, path, digest)` is called when the file is whole and on disk: from then on it counts.
+    """Storage of a server. `place(offer)` returns the path to write to, in an existing folder. `keep(offer, path,
+    digest)` is called when the file is complete and on disk, and makes it valid.
 
-    Both may raise CheckpointError or OSError, which the sender is told.
+    Both may raise CheckpointError or OSError, which is reported to the sender.
     """
 
     def place(self, offer: Offer) -> Path: ...
@@ -99,12 +97,12 @@ class Shelf(Protocol):
 
 @final
 class PartnerServer:
-    """Takes files from the leader of another node, in threads of its own, until `close`.
+    """Receives files from the leader of another node, in separate threads, until `close`.
 
-    address: for the others. token: shared by the run's leaders, secret. timeout_s: how long a connection may
-    be silent. A connection that does not prove itself is closed after HANDSHAKE_WITHIN_S at most, and sooner when
-    eight newer ones wait: strangers cannot keep the partner out. Memory: one piece of 1 MiB for each that has proved
-    itself. Raises CheckpointError when it cannot listen.
+    address: where the others connect. token: secret shared by the run's leaders. timeout_s: longest time without data
+    on a connection. A connection that does not authenticate is closed after HANDSHAKE_WITHIN_S, or sooner if
+    _MAX_UNPROVEN newer ones exist, so that unknown clients cannot lock out the partner. Uses 1 MiB of memory per
+    authenticated connection. Raises CheckpointError if it cannot listen.
     """
 
     def __init__(
@@ -116,16 +114,14 @@ class PartnerServer:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._unproven: dict[
-            socket.socket, None
-        ] = {}  # those of them that may be strangers, the oldest first
+        self._unproven: dict[socket.socket, None] = {}  # connections not yet authenticated, oldest first
         self._closed = False
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
             self._socket = socket.create_server(("", 0), family=family, backlog=16, dualstack_ipv6=both)
         except OSError as error:
-            raise CheckpointError(f"node {node} cannot take copies from its partner: {error}") from error
+            raise CheckpointError(f"node {node} cannot listen for its partner node: {error}") from error
         self.address = PartnerAddress(
             node=node, addresses=local_addresses(host_addresses()), port=self._socket.getsockname()[1]
         )
@@ -133,7 +129,7 @@ class PartnerServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Take nothing more. What was not finished is removed; waits for that, but not for ever."""
+        """Closes the listening port and all connections. Waits up to 5 s for the removal of unfinished files."""
         with self._lock:
             self._closed = True
             connections = list(self._connections)
@@ -155,14 +151,14 @@ class PartnerServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.1)  # out of file descriptors, most likely: it may pass
+                time.sleep(0.1)  # probably out of file descriptors, which can be temporary
                 continue
             with self._lock:
                 if self._closed:
                     close(connection)
                     return
                 if len(self._unproven) >= _MAX_UNPROVEN:
-                    # The partner proves itself in milliseconds: it is not among the oldest.
+                    # The partner authenticates within milliseconds, so it is not the oldest.
                     oldest = next(iter(self._unproven))
                     del self._unproven[oldest]
                     close(oldest)
@@ -173,7 +169,7 @@ class PartnerServer:
             ).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        """One connection, to its end. What goes wrong is told to the other side, which has a user to tell."""
+        """Serves one connection until it ends. Errors are sent to the other side, which reports them to the user."""
         try:
             accept(connection, node=self._node, token=self._token, timeout_s=self._timeout_s)
             with self._lock:
@@ -185,7 +181,7 @@ class PartnerServer:
                 send_message(connection, {"error": f"{reason}"[:2000]})
                 discard(connection, within_s=_LAST_WORD_S)
         except (OSError, HpctrainError):
-            pass  # a stranger, or a partner that is gone: nobody is left to be told
+            pass  # not authenticated, or the connection is lost: no one to report to
         finally:
             close(connection)
             with self._lock:
@@ -206,10 +202,10 @@ class PartnerServer:
             while copy.num_bytes < offer.num_bytes:
                 wanted = min(_CHUNK_BYTES, offer.num_bytes - copy.num_bytes)
                 copy.write(view[: receive_some(connection, view[:wanted])])
-            told = receive_exactly(connection, _DIGEST_BYTES).decode("ascii", "replace")
-            if told != copy.digest():
+            received_digest = receive_exactly(connection, _DIGEST_BYTES).decode("ascii", "replace")
+            if received_digest != copy.digest():
                 raise PartnerError(
-                    f"the {copy.num_bytes} bytes arrived damaged: hash {copy.digest()}, not {told}"
+                    f"the {copy.num_bytes} bytes arrived damaged: their hash is {copy.digest()}, not {received_digest}"
                 )
             copy.finish()
             digest = copy.digest()
@@ -230,7 +226,8 @@ def _check_space(directory: Path, *, num_bytes: int) -> None:
 
 
 def greet(partner: PartnerAddress, *, token: bytes, within_s: float = GREET_WITHIN_S) -> PartnerAddress:
-    """See whether the partner answers; the one address at which it did. Raises PartnerError."""
+    """Connects to the partner to check that it answers. Returns its address reduced to the one that did. Raises
+    PartnerError."""
     connection = connect(partner, token=token, timeout_s=within_s, within_s=within_s)
     try:
         send_message(connection, {"hello": True})
@@ -252,11 +249,11 @@ def send_file(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> DrainedFile:
-    """Send the file `offer` speaks of; returns when the partner has it on disk and its hash fits.
+    """Sends the file that `offer` describes. Returns when the partner has verified its hash and flushed it to disk.
 
-    timeout_s: the longest silence. on_bytes: told after each piece; may raise to stop. Raises PartnerError,
-    which names the partner, says how far it came and what the partner said; CheckpointError when `path`
-    cannot be read. Memory: one piece of 1 MiB.
+    timeout_s: longest time without an answer. on_bytes: called with the length of each piece; may raise to stop.
+    Raises PartnerError with the partner's name, the bytes sent and the error that the partner reported, and
+    CheckpointError if `path` cannot be read. Uses 1 MiB of memory.
     """
     begin_s = time.perf_counter()
     connection = connect(partner, token=token, timeout_s=timeout_s, within_s=CONNECT_WITHIN_S)
@@ -267,7 +264,7 @@ def send_file(
         try:
             for piece in pieces_of(path, chunk_bytes=_CHUNK_BYTES):
                 if has_spoken(connection):
-                    _expect(connection, "done")  # before it has all: that can only be an error
+                    _expect(connection, "done")  # an answer before the end of the file can only be an error
                 connection.sendall(piece)
                 digest.update(piece)
                 sent += piece.nbytes
@@ -278,7 +275,7 @@ def send_file(
                 raise CheckpointError(f"{path} has {sent} bytes, not {offer.num_bytes}")
             connection.sendall(digest.hexdigest().encode())
         except ConnectionError:
-            # It closed while we sent: most likely it has told us why.
+            # The partner closed the connection; most likely it has sent the reason.
             _expect(connection, "done")
             raise
         _expect(connection, "done")
@@ -295,6 +292,6 @@ def send_file(
 def _expect(connection: socket.socket, word: str) -> None:
     answer = receive_message(connection)
     if "error" in answer:
-        raise PartnerError(f"it says: {answer['error']!s:.2000}")
+        raise PartnerError(f"it reports: {answer['error']!s:.2000}")
     if answer.get(word) is not True:
-        raise PartnerError(f"it says {answer!r:.200}")
+        raise PartnerError(f"unexpected answer {answer!r:.200}")

@@ -1,8 +1,8 @@
-"""What two nodes' leaders say to each other over a TCP connection: who are you, small messages, bytes.
+"""The protocol of two nodes' leaders over a TCP connection: mutual authentication, then messages and file content.
 
-Both sides prove that they know the run's token without sending it (HMAC-SHA256 over fresh random numbers of
-both): nobody else can store files here, and a machine that merely has the partner's address gets none. What
-follows is not encrypted; it is hashed.
+Both sides prove that they know the run's token without sending it (HMAC-SHA256 over fresh random numbers of both). So
+no other client can store files here, and another server at the partner's address receives none. The data that follows
+is hashed, but not encrypted.
 
     server -> client   16 bytes: the server's random number
     client -> server   16 bytes: the client's random number; 32 bytes: proof
@@ -41,8 +41,8 @@ class PartnerError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartnerAddress:
-    """Where a node's leader takes copies. node: its name, for messages and in the proof: each node has its
-    own. addresses: all that it may be reached by."""
+    """Where a node's leader accepts copies. node: unique name of the node, used in messages and in the proof.
+    addresses: all addresses at which it may be reachable."""
 
     node: str
     addresses: tuple[str, ...]
@@ -57,10 +57,10 @@ class PartnerAddress:
 
 
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
-    """A connection to the partner on which both have proved themselves; every wait on it ends after timeout_s.
+    """Returns an authenticated connection to the partner, with a timeout of `timeout_s` for each wait.
 
-    Tries all addresses in turn, again and again, for at most within_s; one that swallows what is sent to it, as a
-    firewall does, leaves time for the others. Raises PartnerError.
+    Tries all addresses in turn, repeatedly, for at most `within_s`. Each attempt has a shorter limit, so that an
+    address that never answers (behind a firewall) leaves time for the others. Raises PartnerError.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
     each_s = within_s / (2 * max(1, len(partner.addresses)))
@@ -76,10 +76,10 @@ def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s
             except (OSError, PartnerError) as error:
                 reasons[address] = str(error)
         if time.monotonic() + _BETWEEN_TRIES_S >= deadline:
-            told = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+            tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
             raise PartnerError(
                 f"node {partner.node} cannot be reached over TCP at port {partner.port} "
-                f"({told or 'it has no address but loopback'}): is the node up, and are connections between "
+                f"({tried or 'it has no address but loopback'}): is the node up, and are connections between "
                 "the nodes allowed?"
             )
         time.sleep(_BETWEEN_TRIES_S)
@@ -91,13 +91,13 @@ def _connect_to(
     deadline = time.monotonic() + within_s
     connection = socket.create_connection((address, partner.port), timeout=within_s)
     try:
-        # A stranger at this address may accept and then say nothing, or a byte now and then.
+        # Another server at this address may accept and send nothing, or a byte now and then.
         theirs = _receive_by(deadline, connection, _NUMBER_BYTES)
         ours = secrets.token_bytes(_NUMBER_BYTES)
         connection.sendall(ours + _proof(token, b"client", partner.node, theirs, ours))
         proof = _receive_by(deadline, connection, _PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(token, b"server", partner.node, theirs, ours)):
-            raise PartnerError("something else than this run's partner answers there")
+            raise PartnerError("another server than this run's partner answers there")
         connection.settimeout(timeout_s)
     except BaseException:
         connection.close()
@@ -106,8 +106,8 @@ def _connect_to(
 
 
 def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
-    """The server's side of `connect`. Takes at most `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the other side
-    sends; afterwards every wait on the connection ends after timeout_s. Raises PartnerError, OSError."""
+    """The server's side of `connect`. Takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly
+    the client sends; then sets a timeout of `timeout_s` for each wait. Raises PartnerError or OSError."""
     within_s = min(timeout_s, HANDSHAKE_WITHIN_S)
     deadline = time.monotonic() + within_s
     connection.settimeout(within_s)
@@ -116,7 +116,7 @@ def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: flo
     theirs = _receive_by(deadline, connection, _NUMBER_BYTES)
     proof = _receive_by(deadline, connection, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(token, b"client", node, ours, theirs)):
-        raise PartnerError("a stranger knocked: the proof does not fit")
+        raise PartnerError("the client did not authenticate: its proof does not match")
     connection.sendall(_proof(token, b"server", node, ours, theirs))
     connection.settimeout(timeout_s)
 
@@ -127,27 +127,27 @@ def _proof(token: bytes, role: bytes, node: str, server_number: bytes, client_nu
 
 
 def send_message(connection: socket.socket, value: Mapping[str, Any]) -> None:
-    """Raises OSError."""
+    """Sends one message. Raises OSError."""
     data = json.dumps(dict(value)).encode()
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive_message(connection: socket.socket) -> dict[str, Any]:
-    """Raises PartnerError for anything that is not a JSON object of bounded length; OSError."""
+    """Returns the next message. Raises PartnerError if it is too long or not a JSON object, and OSError."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_MESSAGE_BYTES:
         raise PartnerError(f"a message of {length} bytes was announced")
     try:
         value = json.loads(receive_exactly(connection, length))
     except (ValueError, RecursionError) as error:
-        raise PartnerError(f"a message cannot be understood: {error}") from error
+        raise PartnerError(f"a message is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise PartnerError("a message is not a JSON object")
     return value
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Raises PartnerError when the connection ends before; OSError."""
+    """Returns the next `num_bytes` bytes. Raises PartnerError if the connection ends before, and OSError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view.nbytes:
@@ -156,9 +156,9 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive_by(deadline: float, connection: socket.socket, num_bytes: int) -> bytes:
-    """As `receive_exactly`, but all of it by `deadline` of the monotonic clock, else TimeoutError.
+    """As `receive_exactly`, but raises TimeoutError unless all bytes arrive by `deadline` of the monotonic clock.
 
-    A timeout of the socket alone begins anew with every byte.
+    The socket's own timeout restarts with every byte.
     """
     data = bytearray(num_bytes)
     view = memoryview(data)
@@ -172,7 +172,8 @@ def _receive_by(deadline: float, connection: socket.socket, num_bytes: int) -> b
 
 
 def receive_some(connection: socket.socket, view: memoryview) -> int:
-    """At least one byte into `view`. Raises PartnerError at the connection's end; OSError."""
+    """Receives at least one byte into `view`. Returns the number of bytes. Raises PartnerError at the end of the
+    connection, and OSError."""
     count = connection.recv_into(view)
     if count == 0:
         raise PartnerError("the other side closed the connection")
@@ -180,14 +181,15 @@ def receive_some(connection: socket.socket, view: memoryview) -> int:
 
 
 def has_spoken(connection: socket.socket) -> bool:
-    """Whether there is something to read, or the connection has ended. Does not wait."""
+    """True if there is data to read or the connection has ended. Does not wait."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def discard(connection: socket.socket, *, within_s: float) -> None:
-    """Read and forget until the other side closes: closing before would destroy our last message on its way."""
+    """Reads and drops data until the other side closes the connection, for at most `within_s`. Closing it earlier would
+    reset it and lose the last message sent."""
     deadline, view = time.monotonic() + within_s, memoryview(bytearray(1 << 16))
     with suppress(OSError, PartnerError):
         connection.shutdown(socket.SHUT_WR)
@@ -197,19 +199,19 @@ def discard(connection: socket.socket, *, within_s: float) -> None:
 
 
 def close(connection: socket.socket) -> None:
-    """Also wakes a thread that waits in this socket."""
+    """Closes the connection and wakes a thread that is blocked on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def describe_failure(error: Exception, *, timeout_s: float) -> str:
-    """`error` of a connection in words."""
+    """Returns the text for an error of a connection."""
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     return str(error)
 
 
 def local_addresses(found: Sequence[str]) -> tuple[str, ...]:
-    """`found`, and loopback last: nodes that are emulated on one machine without any network."""
+    """Returns `found` with loopback as the last address, for nodes emulated on one machine without a network."""
     return (*found, "127.0.0.1")

@@ -1,8 +1,8 @@
-"""At the start of a run: what the nodes still hold of a checkpoint that never reached the shared folder.
+"""Recovery at the start of a run: drains a checkpoint that is on the nodes but did not reach the shared folder.
 
-The newest checkpoint of which every file is held by some node, as its own or as a partner's copy, is drained
-into the shared folder and committed there: the ordinary load then finds it. One lost node loses nothing, and
-it may be another set of nodes.
+The newest checkpoint of which every file is held by some node, as its own or as a partner's copy, is copied to the
+shared folder and committed there, where the ordinary load finds it. One node may be lost, and the run may have other
+nodes than before.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from hpctrain.checkpoint.tiers.drain_target import (
 )
 from hpctrain.checkpoint.tiers.node_store import OWN, Held, held_under
 from hpctrain.checkpoint.tiers.tiers import Tiers
-from hpctrain.comm.collectives.activity import doing
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
 from hpctrain.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """path: of the checkpoint that is now in the shared folder; None when nothing was there to recover.
-    notes: what else was found, for the user: copies that are damaged, steps of which a file is lost."""
+    """path, step: the checkpoint now in the shared folder; None if there was none to recover. notes: messages for the
+    user about damaged copies and steps with a lost file."""
 
     path: Path | None
     step: int | None
@@ -43,7 +41,7 @@ class Recovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverableCheckpoint:
-    """A checkpoint of which every file is held. holders[f]: (rank, what it holds) of file f, best first."""
+    """A checkpoint of which every file is held by some node. holders[f]: (rank, copy) of file f, best copy first."""
 
     step: int
     save_id: str
@@ -51,12 +49,13 @@ class RecoverableCheckpoint:
 
 
 def recover(tiers: Tiers, *, comm: Collective) -> Recovered:
-    """Drain what the nodes hold and the shared folder does not have yet. Collective; call it before the load.
+    """Drains the newest checkpoint that the nodes hold and the shared folder does not. Collective; call it before the
+    load.
 
-    What counts is newer than the newest sound checkpoint in the shared folder, both by its step and by the time
-    at which it was saved: nodes that were away may hold steps of a history that the run has left.
-    Raises CheckpointError on every rank when the shared folder cannot be read or written. Damaged copies are
-    passed over, and told in the notes.
+    Only considers checkpoints that are newer than the newest undamaged one in the shared folder, by step and by
+    creation time, since a node that was absent may hold later steps that the run has discarded. Damaged copies are
+    skipped and listed in the notes. Raises CheckpointError on every rank if the shared folder cannot be read or
+    written.
     """
     with doing(comm, "recovering checkpoints that the nodes hold"):
         return _recover(tiers, comm=comm)
@@ -84,10 +83,10 @@ def _recover(tiers: Tiers, *, comm: Collective) -> Recovered:
 def plan_recovery(
     held: Sequence[tuple[int, Held]], *, after_step: int, after_unix_s: float
 ) -> tuple[list[RecoverableCheckpoint], list[str]]:
-    """What can be recovered, newest first, and notes on what cannot. Pure.
+    """Returns the checkpoints that can be recovered, newest first, and notes on those that cannot. Pure.
 
-    held: (rank, what its node holds). A copy whose hash is known is better than one that was never read as a
-    whole, and a node's own better than a partner's; of equal ones the first in `held`.
+    held: the files, each with a rank of its node. Copies with a known hash are preferred to those never read as a
+    whole, then a node's own files to partner copies, then those that are first in `held`.
     """
     saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
     for rank, entry in held:
@@ -124,7 +123,8 @@ def _preference(holder: tuple[int, Held]) -> tuple[bool, bool]:
 def _drain(
     candidate: RecoverableCheckpoint, *, tiers: Tiers, comm: Collective
 ) -> tuple[Path | None, list[str]]:
-    """Copy all files and commit. Collective. The path, None when no sound copy is left of a file; and notes."""
+    """Copies all files and commits. Collective. Returns the path, or None if all copies of a file are damaged, and
+    notes."""
     step = candidate.step
     partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step))))
     committed = Committed(path=None)
@@ -137,7 +137,7 @@ def _drain(
             committed = Committed.from_json(found)
             notes += [committed.reason] if committed.reason else []
         if committed.path is None:
-            notes.append(f"step {step} is lost: no sound copy is left of a file of it")
+            notes.append(f"step {step} is lost: there is no undamaged copy of one of its files")
     finally:
         if committed.path is None and comm.rank == 0:
             discard_target(partial)
@@ -145,9 +145,9 @@ def _drain(
 
 
 def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collective) -> tuple[bool, list[str]]:
-    """Copy each file from its best holder, and from the next where that copy is damaged. Collective. Whether all
-    are there; and notes."""
-    tries = dict.fromkeys(range(len(candidate.holders)), 0)  # of the files that are still to be copied
+    """Copies each file from its best holder, or from the next one if that copy is damaged. Collective. Returns True if
+    all files were copied, and notes."""
+    tries = dict.fromkeys(range(len(candidate.holders)), 0)  # failed attempts of each remaining file
     notes: list[str] = []
     while tries:
         if any(len(candidate.holders[number]) == tried for number, tried in tries.items()):
@@ -164,7 +164,7 @@ def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collecti
 
 
 def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
-    """What this rank was chosen for. File number -> what is wrong with this node's copy, for those that are."""
+    """Copies the files assigned to this rank. Returns the errors of damaged ones by file number."""
     damaged = {}
     for number, held in own.items():
         try:

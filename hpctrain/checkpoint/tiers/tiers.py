@@ -1,9 +1,9 @@
-"""Two tiers: a checkpoint is first on the nodes' own storage, then in the folder that all of them share.
+"""Two tiers: a checkpoint is saved to node storage first, then drained to the folder that all nodes share.
 
-A save writes one file per node to node-local storage, which is as fast as the node's disk. Then, in the
-background, each node's leader (its lowest rank) sends its file to another node, so that one lost node loses
-nothing, and copies it into the shared folder, where rank 0 commits the checkpoint as any other. What was not
-drained when a run died is found again by `hpctrain.checkpoint.tiers.recover.recover`.
+A save writes one file per node to node storage, at the speed of the node's disk. Then, in the background, each node's
+leader (its lowest rank) sends the file to another node, so that the loss of one node loses no data, and copies it to
+the shared folder, where rank 0 commits the checkpoint. After a crash, `hpctrain.checkpoint.tiers.recover.recover`
+drains the files that were not yet in the shared folder.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, final
 from hpctrain.checkpoint.tiers.node_store import LocalStore, forget_under, run_key
 from hpctrain.checkpoint.tiers.partner_copy import DEFAULT_TIMEOUT_S, PartnerServer, greet
 from hpctrain.checkpoint.tiers.partner_protocol import PartnerAddress
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json, on_rank_0
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.topology import Topology
 
@@ -26,10 +25,10 @@ _TOKEN_BYTES = 32
 
 @final
 class Tiers:
-    """The two places of a run's checkpoints, and this node's link to its partner. Made by `open`.
+    """The two locations of a run's checkpoints, and this node's link to its partner. Create it with `open`.
 
-    shared: the folder of finished checkpoints. store: this node's folder. node: index of this rank's node.
-    partner: where the node's file is copied to; None on ranks that lead no node, and with one node.
+    shared: folder of finished checkpoints. store: this node's folder. node: index of this rank's node.
+    partner: where this node's file is copied to; None on ranks other than leaders, and if there is only one node.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class Tiers:
         keep_local: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Tiers:
-        """Make this node's folder `local/<run>/<node>`, and with several nodes connect each with its partner, the
-        next one. Collective.
+        """Creates this node's folder `local/<run>/<node>`, and connects each of several nodes to its partner, the next
+        node. Collective. Call `close` at the end of the run.
 
-        local: a directory on storage of the node's own; it may have another path on every node. keep_local: how
-        many checkpoints stay there. timeout_s: the longest silence of a partner.
-        Raises on every rank: UsageError for a bad argument, CheckpointError when a node cannot write to its
-        folder or cannot reach its partner. Call `close` at the end of the run.
+        local: a directory on node storage; its path may differ between nodes. keep_local: number of checkpoints kept
+        there. timeout_s: longest time without an answer from a partner.
+        Raises on every rank: UsageError for an invalid argument, CheckpointError if a node cannot write to its folder
+        or reach its partner.
         """
         agreed(comm, lambda: _check_arguments(local=Path(local), keep_local=keep_local, timeout_s=timeout_s))
         chosen = on_rank_0(
@@ -96,7 +95,7 @@ class Tiers:
         return tiers
 
     def _connect(self, comm: Collective) -> None:
-        """Collective."""
+        """Starts the servers of the leaders and connects each to its partner. Collective."""
 
         def begin() -> dict[str, Any] | None:
             if not self.is_leader:
@@ -120,10 +119,10 @@ class Tiers:
         agreed(comm, meet, os_error=CheckpointError)
 
     def forget(self, *, from_step: int = 0, comm: Collective) -> None:
-        """Remove what the nodes hold of step `from_step` and later: of a history that the run has left. Collective.
+        """Removes the nodes' files of step `from_step` and later. Collective. Raises CheckpointError on every rank.
 
-        A run that starts anew, or goes on from an older checkpoint than the newest, calls this: or else the next
-        start would recover the history that was left. Raises CheckpointError on every rank.
+        To be called by a run that starts from scratch or resumes from an older checkpoint than the newest; otherwise
+        the next start would recover steps that the run has discarded.
         """
         agreed(
             comm,
@@ -132,7 +131,7 @@ class Tiers:
         )
 
     def close(self) -> None:
-        """Take no more copies, and stop copying. Not collective; may be called twice."""
+        """Stops accepting copies, and copying. Not collective; may be called twice."""
         self.stopping.set()
         if self._server is not None:
             self._server.close()
@@ -141,7 +140,7 @@ class Tiers:
 
 def _check_arguments(*, local: Path, keep_local: int, timeout_s: float) -> None:
     if isinstance(keep_local, bool) or not isinstance(keep_local, int) or keep_local < 1:
-        raise UsageError(f"keep_local = {keep_local!r}: at least one checkpoint stays on the nodes")
+        raise UsageError(f"keep_local = {keep_local!r}: give an integer of at least 1")
     if not timeout_s > 0:
         raise UsageError(f"timeout_s = {timeout_s!r}: give seconds above 0")
     if local.exists() and not local.is_dir():

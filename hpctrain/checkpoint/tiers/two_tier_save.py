@@ -1,4 +1,4 @@
-"""One save through both tiers: with the interface of a `Saving`, so that it is driven in the same way."""
+"""A save through both tiers, with the same interface as `Saving`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from pathlib import Path
 from typing import Any, final
 
 from hpctrain.checkpoint.files.checkpoint_names import part_path
-from hpctrain.checkpoint.files.full_io import explained
+from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.state import State
 from hpctrain.checkpoint.retention.delete_old import retain
+from hpctrain.checkpoint.saving.background_thread import submit
 from hpctrain.checkpoint.saving.commit import flush_folder
 from hpctrain.checkpoint.saving.host_snapshot import HostBuffers
 from hpctrain.checkpoint.saving.save import SaveResult, Saving
 from hpctrain.checkpoint.saving.save_options import SaveOptions, check_options, retention_of
-from hpctrain.checkpoint.saving.submit import submit
 from hpctrain.checkpoint.tiers.drain import Pace, copy_file
 from hpctrain.checkpoint.tiers.drain_target import commit_target, discard_target, prepare_target
 from hpctrain.checkpoint.tiers.node_store import OWN, own_file
 from hpctrain.checkpoint.tiers.partner_copy import Offer, send_file
 from hpctrain.checkpoint.tiers.partner_protocol import PartnerError
 from hpctrain.checkpoint.tiers.tiers import Tiers
-from hpctrain.comm.collectives.activity import doing
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json, doing, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError
 
 
 @final
 class TwoTier:
-    """A save that goes to node-local storage first, and is drained from there. Made by `begin`.
+    """A save to node storage that is then drained to the shared folder. Create it with `begin`.
 
-    `advance` leads through three stages, each in the background: the local save (a `Saving` of its own); copying to
-    partner and shared folder, by the nodes' leaders; the commit in the shared folder, by rank 0. What the run calls
-    saved is what was committed there. An error leaves the local copies, from which the next start recovers.
+    `advance` runs three stages, each with its work in the background: the local save (a `Saving`); copying to the
+    partner and to the shared folder, by the nodes' leaders; and the commit in the shared folder, by rank 0. Only then
+    the checkpoint counts as saved. An error leaves the local copies, from which the next start recovers.
     """
 
     def __init__(
@@ -79,20 +77,22 @@ class TwoTier:
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
     ) -> TwoTier:
-        """Begin to save `state` as step `step` of the run whose `tiers` these are. Collective.
+        """Starts to save `state` as step `step`. Collective. Raises as `Saving.begin`.
 
-        comm: of all ranks of the topology that `tiers` was opened with. options: as for `Saving.begin`; `files`,
-        `node_of_rank` and `local` are set here, `keep` holds for the shared folder. buffers: the state is copied
-        to them; the caller may change its tensors when `begin` returns. executor: where files are written and
-        copied; None: at once, in this thread.
-        What the nodes hold of this step and later ones belongs to a history that the run has left, and is removed.
-        Raises as `Saving.begin`.
+        First removes the nodes' files of this step and later ones, since the run will write these again.
+
+        Args:
+            comm: all ranks of the topology that `tiers` was opened with.
+            options: as for `Saving.begin`; `files`, `node_of_rank` and `local` are overridden, and `keep` applies to
+                the shared folder.
+            buffers: memory for a copy of the state, whose tensors may then change once this returns.
+            executor: runs the writing and copying of files; None: immediately, in this thread.
         """
         begin_s = time.perf_counter()
         options = options or SaveOptions()
         local = replace(
             options,
-            keep=None,  # pruned by what is held, see `LocalStore.prune`
+            keep=None,  # `LocalStore.prune` removes old ones
             files="node",
             node_of_rank=tiers.topology.node_of_rank,
             local=True,
@@ -121,16 +121,17 @@ class TwoTier:
         )
 
     def ready(self) -> bool:
-        """Whether `advance` would not wait for this rank's own work. Not collective."""
+        """True if `advance` would not wait for work of this rank. Not collective."""
         if self._saving is not None:
             return self._saving.ready()
         return self._work is None or self._work.done()
 
     def advance(self) -> SaveResult | None:
-        """Wait for this rank's work of the present stage and begin the next; the result when all is done. Collective.
+        """Waits for this rank's work of the current stage and starts the next one. Collective.
 
-        Raises CheckpointError on every rank when a node cannot write to its local or to the shared folder. A copy
-        that could not be made on a partner node is no error: the result's note says so.
+        Returns the result once the checkpoint is committed, else None. Raises CheckpointError on every rank if a node
+        cannot write to its local or to the shared folder. A failed copy to a partner node is not an error; it is
+        reported in the result's note.
         """
         if self._saving is not None:
             self._local = self._saving.advance()
@@ -147,7 +148,7 @@ class TwoTier:
             return self._end_commit()
 
     def finish(self) -> SaveResult:
-        """`advance` until all is done. Collective."""
+        """Calls `advance` until the checkpoint is committed. Collective."""
         while True:
             result = self.advance()
             if result is not None:
@@ -156,7 +157,7 @@ class TwoTier:
     # ------------------------------------------------------------------ stage 2: to the partner, to the shared folder
 
     def _begin_copying(self, local: SaveResult) -> None:
-        """Collective."""
+        """Creates the folder to drain to, and starts copying on the leaders. Collective."""
 
         def prepare() -> str:
             return str(prepare_target(self._tiers.shared, step=self._step))
@@ -168,7 +169,7 @@ class TwoTier:
             self._work = submit(self._executor, work)
 
     def _copy(self, step_path: Path, *, save_id: str, partial: Path) -> str:
-        """A leader's work in the background: what to warn of, or "". No communication but with the partner."""
+        """Background work of a leader; communicates only with the partner. Returns a warning, or ""."""
         tiers, store = self._tiers, self._tiers.store
         path = own_file(step_path)
         with explained(action="read", path=path):
@@ -203,14 +204,14 @@ class TwoTier:
     def _go_on(self, num_bytes: int) -> None:
         if self._tiers.stopping.is_set():
             raise CheckpointError(
-                f"step {self._step} was being copied from {self._tiers.store.own} when the run ended: the next start "
+                f"the run ended while step {self._step} was being copied from {self._tiers.store.own}; the next start "
                 "recovers it"
             )
 
     # ------------------------------------------------------------------ stage 3: the commit
 
     def _end_copying(self) -> None:
-        """Collective."""
+        """Waits for the copies and starts the commit on rank 0. Collective."""
         warning = self._agreed_work() or ""
         self._warnings = [text for text in all_gather_json(self._comm, warning) if text]
         self._copying = False
@@ -218,33 +219,34 @@ class TwoTier:
             self._work = submit(self._executor, self._commit)
 
     def _commit(self) -> dict[str, Any]:
-        """Rank 0's work: where it is now, how many bytes, and notes."""
+        """Commits on rank 0. Returns path, size in bytes, and notes."""
         partial, local = self._partial, self._local
         assert partial is not None
         assert local is not None
         committed = commit_target(partial, step=self._step, save_id=local.id)
         if committed.path is None:
-            raise CheckpointError(f"what was drained of step {self._step} is damaged: {committed.reason}")
+            raise CheckpointError(f"the drained copy of step {self._step} is damaged: {committed.reason}")
         retention = retention_of(self._options.keep)
         notes = retain(self._tiers.shared, saved=committed.path, retention=retention)
         return {"path": str(committed.path), "bytes": committed.num_bytes, "notes": notes}
 
     def _end_commit(self) -> SaveResult:
-        """Collective."""
+        """Waits for the commit and returns the result. Collective."""
         local, done = self._local, self._agreed_work()
-        told = on_rank_0(self._comm, lambda: done)
+        of_rank_0 = on_rank_0(self._comm, lambda: done)
         assert local is not None
         self._partial = None
         return replace(
             local,
-            path=Path(told["path"]),
-            bytes=told["bytes"],
+            path=Path(of_rank_0["path"]),
+            bytes=of_rank_0["bytes"],
             seconds=time.perf_counter() - self._begin_s,
-            note="; ".join(filter(None, [local.note, *self._warnings, *told["notes"]])),
+            note="; ".join(filter(None, [local.note, *self._warnings, *of_rank_0["notes"]])),
         )
 
     def _agreed_work(self) -> Any:
-        """What this rank's work came to, once all have theirs; None where it had none. Collective."""
+        """Waits for the work of all ranks and returns this rank's result, None if it had no work. Collective. Raises on
+        every rank if any rank failed."""
         if self._partial is None:
             raise RuntimeError(f"the save of step {self._step} has ended already")
         work, self._work = self._work, None
@@ -265,7 +267,7 @@ class TwoTier:
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., TwoTier]:
-    """For a `Saver`: saves through both tiers, committed in `tiers.shared`."""
+    """Returns a function for `Saver` that starts saves through both tiers, committed in `tiers.shared`."""
 
     def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> TwoTier:
         return TwoTier.begin(

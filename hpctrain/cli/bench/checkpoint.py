@@ -22,45 +22,47 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.launch import identify
 
 if TYPE_CHECKING:
-    from hpctrain.bench.checkpoint.measure import Mode
-    from hpctrain.run.session import Session
+    from hpctrain.checkpoint import SaveMode
+    from hpctrain.run import Session
 
 INTERRUPTED = 130
-# How long a rank of a measurement that is stopped waits for the one that removes its files.
+# Time limit for removing the files of a measurement that was stopped; the other ranks wait for it.
 REMOVED_WITHIN_S = 20.0
 
 
 def checkpoint_command(
     size: Annotated[str, typer.Option(help="Bytes of the state: 512MiB, 2GB.")] = "512MiB",
-    tensors: Annotated[int, typer.Option(min=1, help="Tensors that the state is made of.")] = 32,
-    engines: Annotated[str, typer.Option(help="auto, direct, mpio; several with commas between.")] = "auto",
-    modes: Annotated[str, typer.Option(help="sync, async, or both with a comma between.")] = "sync,async",
+    tensors: Annotated[int, typer.Option(min=1, help="Number of tensors in the state.")] = 32,
+    engines: Annotated[str, typer.Option(help="auto, direct, mpio; several separated by commas.")] = "auto",
+    modes: Annotated[str, typer.Option(help="sync, async, or both separated by a comma.")] = "sync,async",
     page_cache: Annotated[
-        str, typer.Option(help="Whether the engine direct writes through it: auto, use, bypass.")
+        str, typer.Option(help="Use of the page cache by the engine direct: auto, use, bypass.")
     ] = "auto",
     directory: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", help="Where to write: a folder that all nodes see. What is made in it is removed."
+            metavar="DIR", help="A folder that all nodes see, to write in. The files are removed afterwards."
         ),
     ] = Path("."),
-    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds; each takes every way once.")] = 7,
-    warmup: Annotated[int, typer.Option(min=0, help="Rounds before that do not count.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds; each times every method once.")] = 7,
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds before them, not counted.")] = 1,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Put files out of the page cache before they are read.")
+        bool, typer.Option("--cold", help="Drop the files from the page cache before reading them.")
     ] = False,
     backend: Annotated[str, typer.Option(help="auto, horovod, mpi or serial.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of the state's bytes, and of the ways' order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the state's values and of the methods' order.")
+    ] = 0,
     timeout_s: Annotated[
         float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
     ] = 300.0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045  (typer evaluates this on Python 3.10)
-        typer.Option("--json", metavar="PATH", help="Write all of it, raw samples too, as JSON."),
+        typer.Option("--json", metavar="PATH", help="Write all results, raw samples too, as JSON."),
     ] = None,
 ) -> None:
-    """Measure how fast state is saved and loaded, beside the raw speed of the same bytes, as the ranks of whatever
-    launched it; alone it is one rank.
+    """Measure how fast state is saved and loaded, compared with plain writes and reads of the same bytes. Each process
+    that the launcher started is one rank.
 
     \b
     hpctrain launch -n 2 -- hpctrain bench checkpoint --directory /scratch/me
@@ -69,20 +71,25 @@ def checkpoint_command(
     srun hpctrain bench checkpoint --directory /lustre/me --page-cache bypass
 
     Every rank holds the whole state. raw write: each rank writes its part of the bytes into one plain file and
-    flushes it to disk. save: hashed, flushed, read back and renamed. async: the same in the background; stall: how
-    long training stands still for it, beside a memcpy of the rank's part. raw read, load: every rank all of it,
-    into fresh memory; load verifies it. "of raw" is the raw time over this one's, round by round, median.
+    flushes it to disk. save: the same bytes, hashed, flushed, read back and renamed. async: the same in the background;
+    stall: how long training is blocked by it, compared with a memcpy of the rank's part. raw read, load: every rank
+    reads all bytes into fresh memory; load verifies them. "of raw": median over rounds of raw time / this time.
     """
-    from hpctrain.bench.checkpoint.measure import Cache, CheckpointAsked, measure_checkpoint
-    from hpctrain.bench.checkpoint.report import checkpoint_document, checkpoint_table
-    from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.progress import MeasurementProgress
-    from hpctrain.bench.sizes import parse_size
-    from hpctrain.checkpoint.saving.save_options import PageCache
-    from hpctrain.run.record import working_commit
-    from hpctrain.run.session import start
+    from hpctrain.bench import (
+        Cache,
+        CheckpointAsked,
+        MeasurementProgress,
+        check_writable,
+        checkpoint_document,
+        checkpoint_table,
+        measure_checkpoint,
+        parse_size,
+        write_document,
+    )
+    from hpctrain.checkpoint import PageCache
+    from hpctrain.run import start, working_commit
 
-    # Before the ranks meet: what is wrong here is wrong on every rank.
+    # Checked before MPI starts: every rank finds the same mistakes in its options.
     asked = CheckpointAsked(
         num_bytes=parse_size(size), num_tensors=tensors, repeats=repeats, warmup=warmup, seed=seed,
         engines=tuple(dict.fromkeys(name.strip() for name in engines.split(","))), modes=_modes(modes),
@@ -93,7 +100,7 @@ def checkpoint_command(
     is_first = identify(os.environ, socket.gethostname()).rank == 0
     if is_first and json_path is not None:
         check_writable(json_path, option="--json")
-    commit = working_commit() if is_first else None  # asking git means a fork, which MPI does not like
+    commit = working_commit() if is_first else None  # runs git: forking is unsafe once MPI has started
     with start(backend=backend, device="cpu", timeout_s=timeout_s) as session:
         progress = MeasurementProgress(what="bench checkpoint", shown=is_first)
         with _folder_in(directory, session=session) as folder:
@@ -109,20 +116,23 @@ def checkpoint_command(
                 write_document(json_path, document)
 
 
-def _modes(text: str) -> tuple[Mode, ...]:
-    """Raises UsageError for a name that is no mode."""
-    from hpctrain.bench.checkpoint.measure import Mode
+def _modes(text: str) -> tuple[SaveMode, ...]:
+    """Parses mode names separated by commas. Raises UsageError for an unknown name."""
+    from hpctrain.checkpoint import SaveMode
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    if unknown := [name for name in names if name not in [mode.value for mode in Mode]]:
+    if unknown := [name for name in names if name not in [mode.value for mode in SaveMode]]:
         raise UsageError(f"--modes {unknown[0]!r} is not one of sync, async")
-    return tuple(map(Mode, names))
+    return tuple(map(SaveMode, names))
 
 
 @contextmanager
 def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
-    """A folder of our own that is gone afterwards, also when the measurement is stopped. Collective."""
-    from hpctrain.comm.collectives.agreement import on_rank_0
+    """Makes a new folder and removes it afterwards, also if the measurement is stopped. Collective.
+
+    Raises CheckpointError if the folder cannot be made.
+    """
+    from hpctrain.comm import on_rank_0
 
     def make() -> str:
         try:
@@ -135,12 +145,12 @@ def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: hpctrain launch sends it for Ctrl-C
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """All ranks get the signal, but one that waits in MPI for another never comes here: any may have to do it.
-        The first that leaves has the launcher kill the others."""
+        """Removes the folder, or waits until another rank has removed it. Any rank may have to do it: all receive the
+        signal, but one that waits inside MPI does not run this handler. The launcher kills the rest when one exits."""
         for one in stops:
             signal.signal(one, signal.SIG_IGN)
         gone = folder.with_name(f"{folder.name}.stopped")
-        with suppress(OSError):  # one rank's, and from now on nobody finds a place to write to
+        with suppress(OSError):  # succeeds on one rank only; from then on no rank can write into the folder
             folder.rename(gone)
             print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
             shutil.rmtree(gone, ignore_errors=True)

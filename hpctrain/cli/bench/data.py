@@ -18,55 +18,64 @@ def data_command(
     batch: Annotated[int, typer.Option(min=1, help="Samples of a batch.")] = 64,
     batches: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Batches of one reading [default: an epoch, at most 256 MiB of it]."),
+        typer.Option(min=1, help="Batches per reading [default: one epoch, at most 256 MiB]."),
     ] = None,
     order: Annotated[str, typer.Option(help="shuffle or sequential.")] = "shuffle",
     cold: Annotated[
-        bool, typer.Option("--cold", help="Put the files out of the page cache before each reading.")
+        bool, typer.Option("--cold", help="Drop the files from the page cache before each reading.")
     ] = False,
     repeats: Annotated[
         int, typer.Option(min=1, help="Measured rounds; each reads with all three readers.")
     ] = 5,
     warmup: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=0, help="Rounds before that do not count [default: 1; cold: 0]."),
+        typer.Option(min=0, help="Rounds before them, not counted [default: 1; cold: 0]."),
     ] = None,
     step_ms: Annotated[
         float, typer.Option(min=0.0, help="Length of the training step that waits for batches.")
     ] = 100.0,
-    steps: Annotated[int, typer.Option(min=0, help="Steps to measure waiting with; 0: none.")] = 20,
+    steps: Annotated[int, typer.Option(min=0, help="Steps in which to measure that wait; 0: none.")] = 20,
     threads: Annotated[
         int, typer.Option(min=1, help="Threads of the loader, as data.threads of a recipe.")
     ] = 1,
-    prefetch_mb: Annotated[float, typer.Option(min=0.0, help="MB of batches made ahead.")] = 64.0,
+    prefetch_mb: Annotated[float, typer.Option(min=0.0, help="MB of prefetched batches.")] = 64.0,
     io: Annotated[
         str, typer.Option(help="How contiguous data is read, as data.io of a recipe: auto, map or read.")
     ] = "auto",
     cache_mb: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.0, help="MB of decoded chunks that are kept [default: that of hpctrain.data]."),
+        typer.Option(min=0.0, help="MB of decoded chunks to cache [default: that of hpctrain.data]."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the samples' order, and of the readers'.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the samples' order and of the readers' order.")
+    ] = 0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", metavar="PATH", help="Write all of it, raw samples too, as JSON."),
+        typer.Option("--json", metavar="PATH", help="Write all results, raw samples too, as JSON."),
     ] = None,
 ) -> None:
-    """Measure how fast the dataset DIR is read here, against the raw speed of the same bytes. Start it once.
+    """Measure how fast the dataset DIR is read, compared with plain reads of the same bytes. Runs as one process.
 
     \b
     hpctrain bench data digits/train
     hpctrain bench data /scratch/imagenet/train --batch 256 --threads 4 --step-ms 180 --json data.json
     hpctrain bench data volumes --order sequential --cold
 
-    loader: batches as training gets them. gather: the reading in them alone. raw: the same samples' bytes from
-    memory maps (chunked data: the stored chunks), nothing else; "of raw" is the raw reading's time over the reader's.
+    loader: batches as in training. gather: only the reads of these batches. raw: the bytes of the same samples from
+    memory maps (chunked data: the stored chunks); "of raw" is the raw reading's time over the reader's.
     """
-    from hpctrain.bench.data.measure import Cache, DataAsked, measure_data
-    from hpctrain.bench.data.report import data_document, data_lines, data_table
-    from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.progress import MeasurementProgress
-    from hpctrain.run.record import working_commit
+    from hpctrain.bench import (
+        Cache,
+        DataAsked,
+        MeasurementProgress,
+        check_writable,
+        data_document,
+        data_lines,
+        data_table,
+        measure_data,
+        write_document,
+    )
+    from hpctrain.run import working_commit
 
     if order not in ("shuffle", "sequential"):
         raise UsageError(f"--order {order!r} is not one of shuffle, sequential")

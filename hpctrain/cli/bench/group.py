@@ -18,10 +18,10 @@ from hpctrain.cli.bench.show import show
 from hpctrain.errors import StoppedEarly, UsageError
 from hpctrain.launch import Launcher, identify
 
-INTERRUPTED = 130  # as a shell says it of a command that Ctrl-C ended
+INTERRUPTED = 130  # exit code that a shell reports for a command ended by Ctrl-C
 
 bench_app = typer.Typer(
-    help="""Measure what this machine and network give: reductions, whole training steps, reading, checkpoints.
+    help="""Measure the speed of this machine and network: reductions, training steps, reading data, checkpoints.
 
 \b
   hpctrain launch -n 4 -- hpctrain bench allreduce                 every algorithm, fp32 and fp16
@@ -39,73 +39,80 @@ def allreduce_command(
     sizes: Annotated[
         str,
         typer.Option(
-            help="Bytes of float32 gradients: 4KB,1MB or a range 4KB:64MB (times 4 each; :2 behind it for times 2). "
+            help="Bytes of float32 gradients: 4KB,1MB or a range 4KB:64MB (factor 4; append :2 for factor 2). "
             "KB is 10^3 bytes, KiB and K are 2^10."
         ),
     ] = "4KB:16MB",
-    algorithms: Annotated[str, typer.Option(help="Names with commas between, or all.")] = "all",
-    wires: Annotated[str, typer.Option(help="Wire formats with commas between; all: fp32 and fp16.")] = "all",
+    algorithms: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
+    wires: Annotated[str, typer.Option(help="Wire formats separated by commas; all: fp32 and fp16.")] = "all",
     backend: Annotated[str, typer.Option(help="auto, horovod, mpi or serial.")] = "auto",
     device: Annotated[str, typer.Option(help="Where the gradients are: auto, cpu, cuda or cuda:0.")] = "cpu",
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds over all cells.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Rounds before that do not count.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds before them, not counted.")] = 2,
     in_flight: Annotated[
-        int, typer.Option(min=1, help="Buckets of the size under way at once; all their bytes count.")
+        int,
+        typer.Option(min=1, help="Buckets of this size in flight at once; the bytes of all of them count."),
     ] = 1,
     link_mbit: Annotated[
         Optional[str],  # noqa: UP045  (typer evaluates this on Python 3.10)
         typer.Option(metavar="MBIT|measure", help="Rate of a node's link in Mbit/s, for the bound on time."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the gradients, and of the order of the cells.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the gradients and of the order of the cells.")
+    ] = 0,
     timeout_s: Annotated[
         float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
     ] = 300.0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", metavar="PATH", help="Write all of it, raw samples too, as JSON."),
+        typer.Option("--json", metavar="PATH", help="Write all results, raw samples too, as JSON."),
     ] = None,
     plot: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="PATH", help="Plot size against bus bandwidth: .png, .svg or .pdf."),
     ] = None,
 ) -> None:
-    """Measure all-reduces of gradients, as the ranks of whatever launched it; alone it is one rank.
+    """Measure all-reduces of gradients. Each process that the launcher started is one rank.
 
     \b
     hpctrain launch -n 4 -- hpctrain bench allreduce
     mpirun -n 8 hpctrain bench allreduce --sizes 16MiB --algorithms auto,flat,direct --wires fp16,int8
     srun -N 4 --ntasks-per-node=2 hpctrain bench allreduce --link-mbit measure --json all.json --plot all.svg
 
-    A time is that of the slowest rank; the table has the median and, in brackets, the quartiles. algbw is bytes
-    over time, busbw that times 2(N-1)/N, as nccl-tests print them. What cannot run here is named below the table.
+    A time is that of the slowest rank; the table has the median and, in brackets, the quartiles. algbw is bytes / time,
+    busbw is algbw * 2(N-1)/N, as in nccl-tests. Combinations that cannot run here are listed below the table.
     """
     _stop_without_a_trace()
-    from hpctrain.bench.all_reduce.measure import AllReduceAsked
-    from hpctrain.bench.all_reduce.plot import check_plot, plot_all_reduce
-    from hpctrain.bench.all_reduce.reducers import (
+    from hpctrain.bench import (
         ALGORITHMS,
         USUAL_WIRES,
         WIRES,
+        AllReduceAsked,
+        MeasurementProgress,
         ReducersHere,
+        all_reduce_document,
+        all_reduce_on,
+        all_reduce_table,
+        check_plot,
+        check_writable,
+        find_link,
         nccl_to_start,
+        parse_link,
         parse_names,
+        parse_sizes,
+        plot_all_reduce,
+        write_document,
     )
-    from hpctrain.bench.all_reduce.run import all_reduce_document, all_reduce_on, find_link, parse_link
-    from hpctrain.bench.all_reduce.table import all_reduce_table
-    from hpctrain.bench.document import check_writable, write_document
-    from hpctrain.bench.progress import MeasurementProgress
-    from hpctrain.bench.sizes import parse_sizes
-    from hpctrain.run.record import working_commit
-    from hpctrain.run.session import start
+    from hpctrain.run import start, working_commit
 
-    # Before the ranks meet: what is wrong here is wrong on every rank.
+    # Checked before MPI starts: every rank finds the same mistakes in its options.
     asked = AllReduceAsked(
         sizes_bytes=parse_sizes(sizes),
         algorithms=parse_names(algorithms, option="--algorithms", valid=ALGORITHMS, usual=ALGORITHMS),
         wires=parse_names(wires, option="--wires", valid=WIRES, usual=USUAL_WIRES),
         repeats=repeats, warmup=warmup, in_flight=in_flight, seed=seed,
     )  # fmt: skip
-    # `all` measures the one that Horovod's variables ask for, if any.
+    # `all` measures the NCCL algorithm that Horovod's environment variables select, if any.
     nccl = None if algorithms.strip() == "all" else nccl_to_start(asked.algorithms)
     parse_link(link_mbit)
     if plot is not None:
@@ -115,7 +122,7 @@ def allreduce_command(
         for path, option in ((json_path, "--json"), (plot, "--plot")):
             if path is not None:
                 check_writable(path, option=option)
-    commit = working_commit() if is_first else None  # asking git means a fork, which MPI does not like
+    commit = working_commit() if is_first else None  # runs git: forking is unsafe once MPI has started
     with start(backend=backend, device=device, timeout_s=timeout_s, algorithm=nccl) as session:
         progress = MeasurementProgress(what="bench allreduce", shown=is_first)
         link = find_link(link_mbit, session=session)
@@ -143,7 +150,7 @@ def allreduce_command(
 @bench_app.command("step")
 def step_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.")],
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between.")] = "1,2,4",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,2,4",
     modes: Annotated[
         str,
         typer.Option(
@@ -151,7 +158,7 @@ def step_command(
         ),
     ] = "strong,weak",
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run.")] = 50,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before that do not count.")] = 10,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before them, not counted.")] = 10,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each configuration.")] = 3,
     overrides: Annotated[
         Optional[list[str]],  # noqa: UP045
@@ -171,20 +178,20 @@ def step_command(
         typer.Option(
             min=1,
             help="CPU threads of each rank, the same for every number of ranks "
-            "[default: run.threads_per_rank, or the cores a rank has when most ranks run].",
+            "[default: run.threads_per_rank, or the cores per rank at the largest number of ranks].",
         ),
     ] = None,
     scratch: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Folder for the runs' files, seen by all nodes; nothing is left there "
-            "[default: the temporary folder; in a Slurm job that of run.directory]."
+            help="Folder for the runs' files, visible on all nodes; they are removed afterwards "
+            "[default: the temporary folder; in a Slurm job run.directory or its nearest existing parent]."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the runs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the runs.")] = 0,
     json_path: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--json", metavar="PATH", help="Write all of it, every step too, as JSON."),
+        typer.Option("--json", metavar="PATH", help="Write all results, every step too, as JSON."),
     ] = None,
 ) -> None:
     """Measure training steps of RECIPE by number of ranks. Launches the runs itself, in shuffled order.
@@ -194,12 +201,11 @@ def step_command(
     hpctrain bench step recipe.toml --ranks 1,2,4,8 --modes weak --set reduction.wire=fp16 --json steps.json
     sbatch --ntasks=8 --wrap "hpctrain bench step recipe.toml --ranks 1,2,4,8"
 
-    Nothing of the recipe's own run directory is touched. Efficiency is samples/s per rank, relative to the least
-    number of ranks. exposed: time in which a rank stands still for communication.
+    The recipe's own run directory is not touched. Efficiency is samples/s per rank, relative to the smallest number of
+    ranks. exposed: time in which a rank is blocked by communication.
     """
-    from hpctrain.bench.document import check_writable
-    from hpctrain.bench.step.plan import StepAsked, parse_modes, parse_ranks
-    from hpctrain.run.recipe.load import load_recipe
+    from hpctrain.bench import StepAsked, check_writable, parse_modes, parse_ranks
+    from hpctrain.run import load_recipe
 
     asked = StepAsked(
         ranks=parse_ranks(ranks), modes=parse_modes(modes), steps=steps, warmup_steps=warmup_steps, repeats=repeats,
@@ -211,7 +217,7 @@ def step_command(
         raise UsageError(f"--scratch {scratch} is not a directory")
     loaded = load_recipe(recipe, overrides=overrides or [])
 
-    from hpctrain.bench.step.report import bench_step
+    from hpctrain.bench import bench_step
 
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -237,12 +243,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stop_without_a_trace() -> None:
-    """A stop (`hpctrain launch` sends SIGUSR1 for Ctrl-C) ends the measurement: there is no state to save."""
+    """Makes SIGINT, SIGTERM and SIGUSR1 (`hpctrain launch` sends it for Ctrl-C) end this rank without a traceback."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         if identify(os.environ, socket.gethostname()).rank == 0:
             print("hpctrain bench: stopped; nothing was written", file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)  # the launcher ends the other ranks, which got the signal too
+        os._exit(INTERRUPTED)  # the launcher ends the other ranks, which received the signal too
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, leave)

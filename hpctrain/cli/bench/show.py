@@ -1,4 +1,4 @@
-"""How `hpctrain bench` shows a table."""
+"""Prints the tables of `hpctrain bench`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.launch.launchers import find_launcher
+from hpctrain.launch import TERMINAL_VARIABLE, find_launcher
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +19,7 @@ PLAIN_WIDTH = 140
 def show(table: Table, *, notes: list[str]) -> None:
     from rich.console import Console
 
-    # mpirun gives rank 0 a terminal of its own making, 80 columns wide, also when its output goes to a file.
+    # mpirun gives rank 0 a pseudo-terminal, 80 columns wide, even if its own output goes to a file.
     launched = find_launcher(os.environ) is not None
     on_terminal = sys.stdout.isatty() and (not launched or TERMINAL_VARIABLE in os.environ)
     console = Console(

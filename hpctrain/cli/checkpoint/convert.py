@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint export` and `import`: to and from the files of others."""
+"""`hpctrain checkpoint export` and `import`: convert to and from safetensors files and state dicts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.interface.communicator import World
+    from hpctrain.comm import World
 
 
 def export_command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory: then its newest one.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory, for its newest checkpoint.")],
     target: Annotated[
         Path, typer.Option("--to", help="x.safetensors, or x.pt for a state dict written by torch.save.")
     ],
@@ -24,24 +24,23 @@ def export_command(
         bool, typer.Option("--weights", help="Only the model: the same as --prefix model/.")
     ] = False,
     prefix: Annotated[
-        str | None, typer.Option(help="Only tensors whose names begin with this, under the rest of the name.")
+        str | None,
+        typer.Option(help="Only tensors whose names begin with this; it is removed from the names."),
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="The file may be there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a checkpoint's tensors to a safetensors file or a state dict; what is read is verified.
+    """Write a checkpoint's tensors to a safetensors file or a state dict. Verifies the hashes of the bytes it reads.
 
-    safetensors is streamed, and ranks share the work. A state dict is made by rank 0, with its tensors in memory
-    once; read it back with torch.load(..., weights_only=True).
+    safetensors is streamed, and ranks share the work. A state dict is written by rank 0, which holds all of its tensors
+    in memory; read it back with torch.load(..., weights_only=True).
 
     \b
     hpctrain checkpoint export runs/lm/checkpoints --to lm.safetensors --weights
     hpctrain checkpoint export runs/lm/checkpoints/step-00005000.h5 --to lm.pt --prefix model/
     mpirun -n 4 hpctrain checkpoint export runs/lm/checkpoints --to everything.safetensors
     """
-    from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
-    from hpctrain.checkpoint.operations.export import export_safetensors, export_state_dict
-    from hpctrain.checkpoint.operations.import_tensors import STATE_DICT_SUFFIXES
+    from hpctrain.checkpoint import MODEL_PREFIX, STATE_DICT_SUFFIXES, export_safetensors, export_state_dict
 
     if weights and prefix is not None:
         raise UsageError("--weights stands for --prefix model/: give one of them", agreed=True)
@@ -82,34 +81,34 @@ def import_command(
             help="x.safetensors, x.safetensors.index.json, or a state dict of torch.save (.pt, .pth, .bin, .ckpt)."
         ),
     ],
-    directory: Annotated[Path, typer.Argument(help="The directory that the checkpoint is made in.")],
+    directory: Annotated[Path, typer.Argument(help="The directory to write the checkpoint into.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Of the checkpoint [default: what a whole export says].")
+        int | None, typer.Option(min=0, help="Step of the checkpoint [default: the step in a full export].")
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(help="Before every name [default: model/, or nothing for a whole export]."),
+        typer.Option(help="Prefix for every name [default: model/; none for a full export]."),
     ] = None,
     key: Annotated[
-        str | None, typer.Option(help="Entry that holds the state dict, in a file of several things.")
+        str | None, typer.Option(help="Entry with the state dict, if the file holds more than that.")
     ] = None,
-    files: Annotated[int, typer.Option(min=1, help="More than 1: a folder of so many files.")] = 1,
+    files: Annotated[int, typer.Option(min=1, help="More than 1: a folder of this many files.")] = 1,
     replace: Annotated[
-        bool, typer.Option("--replace", help="There may be a checkpoint of this step.")
+        bool, typer.Option("--replace", help="Replace an existing checkpoint of this step.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a checkpoint of a safetensors file or a state dict, for `checkpoint.weights_from` in a recipe.
+    """Make a checkpoint from a safetensors file or a state dict, for `checkpoint.weights_from` in a recipe.
 
     No code in the file can run: a state dict is read with weights_only=True. Files are mapped, not read into memory;
-    ranks share the work. Not into the directory of a run that is going on.
+    ranks share the work. Do not import into the directory of a running run.
 
     \b
     hpctrain checkpoint import lm.safetensors start --step 0
     hpctrain checkpoint import pytorch_model.bin start --step 0 --prefix model/backbone.
     hpctrain checkpoint import training.pt start --step 0 --key state_dict
     """
-    from hpctrain.checkpoint.operations.import_tensors import import_tensors
+    from hpctrain.checkpoint import import_tensors
 
     with all_ranks() as world:
         saved = import_tensors(
@@ -132,8 +131,8 @@ def import_command(
 
 
 def _refuse_existing(target: Path, *, replace: bool, world: World) -> None:
-    """Collective: rank 0 looks."""
-    from hpctrain.comm.collectives.agreement import on_rank_0
+    """Raises UsageError on every rank if `target` exists and `replace` is false. Collective; rank 0 checks."""
+    from hpctrain.comm import on_rank_0
 
     if not replace and on_rank_0(world, target.exists, os_error=CheckpointError):
         raise UsageError(f"{target} exists: choose another name, or give --replace", agreed=True)

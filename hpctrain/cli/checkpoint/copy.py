@@ -12,8 +12,8 @@ from hpctrain.cli.ranks import all_ranks, progress
 
 
 def copy_command(
-    source: Annotated[Path, typer.Argument(help="A checkpoint, or a directory: then its newest one.")],
-    directory: Annotated[Path, typer.Argument(help="The directory that the copy is made in.")],
+    source: Annotated[Path, typer.Argument(help="A checkpoint, or a directory, for its newest checkpoint.")],
+    directory: Annotated[Path, typer.Argument(help="The directory to copy into.")],
     files: Annotated[
         int | None,
         typer.Option(
@@ -21,20 +21,20 @@ def copy_command(
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="There may be a checkpoint of this step.")
+        bool, typer.Option("--replace", help="Replace an existing checkpoint of this step.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Copy a checkpoint to another directory, under the name of its step. Exit code 4 if it is damaged.
+    """Copy a checkpoint to another directory, named after its step. Exit code 4 if it is damaged.
 
-    The copy appears when it is on disk and every byte of it is verified. Ranks share the work.
+    The copy appears under its name once it is on disk and every byte is verified. Ranks share the work.
 
     \b
     hpctrain checkpoint copy runs/lm/checkpoints archive
     hpctrain checkpoint copy runs/lm/checkpoints/step-00005000 archive --files 1
     mpirun -n 8 hpctrain checkpoint copy runs/lm/checkpoints archive --files 4
     """
-    from hpctrain.checkpoint.operations.copy import copy_checkpoint
+    from hpctrain.checkpoint import copy_checkpoint
 
     with all_ranks() as world, progress("copied", rank=world.rank) as report:
         copied = copy_checkpoint(source, directory, comm=world, files=files, replace=replace, progress=report)

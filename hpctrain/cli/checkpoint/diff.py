@@ -12,37 +12,38 @@ from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.operations.diff import Difference, TensorDifference
+    from hpctrain.checkpoint import Difference, TensorDifference
 
 SHOWN_LINES = 40
 SHOWN_CHARS = 60
-DIFFERENT = 1  # the exit code, as that of diff(1)
+DIFFERENT = 1  # exit code, as of diff(1)
 
 
 def diff_command(
-    first: Annotated[Path, typer.Argument(help="A checkpoint, or a directory: then its newest one.")],
-    second: Annotated[Path, typer.Argument(help="Another one.")],
+    first: Annotated[Path, typer.Argument(help="A checkpoint, or a directory, for its newest checkpoint.")],
+    second: Annotated[Path, typer.Argument(help="The other checkpoint, or directory.")],
     prefix: Annotated[
-        str, typer.Option(help="Only tensors whose names begin with this; the documents are left out.")
+        str, typer.Option(help="Compare only tensors whose names begin with this, and no documents.")
     ] = "",
     absolute: Annotated[
-        float, typer.Option("--atol", help="An element a has changed by more than ATOL + RTOL * |a|.")
+        float, typer.Option("--atol", help="Elements a and b differ if |a - b| > ATOL + RTOL * |a|.")
     ] = 0.0,
-    relative: Annotated[float, typer.Option("--rtol", help="See --atol. Both 0: when its bits have.")] = 0.0,
+    relative: Annotated[
+        float, typer.Option("--rtol", help="See --atol. If both are 0, bits are compared.")
+    ] = 0.0,
     show_all: Annotated[bool, typer.Option("--all", help=f"Print more than {SHOWN_LINES} lines.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say in which tensors and entries two checkpoints differ, and by how much.
+    """Print the tensors and document entries in which two checkpoints differ, and by how much.
 
-    Exit code 0: none; 1: some, as that of diff(1); 2 and 4: they could not be compared. Ranks share the work.
+    Exit code 0: equal; 1: different, as with diff(1); 2 and 4: they could not be compared. Ranks share the work.
 
     \b
     hpctrain checkpoint diff runs/a/checkpoints runs/b/checkpoints
     hpctrain checkpoint diff step-00000050.h5 step-00000100.h5 --prefix model/ --rtol 1e-5
     mpirun -n 4 hpctrain checkpoint diff one two --json
     """
-    from hpctrain.checkpoint.format.tensor_difference import Tolerance
-    from hpctrain.checkpoint.operations.diff import compare
+    from hpctrain.checkpoint import Tolerance, compare
 
     if not (absolute >= 0 and relative >= 0):
         raise UsageError(f"--atol {absolute}, --rtol {relative}: a tolerance is 0 or more", agreed=True)
@@ -102,7 +103,7 @@ def _describe(entry: TensorDifference) -> str:
     if amount.relative is not None:
         text += f", relative {amount.relative:.3g}"
     if amount.num_not_finite:
-        text += f", {amount.num_not_finite} not by a finite number"
+        text += f", {amount.num_not_finite} of them by a non-finite amount"
     return text
 
 
@@ -135,7 +136,7 @@ def _as_json(found: Difference) -> dict[str, Any]:
 
 
 def _shown(name: str) -> str:
-    """As JSON text: a name from a file that someone made up must not speak to the terminal."""
+    """Escapes a name as JSON: one in a crafted file must not send control characters to the terminal."""
     return json.dumps(name)[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: the group of the commands on checkpoints, each in its own file."""
+"""`hpctrain checkpoint`: the group of checkpoint commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ checkpoint_app = typer.Typer(
     help="""List, show, verify, compare, convert, copy and delete checkpoints; ask a run for one.
 
 \b
-  hpctrain checkpoint list runs/digits/checkpoints                   what was saved
+  hpctrain checkpoint list runs/digits/checkpoints                   steps, times, sizes
   hpctrain checkpoint show runs/digits/checkpoints                   the newest one's metadata and tensors
   hpctrain checkpoint verify runs/digits/checkpoints                 hash every byte again
   mpirun -n 8 hpctrain checkpoint verify runs/lm/checkpoints         the same, shared by 8 ranks
@@ -27,7 +27,7 @@ checkpoint_app = typer.Typer(
   hpctrain checkpoint request runs/lm                                ask a run for a checkpoint now
 
 \b
-A folder of checkpoints stands for its newest one. All commands but show and list share work between ranks.
+Given a folder of checkpoints, a command uses the newest one. All commands but show and list share work between ranks.
 """,
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint list` and `show`: what is there, without reading content."""
+"""`hpctrain checkpoint list` and `show`: metadata of checkpoints, without reading their content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.cli.ranks import this_rank
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.format.metadata import Metadata
+    from hpctrain.checkpoint import Metadata
 
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -23,13 +23,13 @@ def list_command(
     directory: Annotated[Path, typer.Argument(help="The directory that a run saves its checkpoints in.")],
     as_json: _AsJson = False,
 ) -> None:
-    """List the checkpoints of DIRECTORY, newest first: step, time, size, files, ranks that wrote, structure, quality.
+    """List the checkpoints in DIRECTORY, newest first: step, time, size, files, ranks that wrote, structure, quality.
 
     \b
     hpctrain checkpoint list runs/digits/checkpoints
     hpctrain checkpoint list runs/digits/checkpoints --json
     """
-    from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
+    from hpctrain.checkpoint import finished_newest_first, is_spare, partial_files
 
     if this_rank() != 0:
         return
@@ -59,22 +59,21 @@ def list_command(
             f"unfinished: {name} (being written now, or left by a killed run; the next save removes it)"
         )
     for name in spare:
-        typer.echo(f"spare: {name} (room on disk that the next save takes; prune --unfinished gives it back)")
+        typer.echo(f"spare: {name} (disk blocks that the next save reuses; prune --unfinished deletes it)")
 
 
 def show_command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory: then its newest one.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory, for its newest checkpoint.")],
     as_json: _AsJson = False,
 ) -> None:
-    """Show what a checkpoint says of itself, and its tensors. The content is not read: see verify.
+    """Show a checkpoint's metadata and list its tensors. The content is not read (see verify).
 
     \b
     hpctrain checkpoint show runs/digits/checkpoints/step-00000050.h5
     hpctrain checkpoint show runs/digits/checkpoints --json
     """
-    from hpctrain.checkpoint.loading.checkpoint import open_checkpoint
-    from hpctrain.checkpoint.operations.prune import size_of
-    from hpctrain.comm.backends.serial_world import SerialWorld
+    from hpctrain.checkpoint import checkpoint_size, open_checkpoint
+    from hpctrain.comm import SerialWorld
 
     if this_rank() != 0:
         return
@@ -95,7 +94,7 @@ def show_command(
         "path": str(checkpoint.path),
         "step": checkpoint.step,
         "saved": _time(metadata),
-        "file_bytes": size_of(checkpoint.path),
+        "file_bytes": checkpoint_size(checkpoint.path),
         "num_files": 1 + len(metadata.parts),
         "id": metadata.id,
         "parent": None if metadata.parent is None else dict(metadata.parent),
@@ -109,7 +108,7 @@ def show_command(
             typer.echo(f"{key}: {json.dumps(value) if isinstance(value, dict) else value}")
     typer.echo(f"document: {json.dumps(dict(metadata.document), indent=1)}")
     typer.echo(f"{len(tensors)} tensors, {sum(t.num_bytes for t in metadata.tensors.values()) / 1e6:.1f} MB:")
-    # As JSON text: a name from a file that someone made up must not speak to the terminal.
+    # Escaped as JSON: a name in a crafted file must not send control characters to the terminal.
     names = [json.dumps(name)[1:-1] for name in metadata.tensors]
     width = max(map(len, names), default=0)
     for name, tensor in zip(names, metadata.tensors.values(), strict=True):
@@ -118,10 +117,7 @@ def show_command(
 
 
 def _row(path: Path) -> dict[str, Any]:
-    from hpctrain.checkpoint.files.checkpoint_names import step_of
-    from hpctrain.checkpoint.files.full_io import explained
-    from hpctrain.checkpoint.loading.check_structure import read_structure
-    from hpctrain.checkpoint.operations.prune import size_of
+    from hpctrain.checkpoint import checkpoint_size, explained, read_structure, step_of
 
     row: dict[str, Any] = {
         "path": str(path),
@@ -135,8 +131,8 @@ def _row(path: Path) -> dict[str, Any]:
         "error": None,
     }
     try:
-        with explained(action="look at", path=path):
-            row["file_bytes"] = size_of(path)
+        with explained(action="inspect", path=path):
+            row["file_bytes"] = checkpoint_size(path)
         metadata = read_structure(path).metadata
     except CheckpointError as error:
         return {**row, "error": str(error)}
@@ -151,7 +147,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _quality(metadata: Metadata) -> dict[str, float]:
-    """The numbers of the last evaluation before it was saved; of a file that anyone may have made."""
+    """Metrics of the last evaluation before the save, by name. Skips invalid entries: the file is not trusted."""
     found = metadata.document.get("quality")
     if not isinstance(found, dict):
         return {}

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint prune` and `request`: which checkpoints there are."""
+"""`hpctrain checkpoint prune` and `request`: delete old checkpoints, ask a run for a new one."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from hpctrain.cli.ranks import all_ranks, progress, this_rank
 
 def prune_command(
     directory: Annotated[Path, typer.Argument(help="The directory that holds the checkpoints.")],
-    keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")],
+    keep: Annotated[int, typer.Option(min=1, help="Number of the newest checkpoints to keep.")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="Those whose step this divides stay, too.")
+        int | None, typer.Option(min=1, help="Keep also those whose step is a multiple of this.")
     ] = None,
     keep_best: Annotated[
-        str | None, typer.Option(help="METRIC:min or METRIC:max: the best of all stays, too.")
+        str | None, typer.Option(help="METRIC:min or METRIC:max: keep also the best one by this metric.")
     ] = None,
     unfinished: Annotated[
         bool,
-        typer.Option("--unfinished", help="Delete also what killed saves left; not while a run saves there."),
+        typer.Option("--unfinished", help="Delete also files of killed saves. Not while a run saves there."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, say what would be.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Delete nothing; print what would be deleted.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Delete older checkpoints, once every byte of the newest has been verified.
+    """Delete older checkpoints after verifying every byte of the newest.
 
-    If the newest is damaged, the one before it is verified and stays, and so on. Exit code 4, and nothing is
-    deleted, if none is whole. Ranks share the verifying.
+    If the newest is damaged, the one before it is verified and kept, and so on. If all are damaged, nothing is
+    deleted and the exit code is 4. Ranks share the verification.
 
     \b
     hpctrain checkpoint prune runs/lm/checkpoints --keep 2 --keep-every 10000 --dry-run
     hpctrain checkpoint prune runs/lm/checkpoints --keep 1 --keep-best loss:min
     """
-    from hpctrain.checkpoint.operations.prune import prune
-    from hpctrain.checkpoint.retention.policy import Best, Retention
+    from hpctrain.checkpoint import Best, Retention, prune
 
     best = None if keep_best is None else Best.parse(keep_best)
     retention = Retention(last=keep, every_steps=keep_every, best=best)
@@ -73,14 +74,14 @@ def prune_command(
 def request_command(
     run_directory: Annotated[Path, typer.Argument(help="The directory of a run (run.directory).")],
 ) -> None:
-    """Ask a run for a checkpoint after its present step. The run looks about once a second.
+    """Ask a run for a checkpoint after its current step. The run checks for requests about once a second.
 
     \b
     hpctrain checkpoint request runs/lm
     """
-    from hpctrain.checkpoint.saving.save_requests import ask_for_save
+    from hpctrain.checkpoint import ask_for_save
 
     if this_rank() != 0:
         return
     path = ask_for_save(run_directory)
-    typer.echo(f"asked by {path}: the run removes it when it saves")
+    typer.echo(f"wrote the request {path}: the run removes it when it saves")

@@ -12,24 +12,26 @@ from hpctrain.cli.ranks import all_ranks, progress
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.operations.verify import Verified
+    from hpctrain.checkpoint import Verified
 
 SHOWN_DAMAGES = 20
 
 
 def verify_command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory: then all of them.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a directory, to verify all checkpoints in it.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read every byte and compare it with its hash. Exit code 4 if anything is damaged.
 
-    Started as several ranks, they share the work.
+    Several ranks share the work.
 
     \b
     hpctrain checkpoint verify runs/digits/checkpoints
     mpirun -n 8 hpctrain checkpoint verify runs/lm/checkpoints/step-00005000.h5
     """
-    from hpctrain.checkpoint.operations.verify import verify
+    from hpctrain.checkpoint import verify
 
     with all_ranks() as world:
         with progress("verified", rank=world.rank) as report:

@@ -1,1 +1,1 @@
-"""`hpctrain data`: the group, and its commands."""
+"""`hpctrain data`: the command group and its commands."""

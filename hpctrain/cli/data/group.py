@@ -15,8 +15,7 @@ from hpctrain.cli.ranks import all_ranks, this_rank
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:
-    from hpctrain.data.format.manifest import Manifest
-    from hpctrain.data.integrity.verify import Damage
+    from hpctrain.data import Damage, Manifest
 
 data_app = typer.Typer(
     help="""Make, describe and check datasets: HDF5 shards with a manifest.
@@ -40,14 +39,13 @@ def info_command(
     directory: Annotated[Path, typer.Argument(help="A dataset, or the directory above train and test.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a dataset holds, and whether its shards are there and whole (sizes and headers, not content).
+    """Show the fields, samples and shards of a dataset. Checks the shards' sizes and headers, not their content.
 
     \b
     hpctrain data info data/digits
     hpctrain data info data/digits/train --json
     """
-    from hpctrain.data.integrity.verify import find_datasets
-    from hpctrain.data.reading.dataset import Dataset
+    from hpctrain.data import Dataset, find_datasets
 
     datasets = [Dataset.open(found) for found in find_datasets(directory)]
     if this_rank() != 0:
@@ -73,13 +71,13 @@ def verify_command(
 ) -> None:
     """Read every byte and compare it with the manifest's hashes. Exit code 3 if anything is damaged.
 
-    Started as several ranks, they share the work.
+    Several ranks share the work.
 
     \b
     hpctrain data verify data/digits
     mpirun -n 8 hpctrain data verify data/large
     """
-    from hpctrain.comm.collectives.agreement import agreed, all_gather_json
+    from hpctrain.comm import agreed, all_gather_json
 
     with all_ranks() as world:
         part = agreed(
@@ -92,8 +90,8 @@ def verify_command(
 
 
 def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """Dataset directory -> damages that this rank found, as JSON."""
-    from hpctrain.data.integrity.verify import find_datasets, verify
+    """Verifies this rank's part. Returns the damages found, as JSON, by dataset directory."""
+    from hpctrain.data import find_datasets, verify
 
     found: dict[str, list[dict[str, Any]]] = {}
     with Meter() as meter:
@@ -105,28 +103,30 @@ def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, lis
 
 
 def _join(parts: list[dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
-    """The ranks' findings as one; the ranks' parts follow each other, so neighbours join at the borders."""
-    from hpctrain.data.integrity.verify import Damage, merge
+    """Joins the ranks' findings, in rank order; damages that touch at the border of two parts become one."""
+    from hpctrain.data import Damage, merge_damage
 
     joined: dict[str, list[Damage]] = {}
     for part in parts:
         for dataset, damages in part.items():
             joined.setdefault(dataset, []).extend(Damage(**damage) for damage in damages)
-    return {dataset: [damage.as_json() for damage in merge(found)] for dataset, found in joined.items()}
+    return {
+        dataset: [damage.as_json() for damage in merge_damage(found)] for dataset, found in joined.items()
+    }
 
 
 def _report(
     directory: Path, found: dict[str, list[dict[str, Any]]], *, as_json: bool, is_rank_0: bool
 ) -> None:
-    """Print the findings on rank 0; on every rank raise DataError if there are any."""
-    from hpctrain.data.integrity.verify import Damage
+    """Prints the findings on rank 0. Raises DataError on every rank if there are any."""
+    from hpctrain.data import Damage
 
     count = sum(len(damages) for damages in found.values())
     if is_rank_0 and as_json:
         typer.echo(json.dumps({"damaged": count > 0, "datasets": found}, indent=1))
     elif is_rank_0:
         for dataset, damages in found.items():
-            typer.echo(f"{dataset}: {'whole' if not damages else f'{len(damages)} damaged'}")
+            typer.echo(f"{dataset}: {'undamaged' if not damages else f'{len(damages)} damaged'}")
             for damage in damages:
                 typer.echo(f"  {Damage(**damage).describe()}")
     if count:

@@ -1,4 +1,4 @@
-"""`hpctrain data index`: HDF5 files of others as a dataset, where they lie."""
+"""`hpctrain data index`: makes a dataset of existing HDF5 files without copying them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ def index_command(
     out: Annotated[Path, typer.Option(help="Directory of the index.")],
     samples: Annotated[
         str | None,
-        typer.Option(help="What a sample is: rows, file or groups [default: groups with '*', else rows]."),
+        typer.Option(help="Unit of a sample: rows, file or groups [default: groups with '*', else rows]."),
     ] = None,
     pad: Annotated[
-        str, typer.Option(help="Fields, by comma, padded where the first dimension of samples differs.")
+        str,
+        typer.Option(help="Fields to pad where the samples' first dimension differs, separated by commas."),
     ] = "",
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="The field is a stream of tokens: how many a sample predicts.")
+        int | None,
+        typer.Option(min=1, help="The field is a stream of tokens: tokens that a sample predicts."),
     ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens from one sample to the next [default: --tokens].")
     ] = None,
     documents: Annotated[
-        str | None, typer.Option(help="Dataset with the tokens at which documents begin: none is crossed.")
+        str | None, typer.Option(help="HDF5 dataset with each document's first token: no sample spans two.")
     ] = None,
     read_content: Annotated[
-        bool, typer.Option("--hash", help="Read everything once: hashes for verify, statistics of fields.")
+        bool, typer.Option("--hash", help="Read all content once, for verify's hashes and field statistics.")
     ] = False,
     relative: Annotated[
-        bool, typer.Option("--relative", help="Note the files' paths relative to OUT.")
+        bool, typer.Option("--relative", help="Record the files' paths relative to OUT.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing index.")] = False,
 ) -> None:
-    """Make a dataset of HDF5 files where they lie, without copying them: rows, files or groups are samples.
+    """Make a dataset of existing HDF5 files without copying them. A sample is a row, a file or a group.
 
-    Started as several ranks, they share the work.
+    Several ranks share the work.
 
     \b
     hpctrain data index 'files/*.h5' --fields x=/images,y=/labels --out data/mine
@@ -56,9 +58,15 @@ def index_command(
     mpirun -n 8 hpctrain data index 'many/**/*.h5' --fields x=/x --samples file --hash --out data/many
     hpctrain data index 'text/*.h5' --fields tokens=/tokens --tokens 1024 --documents /starts --out data/text
     """
-    from hpctrain.data.indexing.index_files import OldIndex, Paths, Reading, index_files
-    from hpctrain.data.indexing.request import SampleIs, parse_fields
-    from hpctrain.data.indexing.token_files import TokenRequest
+    from hpctrain.data import (
+        IndexPaths,
+        IndexReading,
+        OldIndex,
+        SampleIs,
+        TokenRequest,
+        index_files,
+        parse_field_paths,
+    )
 
     if samples is not None and samples not in [kind.value for kind in SampleIs]:
         raise UsageError(f"--samples {samples}: rows, file or groups is expected")
@@ -68,13 +76,13 @@ def index_command(
         indexed = index_files(
             out,
             files=files,
-            fields=parse_fields(fields, padded=[name for name in pad.split(",") if name]),
+            fields=parse_field_paths(fields, padded=[name for name in pad.split(",") if name]),
             samples=None if samples is None else SampleIs(samples),
             tokens=None
             if tokens is None
             else TokenRequest(window=tokens, stride=stride or tokens, documents=documents),
-            reading=Reading.CONTENT if read_content else Reading.HEADERS,
-            paths=Paths.RELATIVE if relative else Paths.ABSOLUTE,
+            reading=IndexReading.CONTENT if read_content else IndexReading.HEADERS,
+            paths=IndexPaths.RELATIVE if relative else IndexPaths.ABSOLUTE,
             old=OldIndex.REPLACE if overwrite else OldIndex.REFUSE,
             progress=meter.part(out) if world.rank == 0 else None,
             comm=world,
@@ -84,4 +92,4 @@ def index_command(
     typer.echo(f"{out}: {summary_of(indexed.manifest)}")
     if indexed.too_short:
         names = ", ".join(indexed.too_short[:3]) + (", ..." if len(indexed.too_short) > 3 else "")
-        typer.echo(f"{len(indexed.too_short)} files are too short for a window and left out: {names}")
+        typer.echo(f"{len(indexed.too_short)} files are shorter than one window and were left out: {names}")

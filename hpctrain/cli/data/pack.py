@@ -1,4 +1,4 @@
-"""`hpctrain data pack`: a dataset of HDF5 shards from files, tables, pictures, text or an iterator."""
+"""`hpctrain data pack`: makes HDF5 shards from files, tables, images, text or an iterator."""
 
 from __future__ import annotations
 
@@ -16,58 +16,60 @@ def pack_command(
     source: Annotated[
         str,
         typer.Argument(
-            help="digits, python-source, X.npz, X.npy, X.csv, X.parquet, text:DIR, images:DIR, npy:DIR (an array "
-            "a field), npy-files:DIR (a file a sample), parquet:DIR, or module:function that yields dicts."
+            help="digits, python-source, X.npz, X.npy, X.csv, X.parquet, text:DIR, images:DIR, npy:DIR (one array "
+            "per field), npy-files:DIR (one file per sample), parquet:DIR, or module:function that yields dicts."
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="Where the dataset goes.")],
+    out: Annotated[Path, typer.Argument(help="Directory of the dataset.")],
     window: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a sample predicts, for text [default: 128].")
+        int | None, typer.Option(min=1, help="For text: tokens that a sample predicts [default: 128].")
     ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens from one sample to the next [default: the window].")
     ] = None,
     boundaries: Annotated[
         str | None,
-        typer.Option(help="Of documents, for text: ignore, or split (no sample has tokens of two files)."),
+        typer.Option(help="For text: ignore file boundaries, or split (no sample has tokens of two files)."),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="HEIGHTxWIDTH of pictures [default: as they are, all alike].")
+        str | None, typer.Option(help="HEIGHTxWIDTH of images [default: as they are, all of one size].")
     ] = None,
-    colour: Annotated[str | None, typer.Option(help="Of pictures: rgb or grey [default: rgb].")] = None,
+    colour: Annotated[str | None, typer.Option(help="For images: rgb or grey [default: rgb].")] = None,
     fields: Annotated[
         str | None,
-        typer.Option(help="Of tables: FIELD=COLUMN+COLUMN:DTYPE,... [default: each column a field]."),
+        typer.Option(help="For tables: FIELD=COLUMN+COLUMN:DTYPE,... [default: a field for each column]."),
     ] = None,
     parts: Annotated[
         int | None,
         typer.Option(min=1, help="For module:function(part, num_parts): parts to pack [default: 1]."),
     ] = None,
     shard_mb: Annotated[
-        float, typer.Option("--shard-mb", help="Size of a shard in MB (10^6 bytes), at most.")
+        float, typer.Option("--shard-mb", help="Maximum size of a shard in MB (10^6 bytes).")
     ] = 256.0,
     compress: Annotated[str | None, typer.Option(help="gzip or zstd [default: contiguous].")] = None,
     chunk_samples: Annotated[
-        int | None, typer.Option(min=1, help="Samples a compressed chunk [default: 256 KiB of them].")
+        int | None, typer.Option(min=1, help="Samples per compressed chunk [default: 256 KiB of them].")
     ] = None,
     held_out: Annotated[
         float | None,
         typer.Option(
             "--held-out",
-            help="Share kept apart as OUT/test; 0 packs everything into OUT itself "
+            help="Fraction of the samples held out as OUT/test; 0 packs all samples into OUT itself "
             "[default: digits 0.2, text 0.1, others 0].",
         ),
     ] = None,
     shuffle: Annotated[
-        bool, typer.Option("--shuffle", help="Pack samples in random order: for reading in blocks.")
+        bool, typer.Option("--shuffle", help="Pack samples in random order, for training that reads blocks.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Decides what is held out, and the shuffled order.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the held-out choice and of the shuffled order.")
+    ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted packing: whole shards are kept.")
+        bool, typer.Option("--resume", help="Continue an interrupted packing; complete shards are kept.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
 ) -> None:
-    """Pack SOURCE into HDF5 shards with a manifest. Started as several ranks, they share the work.
+    """Pack SOURCE into HDF5 shards with a manifest. Several ranks share the work.
 
     \b
     hpctrain data pack digits data/digits
@@ -78,23 +80,28 @@ def pack_command(
     hpctrain data pack table.parquet data/table --fields x=a+b:float32,y=kind
     mpirun -n 8 hpctrain data pack simulation:samples data/simulated --compress zstd --resume
     """
-    from hpctrain.data.hdf5.encode import ChunkCodec
-    from hpctrain.data.packing.pack import Existing
-    from hpctrain.data.packing.pack_source import pack_source
-    from hpctrain.data.sources.images import Colour, parse_size
-    from hpctrain.data.sources.registry import SourceOptions
-    from hpctrain.data.sources.tables import parse_fields
+    from hpctrain.data import (
+        ChunkCodec,
+        Colour,
+        Existing,
+        SourceOptions,
+        pack_source,
+        parse_size,
+        parse_table_fields,
+    )
 
     if shard_mb * 1e6 < 1:
         raise UsageError(f"--shard-mb {shard_mb}: a shard holds at least one byte")
     if resume and overwrite:
-        raise UsageError("--resume keeps what is there, --overwrite replaces it: choose one of them")
+        raise UsageError(
+            "--resume keeps existing shards, --overwrite replaces them: give only one of the two"
+        )
     if boundaries not in (None, "ignore", "split"):
         raise UsageError(f"--boundaries {boundaries}: ignore or split is expected")
     options = SourceOptions(
         image_size=None if size is None else parse_size(size),
         colour=None if colour is None else Colour(_one_of("--colour", colour, [c.value for c in Colour])),
-        fields=None if fields is None else parse_fields(fields),
+        fields=None if fields is None else parse_table_fields(fields),
         num_parts=parts,
     )
     codec = (

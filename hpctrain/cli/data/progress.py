@@ -1,4 +1,4 @@
-"""What the commands on datasets share: a dataset in one line, and progress on stderr."""
+"""Helpers of the dataset commands: a one-line summary of a dataset, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 from hpctrain.cli.ranks import LINE_INTERVAL_S
 
 if TYPE_CHECKING:
-    from hpctrain.data.format.manifest import Manifest
+    from hpctrain.data import Manifest
 
 
 def summary_of(manifest: Manifest) -> str:
-    """`1,437 samples in 4 shards, 0.5 MB`."""
+    """Samples, shards and size in one line, for example `1,437 samples in 4 shards, 0.5 MB`."""
     shards = len(manifest.shards)
     what = "samples" if manifest.tokens is None else "token windows"
     megabytes = f"{manifest.file_bytes / 1e6:,.1f} MB"
@@ -45,7 +45,7 @@ class Meter:
             self._bars.stop()
 
     def part(self, directory: Path) -> Callable[[int, int | None], None]:
-        """The callback for one dataset directory."""
+        """Returns the progress callback (amount done, total or None) for one dataset directory."""
         if self._bars is None:
             return lambda done, total: self._line(directory, done, total)
         task = self._bars.add_task(str(directory), total=None)

@@ -1,1 +1,1 @@
-"""Horovod, MPI, threads, serial; opening one of them; probing the libraries."""
+"""The backends Horovod, MPI, threads and serial; `open_world`; probes of the installed libraries."""

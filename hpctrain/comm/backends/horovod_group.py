@@ -1,8 +1,7 @@
 """The collective operations over one of Horovod's process sets.
 
-Horovod matches operations by name, so each has one that the same call on the other ranks has too: the communicator's
-number and the operation's number on it. Two threads may therefore communicate at once, each on a communicator of its
-own.
+Horovod matches the ranks' operations by name. A name consists of the communicator's number and the operation's number
+on it, so two threads may communicate at the same time, each on a separate communicator.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ from typing import Any, final
 
 import torch
 
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     as_rows,
-    balanced_counts,
     check_buffer,
     check_counts,
     check_exchange,
     check_part,
     check_root,
+    gather_bytes,
     offsets_of,
     pack,
     reordered,
@@ -31,21 +31,21 @@ from hpctrain.comm.interface.buffer_checks import (
 )
 from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
-from hpctrain.comm.interface.gather_bytes import gather_bytes
 from hpctrain.errors import BufferMismatch, CommunicationError
+from hpctrain.storage import split_evenly
 
 NAMES_IN_TURN = 64
-POLL_EVERY_S = 20e-6  # the kernel makes it some 70 us
+POLL_EVERY_S = 20e-6  # the kernel rounds it up to about 70 us
 
 
 @final
-class HorovodGroup:
-    """The collective operations over one process set, in a space of names of its own."""
+class HorovodGroup(Attributes):
+    """Collective operations over one process set, with a separate range of operation names."""
 
     def __init__(
         self, hvd: Any, *, process_set: Any, members: tuple[int, ...], name: str, chunk_elems: int
     ) -> None:
-        """chunk_elems: of a longer buffer, so many elements go in one operation of Horovod."""
+        """chunk_elems: maximum number of elements in one Horovod operation; longer buffers are split."""
         self._hvd = hvd
         self._chunk_elems = max(chunk_elems, len(members))
         self._process_set = process_set
@@ -74,8 +74,8 @@ class HorovodGroup:
         return self._members
 
     def _next_name(self, operation: str) -> str:
-        # Few operations are in flight here, so a name may come again; Horovod keeps what it knows of an operation by
-        # name, and with ever new ones that store would only fill up, and warn.
+        # Names are reused, as few operations are in flight: Horovod caches operations by name, and with always new
+        # names that cache would fill up, with a warning.
         return f"hpctrain.{self._name}.{next(self._count) % NAMES_IN_TURN}.{operation}"
 
     @contextlib.contextmanager
@@ -84,10 +84,10 @@ class HorovodGroup:
             yield
         except (self._hvd.mpi_ops.HorovodInternalError, ValueError) as error:
             text = str(error)
-            # Horovod compares shapes and types itself, and tells every rank.
+            # Horovod compares shapes and types itself, and reports differences on every rank.
             kind = BufferMismatch if "Mismatched" in text else CommunicationError
             raise kind(
-                f"{operation} on rank {self._members[self._rank]} of {self.num_ranks}: Horovod says {text}"
+                f"{operation} on rank {self._members[self._rank]} of {self.num_ranks}: Horovod reported {text}"
             ) from error
 
     def _check(self, buffer: torch.Tensor, *, operation: str) -> None:
@@ -99,29 +99,29 @@ class HorovodGroup:
             )
 
     def _to_horovod(self, buffer: torch.Tensor) -> torch.Tensor:
-        """`buffer` where Horovod can take it: a Horovod built without device support wants host memory."""
+        """Returns `buffer`, in host memory if Horovod is built without NCCL."""
         if buffer.device.type == "cpu" or self._hvd.nccl_built():
             return buffer
         return buffer.cpu()
 
     def _stand_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What is sent for an empty buffer, which Horovod cannot take: zeros in a shape that no other buffer has.
+        """Returns a placeholder for an empty buffer, which Horovod rejects: zeros in a shape that no other buffer has.
 
-        So a rank that brings nothing where others bring something meets them, and Horovod tells all that they differ.
+        If other ranks' buffers are not empty, Horovod then reports on all ranks that the shapes differ.
         """
         return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, dtype=torch.int32, device=buffer.device))
 
     def _chunks(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
-        """The pieces that go in one operation each, and what their operations' names end in.
+        """Yields the chunks of `buffer`, one per operation, and the suffix of each operation's name.
 
-        The first meets that of any other rank, so that Horovod compares them. Later ones meet only those of a buffer as
-        long: else the rest of a longer one would be summed into what the others bring next.
+        The first has no suffix, so that Horovod compares it with the other ranks' buffers. Later ones have the buffer's
+        length in the name: otherwise the rest of a longer buffer would be matched with the other ranks' next operation.
         """
         for number, chunk in enumerate(buffer.split(self._chunk_elems)):  # an empty tensor is one empty chunk
             yield chunk, f".{buffer.numel()}" if number else ""
 
     def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
-        """As `windows_of`, of slices padded to the widest one, as Horovod wants them; and the end of the name."""
+        """Yields `windows_of` slices padded to the widest, as Horovod requires, and the suffix of the name."""
         padded = [max(counts)] * len(counts)
         for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):
             ends = [
@@ -132,7 +132,7 @@ class HorovodGroup:
             yield begins, widths, f".{sum(counts)}" if number else ""
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """As the contract says; float16 is summed in float16. MAX of NaN is whatever MPI makes of it."""
+        """See `Collective.all_reduce`. float16 is summed in float16; MAX with NaN depends on the MPI library."""
         self._check(buffer, operation="all_reduce")
         for chunk, end in self._chunks(buffer):
             given = widened(self._to_horovod(chunk), op=op) if chunk.numel() else self._stand_in(chunk)
@@ -147,7 +147,7 @@ class HorovodGroup:
                 chunk.copy_(result)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
-        """As the contract says. What is started together goes in one cycle of Horovod's thread, not in one each."""
+        """See `Collective.start_all_reduce`. Sums started together share one cycle of Horovod's thread."""
         given = self._to_horovod(buffer)
         if given is not buffer or not 0 < buffer.numel() <= self._chunk_elems:
             self.all_reduce(buffer)
@@ -163,7 +163,7 @@ class HorovodGroup:
 
         def wait() -> None:
             # Horovod's own wait polls without a pause, on the core that Horovod's thread needs: digits on 2 ranks and 2
-            # cores trained at 5,000 samples/s with it and at 6,000 so.
+            # cores trained at 5,000 samples/s with it and at 6,000 with this loop.
             while not self._hvd.poll(handle):
                 time.sleep(POLL_EVERY_S)
             with self._reported("all_reduce"):
@@ -190,14 +190,14 @@ class HorovodGroup:
         return mine
 
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
-        """`reduce_scatter` in one operation."""
+        """`reduce_scatter` in one Horovod operation."""
         staged = widened(self._to_horovod(buffer), op=ReduceOp.SUM)
         if buffer.numel() == 0:
             rows = self._stand_in(buffer)
-        elif self._in_order and list(counts) == balanced_counts(buffer.numel(), num_parts=self.num_ranks):
-            rows = staged  # Horovod gives the first ranks one more, as `balanced_counts` does
+        elif self._in_order and list(counts) == split_evenly(buffer.numel(), num_parts=self.num_ranks):
+            rows = staged  # Horovod splits as `split_evenly` does
         else:
-            # Horovod only splits evenly: a row for each rank, as wide as the widest slice.
+            # Horovod only splits evenly: one row per rank, padded to the widest slice.
             rows = as_rows(staged, counts=counts, order=self._by_world_rank)
         with self._reported("reduce_scatter"):
             handle = self._hvd.reducescatter_async(
@@ -226,7 +226,7 @@ class HorovodGroup:
         return whole
 
     def _gather(self, part: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
-        """`all_gather` in one operation."""
+        """`all_gather` in one Horovod operation."""
         given = self._to_horovod(part) if sum(counts) else self._stand_in(part)
         with self._reported("all_gather"):
             handle = self._hvd.allgather_async(
@@ -238,7 +238,7 @@ class HorovodGroup:
         if whole.numel() != sum(counts):
             raise BufferMismatch(
                 f"all_gather on rank {self._members[self._rank]}: counts {list(counts)} add up to "
-                f"{sum(counts)}, the ranks brought {whole.numel()} elements"
+                f"{sum(counts)}, but the ranks passed {whole.numel()} elements"
             )
         if not self._in_order:
             whole = reordered(whole, counts=counts, order=self._by_world_rank)
@@ -247,7 +247,7 @@ class HorovodGroup:
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """As the contract says. Horovod counts in 32 bits: at most 2^31 - 1 elements each way."""
+        """See `Collective.all_to_all`. Raises CommunicationError for 2^31 elements or more, Horovod's limit."""
         check_exchange(
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
             num_ranks=self.num_ranks,
@@ -256,7 +256,7 @@ class HorovodGroup:
         if max(sum(send_counts), sum(receive_counts)) >= 2**31:
             raise CommunicationError(
                 f"all_to_all on rank {self._members[self._rank]}: {sum(send_counts)} elements to send and "
-                f"{sum(receive_counts)} to receive, Horovod takes less than 2^31: send them in parts"
+                f"{sum(receive_counts)} to receive, but Horovod allows less than 2^31: send them in parts"
             )
         staged = self._to_horovod(buffer)
         splits = list(send_counts)
@@ -274,7 +274,7 @@ class HorovodGroup:
         if found.tolist() != [receive_counts[place] for place in self._by_world_rank]:
             raise BufferMismatch(
                 f"all_to_all on rank {self._members[self._rank]}: it expects {list(receive_counts)} elements "
-                f"of the ranks, they sent (by world rank) {found.tolist()}"
+                f"from the ranks, but they sent (by world rank) {found.tolist()}"
             )
         if not self._in_order:
             received = reordered(received, counts=receive_counts, order=self._by_world_rank)
@@ -288,7 +288,7 @@ class HorovodGroup:
             with self._reported("broadcast"):
                 result = self._hvd.broadcast_(
                     given,
-                    self._members[root],  # Horovod counts roots by world rank, also in a process set
+                    self._members[root],  # Horovod numbers roots by world rank, also in a process set
                     name=self._next_name(f"broadcast{end}"),
                     process_set=self._process_set,
                 )
@@ -299,11 +299,11 @@ class HorovodGroup:
         return gather_bytes(self, data)
 
     def barrier(self) -> None:
-        """A sum of one int: Horovod's own barrier has no name, so two threads' barriers could be mixed up."""
+        """Sums one int: Horovod's own barrier has no name, so it could mix up the barriers of two threads."""
         self.all_reduce(torch.zeros(1, dtype=torch.int32))
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
-        """MPI's, where Horovod runs over it."""
+        """Returns MPI's collective files where Horovod runs over MPI, else None."""
         from hpctrain.comm.backends.mpi_world import open_collective_files
 
         if not all_have_mpi(self._hvd, self):
@@ -312,7 +312,7 @@ class HorovodGroup:
 
 
 def all_have_mpi(hvd: Any, group: Collective) -> bool:
-    """Whether Horovod runs over MPI, and mpi4py can be used beside it, on all of the group's ranks. Collective."""
+    """Returns True if on all ranks of `group` Horovod runs over MPI and mpi4py can be used with it. Collective."""
     from hpctrain.comm.backends.mpi_world import can_open_transport
 
     mine = bool(hvd.mpi_enabled()) and can_open_transport()

@@ -1,9 +1,9 @@
-"""A run over Horovod where MPI is there too: Horovod for its own reductions, MPI for everything else.
+"""A world that uses Horovod for Horovod's own reductions and MPI for everything else.
 
-Horovod's thread polls inside MPI on the core that computes, and whatever goes through it waits for its next cycle.
-Two ranks on two cores made 825 backward passes a second without it and 480 with an idle one; a checkpoint took 4.5 s
-instead of 0.17. So control messages and reductions of our own go over MPI, and Horovod is started when one of its own
-reductions is asked for, and stopped when the last of these is closed. See docs/adr/0023.
+Horovod's thread polls inside MPI on a core that also computes, and every operation waits for the thread's next cycle.
+Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle one; a checkpoint took 4.5 s
+instead of 0.17. So control messages and hpctrain's own reductions use MPI; Horovod is started when one of its own
+reductions is requested, and stopped when the last world over it is closed. See docs/adr/0023.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hpctrain.topology import Topology
 
 @final
 class HorovodOverMpi(Forwarding):
-    """All ranks of an MPI run; its reduction worlds are Horovod's. `backend` is `mpi`: that carries its operations."""
+    """An MPI world whose reduction worlds are Horovod's. `backend` is `mpi`, which runs the other operations."""
 
     def __init__(
         self, mpi: World, *, hvd: Any, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS
     ) -> None:
-        """mpi: closed with this world. hvd: horovod.torch, loaded. algorithm: as of `HorovodWorld.open`."""
+        """mpi: closed along with this world. hvd: horovod.torch, loaded. algorithm: see `HorovodWorld.open`."""
         self._mpi = self._group = mpi
         self._hvd = hvd
         self._chunk_elems = chunk_elems
@@ -44,7 +44,7 @@ class HorovodOverMpi(Forwarding):
         return "horovod"
 
     def open_reduction_world(self) -> World:
-        """As the contract says. Starts Horovod where it does not run. LaunchError when it does not start."""
+        """See `World.open_reduction_world`. Starts Horovod unless it runs; raises LaunchError if it does not start."""
         if self._horovod is None or not self._horovod.running:
             self._horovod = RunningHorovod.start(self._hvd, chunk_elems=self._chunk_elems)
         return HorovodWorld(self._horovod)
@@ -65,7 +65,7 @@ class HorovodOverMpi(Forwarding):
         self._mpi.abort(exit_code)
 
     def close(self) -> None:
-        """Stop Horovod, should one of its worlds still be open, and finish communication. Collective."""
+        """Stops Horovod if one of its worlds is still open, and finishes communication. Collective."""
         if self._horovod is not None:
             self._horovod.stop()
         self._mpi.close()

@@ -31,7 +31,7 @@ class HorovodWorld(Forwarding):
     """All ranks of a Horovod run, with Horovod for every operation."""
 
     def __init__(self, horovod: RunningHorovod, *, is_run: bool = False) -> None:
-        """Use `open`, or `open_reduction_world` of another world. is_run: closing it is the end of the run."""
+        """Use `open`, or `open_reduction_world` of another world. is_run: `close` always stops Horovod."""
         horovod.add_world()
         self._horovod = horovod
         self._is_run = is_run
@@ -42,10 +42,10 @@ class HorovodWorld(Forwarding):
 
     @classmethod
     def open(cls, *, algorithm: str | None = None, chunk_elems: int = MAX_CHUNK_ELEMS) -> HorovodWorld:
-        """Starts Horovod, unless it runs already. Collective. LaunchError when it does not load or start.
+        """Starts Horovod, unless it runs already. Collective. Raises LaunchError when it does not load or start.
 
-        algorithm: of the recipe; `nccl-hierarchical` and `nccl-torus` are asked of Horovod here (see
-        `horovod_environment`), which only a Horovod that does not run yet can follow.
+        algorithm: from the recipe; `nccl-hierarchical` and `nccl-torus` are switched on here (see
+        `horovod_environment`), without effect if Horovod runs already.
         """
         hvd = load_horovod()
         if not hvd.is_initialized():
@@ -81,13 +81,13 @@ class HorovodWorld(Forwarding):
         return self._horovod.group(self.members, number=self._horovod.next_number())
 
     def transport(self, topology: Topology) -> Transport | None:
-        """MPI's, where Horovod runs over it: its own operations can only be waited for."""
+        """Returns MPI's transport where Horovod runs over MPI, else None: Horovod has no point-to-point messages."""
         from hpctrain.comm.backends.mpi_world import open_transport
 
         return open_transport(topology) if self._all_have_mpi() else None
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """MPI's, where Horovod runs over it."""
+        """Returns MPI's remote memory where Horovod runs over MPI, else None."""
         from hpctrain.comm.backends.mpi_world import open_remote_memory
 
         return open_remote_memory(num_bytes) if self._all_have_mpi() else None
@@ -96,10 +96,10 @@ class HorovodWorld(Forwarding):
         return all_have_mpi(self._hvd, self._group)
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks with `exit_code`, from whichever thread.
+        """Ends all ranks with `exit_code`, from any thread.
 
-        Through MPI_Abort where mpi4py is there; else this process ends at once, and the launcher, which sees
-        a rank end without finalizing, ends the others.
+        Calls MPI_Abort if mpi4py is installed; else ends this process at once, and the launcher ends the others
+        because a rank ended without finalizing.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -110,7 +110,7 @@ class HorovodWorld(Forwarding):
         os._exit(exit_code)
 
     def close(self) -> None:
-        """Finish communication. Collective. Horovod's thread stops with the last world over it."""
+        """Finishes communication. Collective. Horovod stops when its last world is closed, if it can start again."""
         if not self._closed:
             self._closed = True
             self._horovod.close_world()

@@ -1,9 +1,8 @@
-"""What the communication libraries of this environment are: facts for `hpctrain doctor`, nothing started.
+"""Facts about the installed communication libraries, for `hpctrain doctor`. Starts none of them.
 
-The libraries are looked at through importlib, so that a missing one is a fact and not an error. MPI is the
-exception among them: loading `mpi4py.MPI` may start it, and a start that fails ends the process. It is
-therefore asked after a world has been opened, or in a process of its own
-(`python -m hpctrain.comm.backends.library_probe`).
+The libraries are imported through importlib, so that a missing one is a finding and not an error. MPI is the
+exception: loading `mpi4py.MPI` may start it, and a failed start ends the process. It is therefore probed after a
+world was opened, or in a separate process (`python -m hpctrain.comm.backends.library_probe`).
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ _HOROVOD_PARTS = ("mpi", "gloo", "nccl", "cuda", "rocm")
 
 
 def probe_horovod() -> dict[str, Any]:
-    """`version` and `built`, the parts it was built with; or `error`, when it cannot be loaded."""
+    """Returns `version` and `built`, the parts it was built with; or `error`, if it cannot be loaded."""
     try:
         version = importlib.metadata.version("horovod")
         horovod = importlib.import_module("horovod.torch")
     except importlib.metadata.PackageNotFoundError:
         return {"error": "not installed"}
     except Exception as error:
-        # A build against another torch fails to load in many ways; any of them is a finding, not a crash.
+        # A build against another torch fails to load in many ways; each is a finding, not a crash.
         return {"error": f"cannot be loaded: {_first_line(error)}"}
     built = [part for part in _HOROVOD_PARTS if bool(getattr(horovod, f"{part}_built")())]
     return {"version": version, "built": built}
 
 
 def probe_mpi4py() -> dict[str, Any]:
-    """`version` of mpi4py from its metadata, or `error`. MPI is neither loaded nor started."""
+    """Returns `version` of mpi4py from its metadata, or `error`. MPI is neither loaded nor started."""
     try:
         return {"version": importlib.metadata.version("mpi4py")}
     except importlib.metadata.PackageNotFoundError:
@@ -43,14 +42,14 @@ def probe_mpi4py() -> dict[str, Any]:
 
 
 def probe_started_mpi() -> dict[str, Any]:
-    """`library`, `standard`, `thread_level` of the MPI that this process has started; `error` if it has not.
+    """Returns `library` and `standard` of MPI, and if it is started `thread_level` and `num_ranks`; or `error`.
 
-    Does not start MPI, and loads `mpi4py.MPI` only in a process where it is loaded already or MPI runs.
+    Does not start MPI.
     """
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
         if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.initialize = False  # Horovod may have started it; then it is only asked
+            mpi4py.rc.initialize = False  # Horovod may have started it; it is only queried here
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except Exception as error:
         return {"error": f"mpi4py cannot be loaded: {_first_line(error)}"}
@@ -65,9 +64,9 @@ def probe_started_mpi() -> dict[str, Any]:
 
 
 def probe_mpi_alone(*, timeout_s: float = 60.0) -> dict[str, Any]:
-    """The facts of `probe_started_mpi` from a process of its own, which starts MPI as one rank.
+    """Returns the facts of `probe_started_mpi` from a separate process, which starts MPI as one rank.
 
-    `error` says how the start failed: MPI ends a process in which it cannot start.
+    `error` holds the output of a failed start, since MPI ends a process in which it cannot start.
     """
     try:
         done = subprocess.run(
@@ -85,8 +84,8 @@ def probe_mpi_alone(*, timeout_s: float = 60.0) -> dict[str, Any]:
         if line.startswith(_MARK):
             facts: dict[str, Any] = json.loads(line.removeprefix(_MARK))
             return facts
-    told = [line.strip() for line in done.stderr.splitlines() if line.strip(" -*\t")]
-    return {"error": f"MPI cannot start (exit code {done.returncode}): {' '.join(told)[:300]}"}
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip(" -*\t")]
+    return {"error": f"MPI cannot start (exit code {done.returncode}): {' '.join(lines)[:300]}"}
 
 
 def _first_line(error: BaseException) -> str:
@@ -95,7 +94,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Start MPI as one rank and print its facts."""
+    """Starts MPI as one rank and prints its facts."""
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
         mpi4py.rc.thread_level = "multiple"

@@ -1,6 +1,6 @@
-"""Messages over MPI, and MPI's shared windows within a node.
+"""Point-to-point messages over MPI, and MPI's shared windows within a node.
 
-It gets its communicators from `hpctrain.comm.backends.mpi_world`, which alone imports mpi4py.
+`hpctrain.comm.backends.mpi_world`, the only module that imports mpi4py, passes the communicators.
 Source of the shared window: MPI 3.1 standard, section 11.2.3 (MPI_Win_allocate_shared).
 """
 
@@ -25,15 +25,15 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @final
 class MpiTransport:
-    """`Transport` over a communicator of its own."""
+    """`Transport` over a separate MPI communicator."""
 
     def __init__(self, mpi: Any, comm: Any, *, topology: Topology) -> None:
-        """mpi: the module mpi4py.MPI. comm: all ranks' communicator, for this object alone. Collective."""
+        """mpi: the module mpi4py.MPI. comm: communicator of all ranks, used by this object only. Collective."""
         self._mpi = mpi
         self._comm = comm
         self._topology = topology
         self._rank = comm.Get_rank()
-        # By the topology and not by MPI's own idea of a node: nodes may be emulated.
+        # By the topology, not by MPI's notion of a node: nodes may be emulated.
         self._node = comm.Split(topology.node_of(self._rank), key=self._rank)
         self._windows: list[Any] = []
         self._byte = mpi.BYTE
@@ -51,7 +51,7 @@ class MpiTransport:
         try:
             yield
         except self._mpi.Exception as error:
-            raise CommunicationError(f"{operation} on rank {self._rank}: MPI says {error}") from error
+            raise CommunicationError(f"{operation} on rank {self._rank}: MPI reported {error}") from error
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
         with self._reported(f"send to rank {to}"):
@@ -70,7 +70,7 @@ class MpiTransport:
             self._check_room(num_bytes)
             window = self._mpi.Win.Allocate_shared(num_bytes, 1, self._mpi.INFO_NULL, self._node)
             self._windows.append(window)
-            window.Lock_all(self._mpi.MODE_NOCHECK)  # Sync, our fence, is for epochs like this one
+            window.Lock_all(self._mpi.MODE_NOCHECK)  # `fence` calls Win.Sync, which requires such an epoch
             segments = []
             for local_rank in range(self._node.Get_size()):
                 memory, _ = window.Shared_query(local_rank)
@@ -81,7 +81,7 @@ class MpiTransport:
         return segments
 
     def _check_room(self, num_bytes: int) -> None:
-        """Refuse on every rank of the node before MPI would, or the kernel at the first touch of a page."""
+        """Raises CommunicationError on every rank of the node if memory is short, before MPI or the kernel fails."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
         self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)
@@ -89,7 +89,7 @@ class MpiTransport:
         if total > least_free:
             raise CommunicationError(
                 f"the ranks of node {self._topology.node_names[self._topology.node_of(self._rank)]} need "
-                f"{total / 1e6:.0f} MB of shared memory, {SHARED_MEMORY} has {least_free / 1e6:.0f} MB left: make it "
+                f"{total / 1e6:.0f} MB of shared memory, {SHARED_MEMORY} has {least_free / 1e6:.0f} MB free: make it "
                 "larger (containers: --shm-size), or choose the algorithm direct or flat",
                 agreed=False,
             )
@@ -99,13 +99,13 @@ class MpiTransport:
             self._windows[-1].Sync()
 
     def begun(self, what: str) -> None:
-        """Nobody watches."""
+        """Does nothing: there is no watchdog here."""
 
     def waits(self, what: str) -> None:
-        """Nobody watches."""
+        """Does nothing: there is no watchdog here."""
 
-    def got_on(self) -> None:
-        """Nobody watches."""
+    def progressed(self) -> None:
+        """Does nothing: there is no watchdog here."""
 
     def close(self) -> None:
         for window in self._windows:
@@ -117,7 +117,7 @@ class MpiTransport:
 
 
 def _tensor_of(memory: Any) -> torch.Tensor:
-    """The bytes of a window's segment as a tensor."""
+    """Returns a window's segment as a uint8 tensor, without a copy."""
     if len(memory) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)

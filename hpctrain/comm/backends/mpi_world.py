@@ -1,10 +1,10 @@
 """MPI through mpi4py. The only file of hpctrain that imports mpi4py.
 
-Buffers are numpy views of CPU tensors: nothing is copied on the way to MPI. Tensors on another device go
-through a host copy: correct with every MPI, also one that knows nothing of devices.
+MPI receives numpy views of CPU tensors, without a copy. Tensors on another device are copied to the host, which works
+with every MPI, including those without device support.
 
-Half types have no MPI type. They travel as 16-bit integers: an all-to-all of slices, a float32 sum in rank
-order at each slice's owner, one rounding, and an all-gather. That moves as many bytes as a ring all-reduce.
+Half types have no MPI type. They are sent as 16-bit integers: an all-to-all of slices, a float32 sum in rank
+order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce.
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
 in MPICH, section 4.5 (reduce-scatter followed by all-gather).
@@ -24,16 +24,17 @@ import numpy as np
 import torch
 
 from hpctrain.comm.backends.mpi_transport import MpiTransport
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     HALF_TYPES,
     MAX_CHUNK_ELEMS,
-    balanced_counts,
     check_buffer,
     check_counts,
     check_exchange,
     check_groups,
     check_part,
     check_root,
+    gather_bytes,
     offsets_of,
     pack,
     sum_in_order,
@@ -41,30 +42,33 @@ from hpctrain.comm.interface.buffer_checks import (
 )
 from hpctrain.comm.interface.collective_files import CollectiveFiles, MpiCollectiveFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
-from hpctrain.comm.interface.gather_bytes import gather_bytes
 from hpctrain.comm.interface.host_copies import on_host, to_host
 from hpctrain.comm.interface.remote_memory import MpiRemoteMemory, RemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.comm.interface.world_forwarding import Forwarding
 from hpctrain.errors import CommunicationError, LaunchError
+from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _ABORT_MAY_TAKE_S = 3.0
-# The only messages between pairs in a group's space: one tag will do.
+# all_to_all sends the only point-to-point messages of a group's communicator, so one tag suffices.
 ALL_TO_ALL_TAG = 1
 
 
 def _import_mpi(*, initialize: bool = True) -> Any:
-    """mpi4py's MPI module. Importing it initialises MPI, so it happens when a world is opened, not before."""
+    """Returns mpi4py's MPI module. Importing it initialises MPI, so it is imported only when a world is opened.
+
+    Raises LaunchError if mpi4py cannot be loaded.
+    """
     try:
         import mpi4py
 
         if "mpi4py.MPI" not in sys.modules:
             mpi4py.rc.initialize = initialize
-        # The bucket thread communicates while the main thread may too.
+        # The bucket thread and the main thread may communicate at the same time.
         mpi4py.rc.thread_level = "multiple"
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -75,9 +79,9 @@ def _import_mpi(*, initialize: bool = True) -> Any:
 
 
 def abort_all(exit_code: int) -> None:
-    """End all ranks of COMM_WORLD with `exit_code` if MPI is initialised, by whomever; else do nothing.
+    """Ends all ranks of COMM_WORLD with `exit_code` if MPI is initialised, by any library; else does nothing.
 
-    On a node whose link is cut MPI_Abort waits for an answer that does not come: then this process ends.
+    On a node without network MPI_Abort blocks; this process then ends after `_ABORT_MAY_TAKE_S`. Not collective.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized() or mpi.Is_finalized():
@@ -85,7 +89,7 @@ def abort_all(exit_code: int) -> None:
     last_resort = threading.Timer(_ABORT_MAY_TAKE_S, os._exit, args=(exit_code,))
     last_resort.daemon = True
     last_resort.start()
-    # Not mpi4py's Abort: it holds Python's lock while it waits, and the timer would never come to run.
+    # Not mpi4py's Abort: it holds Python's lock while it waits, so the timer could not run.
     library = ctypes.CDLL(mpi.__file__)
     handle = (ctypes.c_void_p if mpi._sizeof(mpi.Comm) == 8 else ctypes.c_int).from_address(
         mpi._addressof(mpi.COMM_WORLD)
@@ -94,7 +98,7 @@ def abort_all(exit_code: int) -> None:
 
 
 def can_open_transport() -> bool:
-    """Whether this process has mpi4py and an MPI that runs and lets two threads communicate. Not collective."""
+    """Returns True if mpi4py is installed and MPI runs with MPI_THREAD_MULTIPLE. Not collective."""
     try:
         mpi = _import_mpi(initialize=False)
     except LaunchError:
@@ -103,26 +107,26 @@ def can_open_transport() -> bool:
 
 
 def open_transport(topology: Topology) -> Transport:
-    """Messages of their own over all ranks, whoever has initialised MPI (Horovod may have). Collective.
+    """Returns a transport over all ranks, in a separate message space. Collective.
 
-    LaunchError when mpi4py is not there or MPI is not running.
+    Horovod may have initialised MPI. Raises LaunchError if mpi4py is missing or MPI is not running.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized():
-        raise LaunchError("MPI is not running: messages of our own need a backend that runs over MPI")
+        raise LaunchError("MPI is not running: point-to-point messages need a backend that runs over MPI")
     return MpiTransport(mpi, mpi.COMM_WORLD.Dup(), topology=topology)
 
 
 def open_remote_memory(num_bytes: int) -> RemoteMemory:
-    """Memory that all ranks can read, whoever has initialised MPI. Collective. See `World.remote_memory`."""
+    """Implements `World.remote_memory`; Horovod may have initialised MPI. Collective over all ranks."""
     mpi = _import_mpi(initialize=False)
     return MpiRemoteMemory(mpi, mpi.COMM_WORLD.Dup(), num_bytes=num_bytes)
 
 
 def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
-    """Files that the world ranks `members` read or write together, whoever has initialised MPI.
+    """Returns collective files of the world ranks `members`; Horovod may have initialised MPI.
 
-    Collective over them. CommunicationError where MPI counts its ranks otherwise than the run.
+    Collective over `members`. Raises CommunicationError if these are not ranks of MPI's COMM_WORLD.
     """
     mpi = _import_mpi(initialize=False)
     try:
@@ -130,12 +134,12 @@ def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
         comm = mpi.COMM_WORLD.Create_group(group)
         group.Free()
     except mpi.Exception as error:
-        raise CommunicationError(f"opening files on ranks {list(members)}: MPI says {error}") from error
+        raise CommunicationError(f"opening files on ranks {list(members)}: MPI reported {error}") from error
     return MpiCollectiveFiles(mpi, comm)
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory as numpy sees it: 16-bit integers for the half types. CPU tensors only."""
+    """Returns a numpy view of a CPU tensor: 16-bit integers for the half types."""
     tensor = tensor.detach()
     if tensor.dtype in HALF_TYPES:
         tensor = tensor.view(torch.int16)
@@ -144,8 +148,8 @@ def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 @final
-class MpiGroup:
-    """The collective operations over one MPI communicator."""
+class MpiGroup(Attributes):
+    """Collective operations over one MPI communicator."""
 
     def __init__(
         self, comm: MPI.Comm, *, members: tuple[int, ...], chunk_elems: int = MAX_CHUNK_ELEMS
@@ -178,11 +182,11 @@ class MpiGroup:
             yield
         except self._mpi.Exception as error:
             raise CommunicationError(
-                f"{operation} on rank {self._members[self._rank]} of {self.num_ranks}: MPI says {error}"
+                f"{operation} on rank {self._members[self._rank]} of {self.num_ranks}: MPI reported {error}"
             ) from error
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """As the contract says. MAX of NaN is whatever MPI makes of it."""
+        """See `Collective.all_reduce`. For MAX, the result with NaN depends on the MPI library."""
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
         with self._reported("all_reduce"), on_host(buffer) as host:
             for chunk in host.split(self._chunk_elems):
@@ -196,7 +200,7 @@ class MpiGroup:
                     self._comm.Allreduce(self._mpi.IN_PLACE, _view(wide), op=self._mpi.MAX)
                     chunk.copy_(wide)
                 else:
-                    counts = balanced_counts(chunk.numel(), num_parts=self.num_ranks)
+                    counts = split_evenly(chunk.numel(), num_parts=self.num_ranks)
                     self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
@@ -247,10 +251,10 @@ class MpiGroup:
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """As the contract says, by messages between pairs of ranks.
+        """See `Collective.all_to_all`. Sends point-to-point messages.
 
-        The ranks' counts differ here, so they could not agree on pieces of an Alltoallv without one more
-        message. A pair knows its own count on both sides, and so the pieces of its own slice.
+        Long buffers must be split. For Alltoallv the ranks would first have to agree on the chunks, as their counts
+        differ; the two ranks of a pair both know the count of their slice, and so its chunks.
         """
         check_exchange(
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
@@ -261,7 +265,7 @@ class MpiGroup:
         incoming, outgoing = received.split(list(receive_counts)), host.split(list(send_counts))
         requests: list[Any] = []
         with self._reported("all_to_all"):
-            # The nearest ranks first, each another one: not all ranks send to rank 0 at once.
+            # In order of distance, so that not all ranks send to rank 0 at once.
             for distance in range(1, self.num_ranks):
                 source = (self.rank - distance) % self.num_ranks
                 requests += [
@@ -299,7 +303,7 @@ class MpiGroup:
         return open_collective_files(self._members if members is None else members)
 
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Sum of all ranks' slices of half-precision `buffer` that are this rank's, shape (counts[rank],)."""
+        """Returns the sum over the ranks of this rank's slice of half-precision `buffer`, shape (counts[rank],)."""
         width = counts[self.rank]
         received = torch.empty(self.num_ranks * width, dtype=buffer.dtype)
         self._comm.Alltoallv(
@@ -317,7 +321,7 @@ class MpiWorld(Forwarding):
     """All ranks that the MPI launcher started."""
 
     def __init__(self, comm: MPI.Intracomm, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> None:
-        """`comm`: a communicator for hpctrain alone. Use `open`."""
+        """Use `open`. comm: a communicator used by this object only."""
         self._comm = comm
         self._chunk_elems = chunk_elems
         self._group = MpiGroup(comm, members=tuple(range(comm.Get_size())), chunk_elems=chunk_elems)
@@ -325,16 +329,17 @@ class MpiWorld(Forwarding):
 
     @classmethod
     def open(cls, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> MpiWorld:
-        """Initialise MPI if nobody has, and take a copy of COMM_WORLD. Collective.
+        """Initialises MPI unless it is, and duplicates COMM_WORLD. Collective.
 
-        LaunchError when mpi4py is not there, or MPI does not let two threads communicate.
+        chunk_elems: maximum number of elements in one MPI call. Raises LaunchError if mpi4py is missing or MPI lacks
+        MPI_THREAD_MULTIPLE.
         """
         mpi = _import_mpi()
         provided = mpi.Query_thread()
         if provided < mpi.THREAD_MULTIPLE:
             raise LaunchError(
-                f"MPI offers thread level {provided}, hpctrain needs MPI_THREAD_MULTIPLE "
-                f"({mpi.THREAD_MULTIPLE}): build MPI with it, or import hpctrain before what initialises MPI"
+                f"MPI provides thread level {provided}, hpctrain needs MPI_THREAD_MULTIPLE "
+                f"({mpi.THREAD_MULTIPLE}): build MPI with it, or import hpctrain before other libraries initialise MPI"
             )
         return cls(mpi.COMM_WORLD.Dup(), chunk_elems=chunk_elems)
 
@@ -368,13 +373,13 @@ class MpiWorld(Forwarding):
         return open_remote_memory(num_bytes)
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks through MPI_Abort, from whichever thread; the launcher returns `exit_code`."""
+        """Ends all ranks through MPI_Abort, from any thread; the launcher returns `exit_code`."""
         sys.stdout.flush()
         sys.stderr.flush()
         abort_all(exit_code)
 
     def close(self) -> None:
-        """Give the communicator back. MPI itself ends with the process: others (HDF5) may still use it."""
+        """Frees the communicator. MPI itself ends with the process: other libraries (HDF5) may still use it."""
         if not self._closed:
             self._closed = True
             self._comm.Free()

@@ -1,4 +1,4 @@
-"""Open the backend a run asks for, or the best that is there."""
+"""Opens the requested backend, or the best one available."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import all_gather_json, describe_ranks, raise_together
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import LaunchError, UsageError
-from hpctrain.launch import RankIdentity, cross_check, identify
-from hpctrain.launch.yielding import YIELD_VARIABLE, in_effect
+from hpctrain.launch import YIELD_VARIABLE, RankIdentity, cross_check, identify, in_effect
 
 BACKENDS = ("auto", "horovod", "mpi", "serial")
 INSTALL = "install one of them in the environment that every rank uses (make setup builds both)"
@@ -24,9 +23,9 @@ INSTALL = "install one of them in the environment that every rank uses (make set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedWorld:
-    """A world, why it is this one, and what could not be used, as lines for the user.
+    """A world, the reason for its backend, and notes for the user on what could not be used.
 
-    reason: a clause; empty where the backend was asked for. horovod: what it can do; None over another backend.
+    reason: a clause; empty if the user chose the backend. horovod: its build; None with other backends.
     """
 
     world: World
@@ -42,14 +41,14 @@ def open_world(
     algorithm: str | None = None,
     device: str = "auto",
 ) -> OpenedWorld:
-    """Join the other ranks over `backend`. Collective over all ranks that the launcher started.
+    """Connects to the other ranks over `backend`. Collective over all ranks that the launcher started.
 
-    auto: serial for one rank; for more MPI, along with Horovod where gradients lie on GPUs that its NCCL sums
-    (docs/adr/0023). Where mpi4py is missing, Horovod.
-    horovod: for its own reductions; everything else goes over MPI, where Horovod is built with it and mpi4py is there.
-    identity: who this process is; read from the environment when not given.
-    algorithm: of the recipe; Horovod's own are chosen when it starts (see `horovod_settings.why_no_nccl`).
-    device: of the recipe; with `cpu` no GPU is looked for.
+    auto: serial for one rank; for more, MPI, along with Horovod if gradients are on GPUs and Horovod has NCCL
+    (docs/adr/0023); Horovod alone if mpi4py is missing.
+    horovod: for its own reductions; all else uses MPI, if Horovod is built with it and mpi4py is installed.
+    identity: rank and size of this process; default: read from the environment.
+    algorithm: from the recipe; Horovod's own ones take effect when it starts (see `horovod_environment.why_no_nccl`).
+    device: from the recipe; with `cpu`, GPUs are ignored.
     Raises UsageError for an unknown backend; LaunchError when the backend cannot be loaded or does not fit
     the number of ranks; TopologyError when it counts the ranks differently from the launcher.
     """
@@ -64,7 +63,7 @@ def open_world(
         raise UsageError(f"no communication backend {backend!r}: choose {', '.join(BACKENDS)}{hint}")
     if backend == "serial" and identity.num_ranks > 1:
         raise LaunchError(
-            f"the backend serial is for one rank, {identity.launcher} started {identity.num_ranks}: "
+            f"the backend serial is for one rank, but {identity.launcher} started {identity.num_ranks}: "
             "choose auto, horovod or mpi, or start one rank"
         )
     if backend == "serial" or (backend == "auto" and identity.num_ranks == 1):
@@ -80,7 +79,7 @@ def open_world(
 
 
 def why_no_horovod() -> str | None:
-    """Why this process cannot load Horovod, or None if it can. Loads it, but does not start it."""
+    """Returns the reason why this process cannot load Horovod, None if it can. Loads Horovod, but does not start it."""
     from hpctrain.comm.backends.running_horovod import load_horovod
 
     try:
@@ -91,10 +90,10 @@ def why_no_horovod() -> str | None:
 
 
 def yield_while_idle(environ: MutableMapping[str, str], *, identity: RankIdentity, num_cores: int) -> None:
-    """Have Open MPI yield while Horovod's thread waits in it, unless the user has said otherwise. Before MPI starts.
+    """Makes Open MPI yield the core while it waits, unless the user set that variable. Call before MPI starts.
 
-    That thread waits on the core that computes: two ranks on two cores train 1.4 to 2.1 times as fast so. Where ranks
-    outnumber cores, yielding needs a library that is preloaded (docs/adr/0024).
+    Horovod's thread waits inside MPI on a core that also computes: with yielding, two ranks on two cores train 1.4 to
+    2.1 times as fast. Where ranks outnumber cores, yielding needs a preloaded library (docs/adr/0024).
     """
     if (identity.host_size or 1) <= num_cores or in_effect():
         environ.setdefault(YIELD_VARIABLE, "1")
@@ -104,7 +103,7 @@ def _open_mpi(identity: RankIdentity) -> World:
     from hpctrain.comm.backends.mpi_world import MpiWorld
 
     world = MpiWorld.open()
-    # Before the ranks communicate: where each of them is alone in a world of its own, the others would not answer.
+    # Check before the first message: ranks that MPI started as separate worlds of one would wait for ever.
     cross_check(identity, mpi_rank=world.rank, mpi_size=world.num_ranks)
     return world
 
@@ -169,7 +168,7 @@ def _open_best(identity: RankIdentity, algorithm: str | None, device: str) -> Op
 
 
 def _why_not_on_gpus() -> str | None:
-    """Why Horovod, which loads, gains nothing on GPUs; None if it does. Not collective."""
+    """Returns the reason why Horovod, which can be loaded, has no advantage on GPUs; None if it has. Not collective."""
     from hpctrain.comm.backends.running_horovod import load_horovod
 
     hvd = load_horovod()

@@ -1,4 +1,4 @@
-"""Horovod while it runs in this process. The only file of hpctrain that imports horovod."""
+"""Starting and stopping Horovod in this process. The only file of hpctrain that imports horovod."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.errors import CommunicationError, LaunchError
 
 
 def load_horovod() -> Any:
-    """horovod.torch, loaded but not started. LaunchError, with the reason, when it does not load."""
+    """Returns the module horovod.torch, not started. Raises LaunchError if it cannot be loaded."""
     try:
         import horovod.torch as hvd
     except (ImportError, OSError, RuntimeError) as error:
@@ -34,7 +34,7 @@ def load_horovod() -> Any:
 
 
 def _start(hvd: Any) -> None:
-    """Collective over all ranks. LaunchError when Horovod does not start."""
+    """Starts Horovod. Collective over all ranks. Raises LaunchError if it does not start."""
     try:
         hvd.init()
     except (ValueError, RuntimeError) as error:
@@ -43,10 +43,10 @@ def _start(hvd: Any) -> None:
 
 @final
 class RunningHorovod:
-    """Horovod as it runs in this process, and what the worlds over it share: process sets and numbers for names."""
+    """Running Horovod of this process, and the state its worlds share: process sets and communicator numbers."""
 
     def __init__(self, hvd: Any, *, chunk_elems: int, owned: bool) -> None:
-        """`hvd`: horovod.torch, initialised. Use `start`. owned: stop it when the last world is closed."""
+        """Use `start`. hvd: horovod.torch, initialised. owned: stop Horovod when the last world is closed."""
         self.hvd = hvd
         self.chunk_elems = chunk_elems
         self.running = True
@@ -57,45 +57,45 @@ class RunningHorovod:
 
     @classmethod
     def start(cls, hvd: Any, *, chunk_elems: int = MAX_CHUNK_ELEMS) -> RunningHorovod:
-        """Starts Horovod, unless the user's script has. Collective over all ranks. LaunchError when it does not start.
+        """Starts Horovod, unless the user's script has. Collective over all ranks. Raises LaunchError if it fails.
 
-        Horovod that the script started is left running at the end: the script may still use it.
+        If the script started Horovod, it is left running at the end, since the script may still use it.
         """
         owned = not hvd.is_initialized()
         _start(hvd)
         return cls(hvd, chunk_elems=chunk_elems, owned=owned)
 
     def add_world(self) -> None:
-        """Counts one world more, which calls `close_world` once. Collective over all ranks."""
+        """Registers a world, which must call `close_world` once. Called on every rank."""
         self._num_worlds += 1
 
     def close_world(self) -> None:
-        """Counts one world less; stops Horovod with the last, where it can start again. Collective over all ranks."""
+        """Unregisters a world; stops Horovod after the last one, if it can start again. Collective over all ranks."""
         self._num_worlds -= 1
         if self._num_worlds == 0 and can_start_again(os.environ):
             self.stop()
 
     def stop(self) -> None:
-        """Stops Horovod's thread, if it was started here and runs. Collective over all ranks."""
+        """Stops Horovod's thread if it runs and was started here. Collective over all ranks."""
         if not self.running:
             return
         self.running = False
         if not self._owned:
             return
-        # The first rank that shuts down ends Horovod on all, also on one that still frees communicators or memory of
-        # its own. A rank that left without closing has ended it already.
-        # By a name of its own: ranks that have got out of step meet here all the same.
+        # The first rank that shuts down ends Horovod on all ranks, also on one that still frees communicators or
+        # memory: this all-reduce is a barrier. It fails if a rank has left without closing, which ended Horovod.
+        # A fixed name, so that the ranks meet here even if their operation counters differ.
         with contextlib.suppress(self.hvd.mpi_ops.HorovodInternalError, ValueError):
             self.hvd.allreduce(torch.zeros(1, dtype=torch.int32), name="hpctrain.close", op=self.hvd.Sum)
         self.hvd.shutdown()
 
     def next_number(self) -> int:
-        """Returns a number for a communicator's name. Called on every rank for each one, member or not."""
+        """Returns the next number for a communicator's name. Every rank calls it for each communicator."""
         self._num_made += 1
         return self._num_made
 
     def group(self, members: tuple[int, ...], *, number: int) -> Collective:
-        """Returns a communicator over `members`, this rank among them, whose process set exists."""
+        """Returns a communicator over `members`, which include this rank. Their process set must exist."""
         if len(members) == 1:
             return SerialGroup(member=members[0], backend="horovod")
         return HorovodGroup(
@@ -107,7 +107,7 @@ class RunningHorovod:
         )
 
     def _allow_groups(self) -> None:
-        """Start Horovod anew where it was started without groups. Collective over all ranks; nothing is in flight."""
+        """Restarts Horovod if it was started without groups. Collective over all ranks; nothing may be in flight."""
         if not self._owned or has_groups(os.environ):
             return
         self.stop()
@@ -116,18 +116,21 @@ class RunningHorovod:
         self.running = True
 
     def process_set(self, members: tuple[int, ...]) -> Any:
-        """Returns the process set of these ranks, made if need be. Collective over all ranks, not only `members`."""
+        """Returns the process set of these ranks; makes it on the first call. Collective over all ranks.
+
+        Raises CommunicationError if Horovod cannot make it.
+        """
         ranks = tuple(sorted(members))
         if len(ranks) == self.hvd.size():
             return self.hvd.global_process_set
         if ranks not in self._process_sets:
             self._allow_groups()
-            # Horovod allows one process set for one set of ranks; communicators differ by their names.
+            # Horovod allows one process set per set of ranks; communicators over it differ by name.
             try:
                 self._process_sets[ranks] = self.hvd.add_process_set(list(ranks))
             except (ValueError, RuntimeError) as error:
                 raise CommunicationError(
-                    f"Horovod makes no group of ranks {list(ranks)} ({error}): if hvd.init() was called "
-                    "before hpctrain, leave that out, or set HOROVOD_DYNAMIC_PROCESS_SETS=1 before it"
+                    f"Horovod cannot make a group of ranks {list(ranks)} ({error}): if the script calls hvd.init() "
+                    "before hpctrain, remove that call, or set HOROVOD_DYNAMIC_PROCESS_SETS=1 before it"
                 ) from error
         return self._process_sets[ranks]

@@ -1,4 +1,4 @@
-"""One rank with the interface of many, so that user code needs no `if distributed`."""
+"""A world of one rank with the interface of the others, so that user code needs no `if distributed`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import final
 import numpy as np
 import torch
 
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_counts,
@@ -27,8 +28,8 @@ from hpctrain.topology import Topology
 
 
 @final
-class SerialGroup:
-    """A group of one rank. Other backends use it too, under their own name, for a group of one."""
+class SerialGroup(Attributes):
+    """A group of one rank. Other backends use it too, with their own `backend` name."""
 
     def __init__(self, *, member: int = 0, backend: str = "serial") -> None:
         self._member = member
@@ -88,7 +89,7 @@ class SerialGroup:
 
 @final
 class SerialWorld(Forwarding):
-    """The world of a run that has one rank."""
+    """The world of a run with one rank."""
 
     def __init__(self) -> None:
         self._group = SerialGroup()
@@ -108,7 +109,7 @@ class SerialWorld(Forwarding):
         return SerialGroup()
 
     def transport(self, topology: Topology) -> Transport | None:
-        """None: there is nobody to send to."""
+        """Returns None: there is no other rank."""
         return None
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory:
@@ -117,7 +118,7 @@ class SerialWorld(Forwarding):
         )
 
     def abort(self, exit_code: int) -> None:
-        """End this process at once, from whichever thread."""
+        """Ends this process at once, from any thread."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

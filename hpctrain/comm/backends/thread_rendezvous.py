@@ -1,4 +1,4 @@
-"""Where the threads that stand for ranks meet: the means behind `hpctrain.comm.backends.threads_world`."""
+"""Synchronization of the threads that act as ranks in `hpctrain.comm.backends.threads_world`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.errors import BufferMismatch, CommunicationError
 
 
 class Meeting:
-    """Where the threads of one group meet: a barrier and a place for each to lay something down."""
+    """A barrier for the threads of one group, and a slot for each in which it passes a value to the others."""
 
     def __init__(self, run: ThreadsRun, *, members: tuple[int, ...]) -> None:
         self.run = run
@@ -25,9 +25,10 @@ class Meeting:
             raise LeftError(self.run.reason or "the group was broken") from None
 
     def exchange(self, *, place: int, operation: str, value: Any) -> list[Any]:
-        """Lay `value` down, meet, and return what each rank laid down. `wait` must follow before it changes.
+        """Passes `value` to the other ranks and returns every rank's value. Collective over the group.
 
-        BufferMismatch on every rank if the ranks called different operations.
+        Call `wait` before any of the values changes. Raises BufferMismatch on every rank if the ranks called different
+        operations, LeftError if a rank has ended.
         """
         self.laid[place] = (operation, value)
         self.wait()
@@ -41,11 +42,11 @@ class Meeting:
 
 
 class LeftError(CommunicationError):
-    """Another rank has ended or aborted, so this one cannot go on: a consequence, never the cause."""
+    """Another rank has ended or aborted, so this one cannot continue: a consequence, never the cause."""
 
 
 class ThreadsRun:
-    """One call of `run_threads`: all its meetings, so that the end of one rank ends every wait."""
+    """State of one call of `run_threads`: all its meetings, so that the end of one rank ends every wait."""
 
     def __init__(self) -> None:
         self.reason = ""

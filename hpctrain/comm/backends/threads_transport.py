@@ -17,7 +17,7 @@ from hpctrain.topology import Topology
 
 @final
 class Mailbox:
-    """Where all ranks of one transport leave messages: copies, by source, destination and tag."""
+    """Messages in flight of all ranks of one transport: copies, by source, destination and tag."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -26,7 +26,7 @@ class Mailbox:
 
 @final
 class _Receiving:
-    """A receive under way. Those of one source and tag are served in the order in which they began."""
+    """A receive in flight. Receives with equal source and tag are served in the order in which they started."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -40,7 +40,7 @@ class ThreadsTransport:
     def __init__(
         self, meeting: Meeting, *, node: Meeting, mailbox: Mailbox, rank: int, topology: Topology
     ) -> None:
-        """meeting: of all ranks. node: of this rank's node. mailbox: one for all ranks."""
+        """meeting: of all ranks. node: meeting of this node's ranks. mailbox: shared by all ranks."""
         self._meeting = meeting
         self._node = node
         self._mailbox = mailbox
@@ -74,7 +74,7 @@ class ThreadsTransport:
                     receiving, letter = self._waiting[key].popleft(), letters.popleft()
                     if receiving.buffer.numel() != letter.numel():
                         raise CommunicationError(
-                            f"rank {self._rank} has room for {receiving.buffer.numel()} bytes, rank {key[0]} sent "
+                            f"rank {self._rank} expects {receiving.buffer.numel()} bytes, but rank {key[0]} sent "
                             f"{letter.numel()} (tag {key[2]})"
                         )
                     receiving.buffer.copy_(letter)
@@ -93,18 +93,18 @@ class ThreadsTransport:
         return list(segments)
 
     def fence(self) -> None:
-        """Nothing: Python's own lock orders what its threads write, compiled code has its own order."""
+        """Does nothing: Python's lock orders its threads' memory accesses; compiled code has its own fences."""
 
     def begun(self, what: str) -> None:
-        """Nobody watches."""
+        """Does nothing: there is no watchdog here."""
 
     def waits(self, what: str) -> None:
-        """Nobody watches, but a rank that has left must not be waited for."""
+        """Raises LeftError if a rank has ended, so that no rank waits for it."""
         if self._meeting.run.reason:
             raise LeftError(self._meeting.run.reason)
 
-    def got_on(self) -> None:
-        """Nobody watches."""
+    def progressed(self) -> None:
+        """Does nothing: there is no watchdog here."""
 
     def close(self) -> None:
         self._meeting.exchange(place=self._meeting.members.index(self._rank), operation="close", value=None)

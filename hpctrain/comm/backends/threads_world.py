@@ -1,7 +1,7 @@
-"""N ranks as threads of one process: algorithms are tested in milliseconds, without a launcher.
+"""N ranks as threads of one process, to test algorithms in milliseconds, without a launcher.
 
-Ranks meet at a barrier, look at each other's buffers, compute each its own result in rank order, and meet
-again before anyone goes on. It is correct and deterministic, and makes no attempt to be fast.
+In each operation the ranks meet at a barrier, read each other's buffers, compute their results in rank order, and
+meet again before they continue. Results are deterministic; speed is not a goal.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from hpctrain.comm.backends.thread_rendezvous import LeftError, Meeting, ThreadsRun
 from hpctrain.comm.backends.threads_transport import Mailbox, ThreadsTransport
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_counts,
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[int]) -> str | None:
-    """What is wrong if the ranks' buffers differ in length or dtype; None if nothing is."""
+    """Returns an error message if the ranks' buffers differ in length or dtype, else None."""
     if len({(t.numel(), t.dtype) for t in tensors}) == 1:
         return None
     each = ", ".join(f"rank {r} {t.numel()} x {t.dtype}" for r, t in zip(members, tensors, strict=True))
@@ -49,8 +50,8 @@ def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[
 
 
 @final
-class ThreadsGroup:
-    """This thread's end of a group of threads."""
+class ThreadsGroup(Attributes):
+    """One thread's communicator over a group of threads."""
 
     def __init__(self, meeting: Meeting, *, place: int) -> None:
         self._meeting = meeting
@@ -84,7 +85,7 @@ class ThreadsGroup:
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
         tensors = self._tensors(f"all_reduce {op.value}", buffer)
         result = sum_in_order(tensors) if op is ReduceOp.SUM else maximum_of(tensors)
-        self._meeting.wait()  # nobody writes before everybody has read
+        self._meeting.wait()  # no rank writes before all have read
         buffer.copy_(result)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
@@ -132,8 +133,8 @@ class ThreadsGroup:
         self._meeting.wait()
         if found != list(receive_counts):
             raise BufferMismatch(
-                f"all_to_all on rank {self.rank}: it expects {list(receive_counts)} elements of the ranks, "
-                f"they sent {found}"
+                f"all_to_all on rank {self.rank}: it expects {list(receive_counts)} elements from the ranks, "
+                f"but they sent {found}"
             )
         return result
 
@@ -160,7 +161,7 @@ class ThreadsGroup:
 
 @final
 class ThreadsWorld(Forwarding):
-    """This thread's end of all the threads of a `run_threads`."""
+    """One thread's world over all threads of a `run_threads` call."""
 
     def __init__(self, meeting: Meeting, *, rank: int) -> None:
         self._meeting = meeting
@@ -179,7 +180,7 @@ class ThreadsWorld(Forwarding):
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)
         same = tuple(tuple(group) for group in groups)
-        # Rank 0 makes the meeting places and all others take them from it.
+        # Rank 0 makes the meetings; the others receive them.
         made = [Meeting(self._meeting.run, members=g) for g in same] if self.rank == 0 else None
         laid = self._meeting.exchange(place=self.rank, operation=f"split {same}", value=made)
         self._meeting.wait()
@@ -212,7 +213,7 @@ class ThreadsWorld(Forwarding):
         return SharedRemoteMemory(parts=parts, rank=self.rank, barrier=self._group.barrier)
 
     def abort(self, exit_code: int) -> NoReturn:
-        """End the waits of every rank; `run_threads` then raises the error that stands for `exit_code`."""
+        """Ends the waits of every rank; `run_threads` then raises the error class of `exit_code`. Raises LeftError."""
         run = self._meeting.run
         run.exit_code = exit_code
         run.end(f"rank {self.rank} ended the run with exit code {exit_code}")
@@ -223,10 +224,10 @@ class ThreadsWorld(Forwarding):
 
 
 def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeout_s: float = 60) -> list[T]:
-    """Run `function(world)` on `num_ranks` ranks, each a thread of this process; what each returned.
+    """Runs `function(world)` on `num_ranks` ranks, each a thread of this process; returns their results by rank.
 
-    An exception on one rank ends the waits of all the others, and is raised here: the lowest rank's, if
-    several have one of their own. CommunicationError with each late rank's stack after `timeout_s`.
+    An exception on one rank ends the waits of all others and is raised here; if several ranks failed, that of the
+    lowest. Raises CommunicationError with the stack of each rank that has not ended after `timeout_s`.
     """
     run = ThreadsRun()
     meeting = Meeting(run, members=tuple(range(num_ranks)))
@@ -238,7 +239,7 @@ def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeou
             results[rank] = function(ThreadsWorld(meeting, rank=rank))
         except BaseException as error:
             failures[rank] = error
-            # An error that all ranks know of is raised by each in its own time; nobody waits for anybody.
+            # An agreed error is raised on every rank anyway, so no rank is left waiting.
             if not (isinstance(error, HpctrainError) and error.agreed):
                 run.end(f"rank {rank} ended with {type(error).__name__}: {error}")
 

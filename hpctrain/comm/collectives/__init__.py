@@ -1,1 +1,1 @@
-"""What is built on any communicator: agreement on errors, sums of values, topology, folders that all ranks see."""
+"""Helpers for any communicator: agreed errors, sums of values, two-level reduction, folders that all ranks see."""

@@ -1,4 +1,4 @@
-"""Say what the ranks are about, for the message of a deadline: "saving checkpoint step 50: writing"."""
+"""Labels for what a rank is doing, shown in the watchdog's messages: "saving checkpoint step 50: writing"."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hpctrain.comm.interface.communicator import Collective
 
 @runtime_checkable
 class SaysWhatItDoes(Protocol):
-    """A communicator with a deadline."""
+    """A communicator whose operations have a deadline."""
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """What the operations inside belong to."""
+        """Labels the operations inside the `with` block."""
 
 
 @contextlib.contextmanager
 def doing(comm: Collective, what: str) -> Iterator[None]:
-    """What this rank is about inside, told where it waits for others or they for it. Not collective.
+    """Labels the `with` block in the message that is printed when ranks wait too long in it. Not collective.
 
-    The innermost counts. Without effect on a communicator that has no deadline.
+    The innermost label is used. No effect on a communicator without a deadline.
     """
     if isinstance(comm, SaysWhatItDoes):
         with comm.doing(what):

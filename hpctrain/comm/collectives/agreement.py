@@ -1,6 +1,6 @@
-"""Ranks fail together: what one rank found is told to all before the next collective.
+"""Agreed errors: an error of one rank is raised on all ranks before the next collective.
 
-Every function here is collective over its communicator. Values travel as JSON, never as pickle.
+Every function with a communicator is collective over it. Values are sent as JSON, never as pickle.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 def all_gather_json(comm: Collective, value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order. Collective. TypeError, before sending, if it is not JSON."""
+    """Returns every rank's `value`, in rank order. Collective. Raises TypeError, before sending, if it is not JSON."""
     return [json.loads(data) for data in comm.all_gather_bytes(json.dumps(value).encode())]
 
 
 def broadcast_json(comm: Collective, value: Any, *, root: int = 0) -> Any:
-    """`value` of the group's rank `root`, on every rank. Collective. Other ranks' `value` is ignored."""
+    """Returns the `value` of the group's rank `root` on every rank. Collective. Other ranks' `value` is ignored."""
     data = json.dumps(value).encode() if comm.rank == root else b""
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, root=root)
@@ -39,7 +39,7 @@ def broadcast_json(comm: Collective, value: Any, *, root: int = 0) -> Any:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0, 2-5, 7`."""
+    """Returns a text such as `rank 3`, `ranks 0-3`, `ranks 0, 2-5, 7`."""
     ordered = sorted(ranks)
     spans: list[list[int]] = []
     for rank in ordered:
@@ -52,13 +52,13 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def raise_together(comm: Collective, error: HpctrainError | None) -> None:
-    """If any rank brings an error, every rank raises one of the lowest failing rank's class. Collective.
+    """If any rank passes an error, every rank raises one of the lowest failing rank's class. Collective.
 
-    The message is the same on every rank: equal messages are folded ("ranks 0-2 (host): ..."), different
-    ones are each named by rank and host; one that all ranks have stands alone. Ranks are world ranks. The
+    The message is the same on every rank: each distinct message once, preceded by its ranks and hosts
+    ("ranks 0-2 (host): ..."), without these if all ranks passed the same. Ranks are world ranks. The
     error raised has `agreed` set.
     """
-    # One int first: this vote is taken often, and nearly always nobody has anything to say.
+    # A single int first: this vote is frequent, and nearly always there is no error.
     flag = torch.tensor([int(error is not None)], dtype=torch.int32)
     comm.all_reduce(flag)
     if not int(flag):
@@ -77,9 +77,9 @@ def _to_json(error: HpctrainError) -> dict[str, Any]:
 
 
 def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
-    """The class in `hpctrain.errors` of that name; for any other class the one of its exit code.
+    """Returns the class in `hpctrain.errors` of that name; for a class from elsewhere, the one of its exit code.
 
-    Every rank gets the same class, also a rank that has never imported the module the error comes from.
+    So every rank raises the same class, including ranks that never imported the module that defines it.
     """
     named = getattr(errors, entry["class"], None)
     if isinstance(named, type) and issubclass(named, HpctrainError) and named.exit_code == entry["code"]:
@@ -88,7 +88,7 @@ def _class_of(entry: dict[str, Any]) -> type[HpctrainError]:
 
 
 def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
-    """One text for all: `failed` maps world rank -> {text, host}."""
+    """Returns one message for all. `failed` maps world rank -> {text, host}."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(failed):
         by_text.setdefault(failed[rank]["text"], []).append(rank)
@@ -102,10 +102,10 @@ def _merged(failed: dict[int, dict[str, Any]], *, num_ranks: int) -> str:
 
 
 def agreed(comm: Collective, function: Callable[[], T], *, os_error: type[HpctrainError] = LaunchError) -> T:
-    """Run `function` on each rank; its value, or an error on all ranks if it failed on any. Collective.
+    """Runs `function` on each rank and returns its value; raises on all ranks if it failed on any. Collective.
 
-    HpctrainError is voted as it is; an OSError becomes `os_error`. Any other exception is a bug and is not
-    caught: the run must then be aborted, since the other ranks wait in the vote. `function` must not
+    An HpctrainError is raised as by `raise_together`; an OSError becomes `os_error`. Any other exception is a bug and
+    is not caught: the run must then be aborted, since the other ranks are blocked in the vote. `function` must not
     communicate over `comm`.
     """
     error: HpctrainError | None = None
@@ -124,10 +124,10 @@ def agreed(comm: Collective, function: Callable[[], T], *, os_error: type[Hpctra
 def on_rank_0(
     comm: Collective, function: Callable[[], Any], *, os_error: type[HpctrainError] = LaunchError
 ) -> Any:
-    """Rank 0 of the group runs `function`; its JSON value, or its error, reaches every rank. Collective.
+    """Runs `function` on rank 0 of the group; returns its JSON value, or raises its error, on every rank. Collective.
 
-    Errors are caught as in `agreed`. The value has gone through JSON on every rank, rank 0 included, so that
-    all ranks go on with the same thing.
+    Errors are caught as in `agreed`. The value is decoded from JSON on every rank, rank 0 included, so that all ranks
+    continue with equal values.
     """
     outcome: dict[str, Any] = {}
     error: HpctrainError | None = None
@@ -150,10 +150,10 @@ def on_rank_0(
 def check_same(
     comm: Collective, *, name: str, value: Any, error: type[HpctrainError] = CommunicationError
 ) -> None:
-    """Every rank raises, naming the ranks that differ from the majority, unless `value` is equal on all.
+    """Raises `error` on every rank, naming the ranks that differ from the majority, unless `value` is equal on all.
 
-    Collective. `value` must be JSON. Of two values held by equally many ranks, the lowest rank's counts as
-    the majority's.
+    Collective. `value` must be JSON. In a tie, the value of the lowest rank counts as the majority's. name: what is
+    compared, for the message.
     """
     values = [json.dumps(v, sort_keys=True) for v in all_gather_json(comm, value)]
     counts = Counter(values)
@@ -173,6 +173,6 @@ def check_same(
 
 
 def check_same_buffer(comm: Collective, buffer: torch.Tensor, *, name: str) -> None:
-    """BufferMismatch on every rank unless `buffer` has one length and one dtype on all. Collective."""
+    """Raises BufferMismatch on every rank unless `buffer`'s length and dtype are the same on all. Collective."""
     described = f"{buffer.numel()} x {str(buffer.dtype).removeprefix('torch.')}"
     check_same(comm, name=name, value=described, error=BufferMismatch)

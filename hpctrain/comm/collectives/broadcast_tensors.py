@@ -1,4 +1,4 @@
-"""Many tensors in few messages."""
+"""Broadcast of many tensors in few messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from hpctrain.errors import BufferMismatch
 
 
 def broadcast_tensors(
-    comm: Collective, tensors: Sequence[torch.Tensor], *, root: int = 0, name: str = "what is broadcast"
+    comm: Collective,
+    tensors: Sequence[torch.Tensor],
+    *,
+    root: int = 0,
+    name: str = "the tensors to broadcast",
 ) -> None:
-    """Copy `tensors` of the group's rank `root` into every rank's, in place. Collective.
+    """Copies `tensors` of the group's rank `root` into every rank's, in place. Collective.
 
-    tensors: of any layout. Each dtype travels as one message of raw bytes, so dtypes that a backend cannot reduce
-    (bool, bfloat16) are copied too. Raises BufferMismatch on every rank, naming those that differ, unless number,
-    shapes and dtypes are the same on all. name: what they are, for that message.
+    tensors: of any shape and layout. Each dtype is sent as one message of raw bytes, so dtypes that a backend cannot
+    reduce (bool, bfloat16) are copied too. Raises BufferMismatch on every rank, naming those that differ, unless
+    number, shapes and dtypes are the same on all. name: what the tensors are, for that message.
     """
     if comm.num_ranks == 1:
         return
@@ -27,7 +31,7 @@ def broadcast_tensors(
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     groups = list(by_kind.values())
-    # Before the first message: the ranks would send other numbers of them, and wait for each other.
+    # Check before the first message: ranks with different numbers of messages would wait for each other.
     check_same(comm, name=name, value=_describe(groups), error=BufferMismatch)
     with torch.no_grad():
         for group in groups:
@@ -41,7 +45,7 @@ def broadcast_tensors(
 
 
 def _describe(groups: Sequence[Sequence[torch.Tensor]]) -> str:
-    """`6 tensors: 540000 x float32 (shapes 26832cdb)`. Each group is of one dtype."""
+    """Returns a text such as `6 tensors: 540000 x float32 (shapes 26832cdb)`. Each group is of one dtype."""
     shapes = repr([[tuple(tensor.shape) for tensor in group] for group in groups])
     mark = hashlib.blake2b(shapes.encode(), digest_size=4).hexdigest()
     sizes = " + ".join(

@@ -1,4 +1,4 @@
-"""Sums, means and maxima of what a script measures: tensors, or numbers by name. Small, and checked."""
+"""Sums, means and maxima of measured values over the ranks: tensors, or numbers by name. For small data."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def all_reduce_values(
 def all_reduce_values(
     comm: Collective, value: torch.Tensor | Mapping[str, float], *, op: Operation = "sum"
 ) -> torch.Tensor | dict[str, float]:
-    """Sum, mean or maximum over the ranks, the same on every rank; `value` stays as it is. Collective.
+    """Returns the sum, mean or maximum over the ranks, equal on every rank; `value` is unchanged. Collective.
 
-    value: a tensor of one shape and dtype on all ranks, or numbers under the same names on all ranks, which
-    are added in rank order in float64. A mean counts every rank alike: for unequal parts sum both the total
-    and the number, and divide. Half types are summed in float32. A maximum of numbers is NaN if one is.
-    Raises BufferMismatch on every rank, naming the rank, where names, shapes or dtypes differ; UsageError for
-    another operation, and for the mean of whole numbers.
+    value: a tensor with the same number of elements and dtype on all ranks, or numbers under the same names on all
+    ranks, which are added in rank order in float64. A mean weights all ranks equally: for parts of unequal size sum
+    the totals and the counts, and divide. Half types are summed in float32. A maximum of numbers is NaN if one is.
+    Raises BufferMismatch on every rank, naming the ranks, where names, lengths or dtypes differ; UsageError for
+    any other `op`, and for the mean of an integer tensor.
     """
     if op not in ("sum", "mean", "max"):
         raise UsageError(f"all_reduce with op={op!r}: choose sum, mean or max")
@@ -56,7 +56,7 @@ def _joined(numbers: list[float], *, op: Operation) -> float:
 
 def _tensor(comm: Collective, value: torch.Tensor, *, op: Operation) -> torch.Tensor:
     if op == "mean" and not value.dtype.is_floating_point:
-        raise UsageError(f"all_reduce takes no mean of {value.dtype}: pass value.double()")
+        raise UsageError(f"all_reduce cannot take the mean of {value.dtype}: pass value.double()")
     wide = torch.float32 if value.dtype in HALF_TYPES else value.dtype
     buffer = value.detach().to(wide, copy=True).contiguous().view(-1)
     check_same_buffer(comm, buffer, name="the tensor to reduce")

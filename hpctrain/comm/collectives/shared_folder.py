@@ -1,4 +1,4 @@
-"""A folder that all ranks use: one of them makes it."""
+"""Creation of a folder that all ranks use, by one rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ VISIBLE_WITHIN_S = 20.0
 
 
 def make_shared_folder(directory: Path, *, comm: Collective) -> None:
-    """Make `directory`, and those above it, unless it is there. Collective. Raises LaunchError on all ranks.
+    """Makes `directory` and its parents, unless they exist. Collective.
 
-    Never by all at once: on a dispersed volume of GlusterFS that lacks a server, its servers then keep the folder
-    of different nodes, and every file in it answers "stale file handle" for ever.
+    Raises LaunchError on all ranks if it cannot be made, or if a rank does not see it within `VISIBLE_WITHIN_S`.
+    Only one rank makes it: made by all at once on a dispersed GlusterFS volume that lacks a server, its servers keep
+    the folders of different nodes, and every file in it fails with "stale file handle" for ever.
     """
 
     def make() -> None:
@@ -38,13 +39,13 @@ def make_shared_folder(directory: Path, *, comm: Collective) -> None:
 
 
 def is_seen(path: Path) -> bool:
-    """Whether this rank sees what another one has made, within `VISIBLE_WITHIN_S`. Raises OSError."""
+    """Returns True if `path`, made by another rank, is visible here within `VISIBLE_WITHIN_S`. May raise OSError."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while not _is_there(path):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
-        with suppress(OSError, StopIteration):  # asks the server again instead of the attribute cache
+        with suppress(OSError, StopIteration):  # queries the server instead of the attribute cache
             os.listdir(next(above for above in path.parents if above.exists()))
     return True
 
@@ -53,6 +54,6 @@ def _is_there(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        if error.errno == errno.ESTALE:  # of what was there before
+        if error.errno == errno.ESTALE:  # handle of a deleted predecessor
             return False
         raise

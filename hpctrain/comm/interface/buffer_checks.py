@@ -1,4 +1,4 @@
-"""What all backends ask of buffers and counts, and the sum that does not lose half precision. Pure."""
+"""Checks of buffers and counts for every backend, splitting of buffers, and a sum that keeps half precision. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hpctrain.comm.interface.communicator import ReduceOp
+from hpctrain.comm.interface.communicator import Collective, ReduceOp
 from hpctrain.errors import BufferMismatch
 
+
+def gather_bytes(comm: Collective, data: bytes) -> list[bytes]:
+    """Returns every rank's `data`, in rank order. Collective. Gathers the lengths, then the bytes."""
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    lengths = comm.all_gather(length, counts=[1] * comm.num_ranks).tolist()
+    # frombuffer refuses an empty buffer and warns about a read-only one.
+    part = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    whole = comm.all_gather(part, counts=lengths)
+    return [bytes(piece.numpy()) for piece in whole.split(lengths)]
+
+
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# Counts and displacements of MPI, and so of Horovod, are 32-bit: longer buffers go in pieces. One piece of float64 is
-# 2 GiB.
+# Counts and displacements of MPI, and so of Horovod, are 32-bit: longer buffers are sent in chunks of this length. One
+# chunk of float64 is 2 GiB.
 MAX_CHUNK_ELEMS = 2**28
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
 
 
-def balanced_counts(num_elems: int, *, num_parts: int) -> list[int]:
-    """Lengths of `num_parts` parts of `num_elems` elements: they differ by at most one, longer ones first."""
-    whole, rest = divmod(num_elems, num_parts)
-    return [whole + (part < rest) for part in range(num_parts)]
-
-
 def offsets_of(counts: Sequence[int]) -> list[int]:
-    """Where each part begins, and at the end the total: one entry more than `counts`."""
+    """Returns the offset of each part, followed by the total: one entry more than `counts`."""
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)
@@ -31,7 +36,7 @@ def offsets_of(counts: Sequence[int]) -> list[int]:
 
 
 def check_buffer(buffer: torch.Tensor, *, operation: str, rank: int) -> None:
-    """BufferMismatch unless `buffer` is one-dimensional, contiguous and of a dtype that can be sent."""
+    """Raises BufferMismatch unless `buffer` is one-dimensional, contiguous and of one of `DTYPES`."""
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise BufferMismatch(
             f"{operation} on rank {rank} needs a contiguous one-dimensional buffer, got shape "
@@ -43,7 +48,7 @@ def check_buffer(buffer: torch.Tensor, *, operation: str, rank: int) -> None:
 
 
 def check_counts(num_elems: int, *, counts: Sequence[int], operation: str, rank: int, num_ranks: int) -> None:
-    """BufferMismatch unless there is one count for each rank and they add up to `num_elems`."""
+    """Raises BufferMismatch unless there is one count of 0 or more for each rank and they add up to `num_elems`."""
     if len(counts) != num_ranks or any(count < 0 for count in counts):
         raise BufferMismatch(
             f"{operation} on rank {rank} needs {num_ranks} counts of 0 or more, got {list(counts)}"
@@ -56,12 +61,12 @@ def check_counts(num_elems: int, *, counts: Sequence[int], operation: str, rank:
 
 
 def check_part(part: torch.Tensor, *, counts: Sequence[int], rank: int, num_ranks: int) -> None:
-    """BufferMismatch unless `part` is what this rank may bring to an all-gather with `counts`."""
+    """Raises BufferMismatch unless `part`, shape (counts[rank],), is valid for an all-gather with `counts`."""
     check_buffer(part, operation="all_gather", rank=rank)
     check_counts(sum(counts), counts=counts, operation="all_gather", rank=rank, num_ranks=num_ranks)
     if part.numel() != counts[rank]:
         raise BufferMismatch(
-            f"all_gather on rank {rank}: counts say {counts[rank]} elements for this rank, "
+            f"all_gather on rank {rank}: counts give {counts[rank]} elements for this rank, "
             f"its part has {part.numel()}"
         )
 
@@ -74,7 +79,7 @@ def check_exchange(
     rank: int,
     num_ranks: int,
 ) -> None:
-    """BufferMismatch unless this rank may bring `buffer` to an all-to-all with these counts."""
+    """Raises BufferMismatch unless `buffer`, shape (sum(send_counts),), fits an all-to-all with these counts."""
     operation = "all_to_all"
     check_buffer(buffer, operation=operation, rank=rank)
     check_counts(buffer.numel(), counts=send_counts, operation=operation, rank=rank, num_ranks=num_ranks)
@@ -89,7 +94,7 @@ def check_exchange(
 
 
 def check_root(root: int, *, rank: int, num_ranks: int) -> None:
-    """BufferMismatch unless `root` is a rank of the group."""
+    """Raises BufferMismatch unless `root` is a rank of the group."""
     if not 0 <= root < num_ranks:
         raise BufferMismatch(
             f"broadcast on rank {rank} from root {root}: the group has ranks 0 to {num_ranks - 1}"
@@ -97,7 +102,7 @@ def check_root(root: int, *, rank: int, num_ranks: int) -> None:
 
 
 def check_groups(groups: Sequence[Sequence[int]], *, num_ranks: int) -> None:
-    """BufferMismatch unless `groups` are non-empty, disjoint, and made of world ranks.
+    """Raises BufferMismatch unless `groups` are non-empty, disjoint, and made of world ranks.
 
     Every rank passes the same groups, so every rank raises or none does.
     """
@@ -113,13 +118,13 @@ def check_groups(groups: Sequence[Sequence[int]], *, num_ranks: int) -> None:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of `parts`, each shape (n,), from the first to the last; a new tensor of their dtype.
+    """Returns the sum of `parts`, each shape (n,), added from first to last: a new tensor of their dtype.
 
     Half types are summed in float32 and rounded once at the end: 64 ranks of gradients near 1024 would
-    overflow float16 on the way, and each step of a float16 sum would round.
+    overflow float16 before the end, and each step of a float16 sum would round.
     """
     dtype = parts[0].dtype
-    # A copy in any case: the caller's parts stay as they are.
+    # Always a copy: the caller's parts must not change.
     total = parts[0].to(torch.float32 if dtype in HALF_TYPES else dtype, copy=True)
     for part in parts[1:]:
         total += part
@@ -127,16 +132,16 @@ def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def widened(buffer: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
-    """`buffer` in a dtype that Horovod reduces with `op`; cut back to its own dtype the result is equal."""
+    """Returns `buffer` in a dtype that Horovod reduces with `op`; the result is exact after conversion back."""
     if buffer.dtype is torch.uint8:
-        return buffer.int()  # a sum that wraps, wraps to the same byte
+        return buffer.int()  # modulo 256, the sum is the same
     if buffer.dtype is torch.float16 and op is ReduceOp.MAX:
         return buffer.float()
     return buffer
 
 
 def maximum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Elementwise maximum of `parts`, each shape (n,); a new tensor. NaN wins."""
+    """Returns the elementwise maximum of `parts`, each shape (n,), as a new tensor; NaN if any is NaN."""
     largest = parts[0].clone()
     for part in parts[1:]:
         torch.maximum(largest, part, out=largest)
@@ -144,9 +149,10 @@ def maximum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Pieces of the ranks' parts, together at most `max_elems` elements: begin and width in each part.
+    """Yields windows of at most `max_elems` elements over all ranks' parts: (begin in each part, width in each part).
 
-    The same on every rank, since `counts` is. One window for anything that fits, none for nothing.
+    The same on every rank, since `counts` is. One window if all parts fit into it; none if all are empty. `max_elems`
+    must be at least the number of parts.
     """
     if sum(counts) <= max_elems:
         if sum(counts):
@@ -161,7 +167,10 @@ def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[
 def pack(
     buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
 ) -> torch.Tensor:
-    """A window's pieces of each rank's slice of `buffer`, side by side. No copy if it is the whole."""
+    """Returns a window's pieces of `buffer`, shape (sum(counts),), concatenated: shape (sum(widths),).
+
+    Returns `buffer` itself, without a copy, if the window covers all of it.
+    """
     if list(widths) == list(counts):
         return buffer
     firsts = [offset + begin for offset, begin in zip(offsets_of(counts)[:-1], begins, strict=True)]
@@ -169,9 +178,9 @@ def pack(
 
 
 def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """The slices of `buffer` as rows, shape (len(counts), max(counts)), padded with zeros.
+    """Returns the slices of `buffer` as rows, shape (len(counts), max(counts)), padded with zeros.
 
-    order: row i holds the slice of place order[i].
+    order: row i holds slice order[i].
     """
     rows = buffer.new_zeros((len(counts), max(counts)))
     slices = buffer.split(list(counts))
@@ -181,6 +190,6 @@ def as_rows(buffer: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]
 
 
 def reordered(whole: torch.Tensor, *, counts: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """`whole` with its parts in rank order; they are there in `order`: first the part of place order[0]."""
+    """Returns `whole`, shape (sum(counts),), with its parts in rank order; its part i belongs to rank order[i]."""
     parts = dict(zip(order, whole.split([counts[place] for place in order]), strict=True))
     return torch.cat([parts[place] for place in range(len(counts))])

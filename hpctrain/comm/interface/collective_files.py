@@ -1,6 +1,6 @@
-"""Files that all ranks read or write together through MPI-IO, so that few large requests serve many small ones.
+"""Collective reading and writing of files through MPI-IO, which merges many small requests into few large ones.
 
-The MPI backend gives the module and the communicator; nothing here imports mpi4py.
+The MPI backend passes the module and the communicator; nothing here imports mpi4py.
 Source: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and Collective I/O in ROMIO", Frontiers 1999.
 """
 
@@ -20,38 +20,38 @@ from hpctrain.comm.interface.collective_writer import CollectiveWriter, MpiColle
 from hpctrain.errors import CommunicationError
 
 _MAX_OPEN = 32
-# Open MPI 4.1.4's module of first choice (vulcan) gives wrong bytes, without an error, where the ranks' requests
-# differ in number: seen on 3 ranks of one node. These two read rightly. Looked at when the first file is opened.
+# Open MPI 4.1.4's default module (vulcan) returns wrong bytes, without an error, where the ranks' requests differ in
+# number: seen on 3 ranks of one node. These two read correctly. MPI reads the variable when it opens the first file.
 _SOUND_MODULES = ("OMPI_MCA_fcoll", "two_phase,individual")
-# Nobody uses shared file pointers, yet setting a view opens what keeps them. This module keeps them in a file beside
-# that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits for ever.
+# hpctrain uses no shared file pointers, yet setting a view opens the module that keeps them. `lockedfile` keeps them in
+# an extra file that all ranks create at once: on GlusterFS some then fail with ESTALE, and MPI waits for ever.
 _NO_LOCKED_FILE = ("OMPI_MCA_sharedfp", "^lockedfile")
 
 
 @runtime_checkable
 class CollectiveFiles(Protocol):
-    """Files read or written by all ranks of a group at once. Used by one thread at a time, in the same order on
+    """Files read or written by all ranks of a group together. Used by one thread at a time, in the same order on
     every rank."""
 
     def read(
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
     ) -> None:
-        """Fill `out`, shape (sum(lengths),), with the stretches of the file that begin at `offsets`.
+        """Reads the byte ranges of the file with these offsets and lengths into `out`, uint8, shape (sum(lengths),).
 
-        Collective: every rank names the same path and its own stretches, ascending, without overlap, less
-        than 2 GiB together, and maybe none. They must lie inside the file: MPI does not reliably tell that
-        it read less. CommunicationError when MPI reports a failure.
+        Collective: every rank passes the same path and its own byte ranges, ascending, without overlap, less
+        than 2 GiB in all, possibly none. They must lie inside the file: MPI does not reliably report a short read.
+        Raises CommunicationError when the read fails.
         """
 
     def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter | None:
-        """Open a file that is there to write it together; None where MPI is not there. Collective.
+        """Opens an existing file for collective writing; returns None for a backend without MPI. Collective.
 
-        Every rank names the same path and the same hints for MPI. Do not read from `path` through this object
-        before the writer is closed. CommunicationError when MPI reports a failure.
+        Every rank passes the same path and the same hints for MPI. Do not read from `path` through this object
+        before the writer is closed. Raises CommunicationError when MPI reports a failure.
         """
 
     def close(self) -> None:
-        """Close the files. Collective."""
+        """Closes the files. Collective."""
 
 
 @final
@@ -59,7 +59,7 @@ class MpiCollectiveFiles:
     """`CollectiveFiles` over MPI-IO."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        """mpi: the module mpi4py.MPI. comm: all ranks' communicator, for this object alone."""
+        """mpi: the module mpi4py.MPI. comm: communicator of the group's ranks, used by this object only."""
         self._mpi = mpi
         self._comm = comm
         self._open: OrderedDict[Path, Any] = OrderedDict()
@@ -72,11 +72,11 @@ class MpiCollectiveFiles:
             yield
         except self._mpi.Exception as error:
             raise CommunicationError(
-                f"{operation} on rank {self._comm.Get_rank()}: MPI says {error}"
+                f"{operation} on rank {self._comm.Get_rank()}: MPI reported {error}"
             ) from error
 
     def _file(self, path: Path) -> Any:
-        # All ranks ask for the same files in the same order: they close the same one, too.
+        # All ranks open the same files in the same order, so they also close the same one.
         file = self._open.pop(path, None)
         if file is None:
             file = self._mpi.File.Open(self._comm, str(path), self._mpi.MODE_RDONLY)
@@ -89,16 +89,16 @@ class MpiCollectiveFiles:
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
     ) -> None:
         mpi = self._mpi
-        with self._reported(f"reading {path} together"):
+        with self._reported(f"reading {path} collectively"):
             file = self._file(path)
-            stretches = None
+            byte_ranges = None
             if len(offsets):
-                # The file as this rank sees it: its stretches one after the other.
-                stretches = mpi.BYTE.Create_hindexed(list(lengths), list(offsets)).Commit()
-            file.Set_view(0, mpi.BYTE, stretches or mpi.BYTE)
+                # This rank's view of the file: its byte ranges, concatenated.
+                byte_ranges = mpi.BYTE.Create_hindexed(list(lengths), list(offsets)).Commit()
+            file.Set_view(0, mpi.BYTE, byte_ranges or mpi.BYTE)
             file.Read_at_all(0, [out, mpi.BYTE])
-            if stretches is not None:
-                stretches.Free()
+            if byte_ranges is not None:
+                byte_ranges.Free()
 
     def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter:
         return MpiCollectiveWriter(self._mpi, self._comm, path=path, hints=hints)
@@ -113,7 +113,7 @@ class MpiCollectiveFiles:
 
 @final
 class LocalFiles:
-    """`CollectiveFiles` of ranks in one process: each reads for itself; nothing is written together."""
+    """`CollectiveFiles` of ranks in one process: each rank reads independently; there is no collective writing."""
 
     def read(
         self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
@@ -126,15 +126,15 @@ class LocalFiles:
                     while length:
                         count = file.readinto(out[place : place + length].data)
                         if not count:
-                            raise OSError("the file ends before what was asked of it")
+                            raise OSError("the file ends before the end of the requested byte range")
                         place += count
                         length -= count
         except OSError as error:
             raise CommunicationError(f"reading {path}: {error}") from error
 
     def writer(self, path: Path, *, hints: Mapping[str, str]) -> None:
-        """None: there is no MPI."""
+        """Returns None: there is no MPI."""
         return
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file stays open."""

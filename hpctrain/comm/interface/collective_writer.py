@@ -1,7 +1,7 @@
 """A file that all ranks of a group write together through MPI-IO.
 
-The MPI backend gives the module and the communicator; nothing here imports mpi4py.
-Source of writing in two phases, an exchange and then large pieces: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and
+The MPI backend passes the module and the communicator; nothing here imports mpi4py.
+Source of two-phase I/O, an exchange followed by large writes: R. Thakur, W. Gropp, E. Lusk, "Data Sieving and
 Collective I/O in ROMIO", Frontiers 1999.
 """
 
@@ -21,36 +21,36 @@ from hpctrain.errors import CommunicationError
 
 @runtime_checkable
 class CollectiveWriter(Protocol):
-    """One open file. Used by one thread; where it says collective, in the same order by all ranks of the group.
+    """One open file. Used by one thread; all ranks of the group call the collective methods in the same order.
 
-    MPI's own collective writing is left out: where a write fails, Open MPI's modules return success, or leave
+    MPI's own collective writes are not used: where a write fails, Open MPI's modules return success, or leave
     the other ranks waiting for ever (two_phase, 4.1.4); some have written wrong bytes (ompi#12718).
     """
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group, from 0."""
+        """This rank's index in the group, from 0."""
 
     def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
-        """Every rank's numbers, shape (num_ranks, len(mine)), in rank order. Collective; equally many each."""
+        """Returns every rank's numbers, shape (num_ranks, len(mine)). Collective; same length on every rank."""
 
     def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
-        """Write `data`, shape (n,), at byte `offset`; how many bytes MPI says are written. Not collective.
+        """Writes `data`, shape (n,), at byte `offset`; returns the bytes written, as MPI reports them. Not collective.
 
-        Fewer than n mean an error that MPI has kept to itself, or a full disk.
+        Fewer than n mean an error that MPI did not report, or a full disk.
         """
 
     def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
-        """Give each rank some stretches of the file, (offset, bytes); those that the ranks gave this one. Collective.
+        """Sends each rank the extents that it will write; returns those sent to this rank: (offset, bytes). Collective.
 
-        outgoing: for each rank of the group what it is to write, less than 2 GiB in all; maybe nothing.
+        outgoing: for each rank of the group, its extents; possibly none. Less than 2 GiB in all.
         """
 
     def sync(self) -> None:
-        """Have MPI write out, to the disk, what it holds back. Collective."""
+        """Flushes the written data to the disk (MPI_File_sync). Collective."""
 
     def close(self) -> None:
-        """Close the file. Collective."""
+        """Closes the file. Collective."""
 
 
 def _can_write(path: Path) -> bool:
@@ -66,21 +66,21 @@ class MpiCollectiveWriter:
     """`CollectiveWriter` over MPI-IO."""
 
     def __init__(self, mpi: Any, comm: Any, *, path: Path, hints: Mapping[str, str]) -> None:
-        """Open the file, which is there: collective over `comm`.
+        """Opens the existing file. Collective over `comm`.
 
         mpi: the module mpi4py.MPI. hints: for MPI_File_open, the same on every rank; unknown ones are ignored.
-        CommunicationError on every rank when one of them does not see the file or may not write to it, and
-        when MPI reports a failure.
+        Raises CommunicationError on every rank when one of them does not see the file or may not write to it, and
+        on this rank when MPI reports a failure.
         """
         self._mpi = mpi
         self._comm = comm
         self._path = path
-        # MPI's own opening does not always fail on all ranks alike: ask before.
+        # MPI_File_open does not always fail on all ranks alike: check first.
         unseen = [place for place, row in enumerate(self.gather([int(_can_write(path))])) if not row[0]]
         if unseen:
             raise CommunicationError(
-                f"{path} cannot be opened for writing by {len(unseen)} of {comm.Get_size()} ranks of its group, number "
-                f"{unseen[0]} first"
+                f"{path} cannot be opened for writing on {len(unseen)} of the {comm.Get_size()} ranks of its group; "
+                f"the first is rank {unseen[0]} of the group"
             )
         info = mpi.Info.Create()
         try:
@@ -101,7 +101,7 @@ class MpiCollectiveWriter:
             yield
         except self._mpi.Exception as error:
             raise CommunicationError(
-                f"{operation} {self._path} together on rank {self._comm.Get_rank()} of its group: MPI says {error}"
+                f"{operation} {self._path} on rank {self._comm.Get_rank()} of its group: MPI reported {error}"
             ) from error
 
     def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:

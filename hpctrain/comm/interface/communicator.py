@@ -1,10 +1,10 @@
-"""What a communication backend offers: small Protocols, and nothing else.
+"""The interface of a communication backend: Protocols only.
 
-A backend is one final class in one file, and only that file imports the backend's library. Everything above
-is written against these Protocols and takes the communicator as an argument.
+Only the backend's own modules import its library. Everything else is written against these Protocols and takes the
+communicator as an argument.
 
 Buffers are contiguous one-dimensional torch tensors on the backend's device. Every method below is
-collective over the communicator's ranks unless it says otherwise: all ranks call it, in the same order.
+collective over the communicator's ranks unless marked as not collective: all ranks call it, in the same order.
 Constructors of the higher layers and properties never communicate.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -21,8 +21,12 @@ from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.topology import Topology
 
+T = TypeVar("T")
+
 
 class ReduceOp(Enum):
+    """Operation of an all-reduce."""
+
     SUM = "sum"
     MAX = "max"
 
@@ -31,9 +35,9 @@ class ReduceOp(Enum):
 class Collective(Protocol):
     """Collective operations over one group of ranks.
 
-    dtypes: float16, float32, float64, int32, int64, uint8. bfloat16 where the backend says so.
-    Results are the same bits on every rank of the group, and from run to run.
-    Raises CommunicationError when the backend reports a failure.
+    dtypes: float16, float32, float64, int32, int64, uint8. bfloat16 over every backend but Horovod.
+    Results are bitwise equal on every rank of the group, and from run to run.
+    Raises BufferMismatch for invalid buffers or counts, CommunicationError when the backend reports a failure.
     """
 
     @property
@@ -42,101 +46,111 @@ class Collective(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group, from 0."""
+        """This rank's index in the group, from 0."""
 
     @property
     def num_ranks(self) -> int: ...
 
     @property
     def members(self) -> tuple[int, ...]:
-        """World rank of each place in the group."""
+        """World rank of each rank of the group."""
+
+    def attribute(self, kind: type[T]) -> T:
+        """Returns this communicator's instance of `kind`, which is created with `kind()` by the first call.
+
+        What a caller must remember of a communicator lives as long as it does. Not collective.
+        """
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Reduce `buffer`, shape (n,), over the ranks, in place; n may be 0.
+        """Reduces `buffer`, shape (n,), over the ranks, in place; n may be 0.
 
         float16 is summed in float32 and rounded once where the backend allows it (mpi, threads); Horovod
         sums float16 in float16.
         """
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
-        """Begin to sum `buffer` over the ranks, in place; returns a function that waits for the end.
+        """Starts summing `buffer`, shape (n,), over the ranks, in place; returns a function that waits for the end.
 
-        Collective; the function is not, but every rank calls it, and the buffer must not be used before. At most 16
-        may be waited for at once, each with a number of its own, the same on every rank. Horovod keeps under it what
-        the ranks have agreed on, so a buffer that is summed again is best given the same one. A backend whose
-        operations only block is done when this returns.
+        Collective. Every rank must call the returned function, in any order, and not use the buffer before. At most
+        16 sums may be in flight, each with its own `number`, the same on every rank. Horovod caches by that number
+        what the ranks negotiated: pass the same one each time for the same buffer. Backends without asynchronous
+        operations finish the sum before they return.
         """
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Sum `buffer`, shape (sum(counts),), and return this rank's slice, shape (counts[rank],).
+        """Sums `buffer`, shape (sum(counts),), and returns this rank's slice, shape (counts[rank],).
 
-        `counts` is the same on every rank; an entry may be 0. `buffer` is left unspecified.
+        `counts` is the same on every rank; an entry may be 0. The contents of `buffer` are unspecified
+        afterwards.
         """
 
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Concatenate the ranks' `part`s, shape (counts[rank],), into shape (sum(counts),)."""
+        """Returns the ranks' `part`s, each shape (counts[rank],), concatenated: shape (sum(counts),)."""
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """Send each rank its slice of `buffer`; what the ranks sent to this one, in rank order.
+        """Sends each rank its slice of `buffer`; returns the slices sent to this rank, in rank order.
 
-        buffer: shape (sum(send_counts),), unchanged; slice r goes to rank r. Returns shape
-        (sum(receive_counts),). `send_counts` are this rank's own: on every pair of ranks a's
-        `receive_counts[b]` must be b's `send_counts[a]`; entries may be 0.
+        buffer: shape (sum(send_counts),), unchanged; slice r is sent to rank r. Returns shape
+        (sum(receive_counts),). The counts may differ between ranks, but for every pair of ranks a's
+        `receive_counts[b]` must equal b's `send_counts[a]`; entries may be 0.
         """
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
-        """Copy `buffer` of the group's rank `root` to every rank, in place."""
+        """Copies `buffer`, shape (n,), of the group's rank `root` into that of every other rank."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, in rank order. Lengths may differ and may be 0."""
+        """Returns every rank's `data`, in rank order. Lengths may differ and may be 0."""
 
     def barrier(self) -> None: ...
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
-        """Files that ranks read or write together; None where the backend has no such means.
+        """Returns an object for collective reading and writing of files; None if the backend has none.
 
-        members: the world ranks of this rank's own subgroup, in the order of their places; None: all of this
-        communicator. Collective over this communicator: ranks of other subgroups name theirs.
+        Collective over this communicator. members: world ranks of the subgroup that this rank belongs to, in group
+        order, where each subgroup has its own files; None: all ranks of this communicator.
         """
 
 
 @runtime_checkable
 class World(Collective, Protocol):
-    """The group of all ranks: the only one that makes other groups and the only one that ends the run."""
+    """The group of all ranks: the only one that makes other groups and can end the run."""
 
     @property
     def reduction_backend(self) -> str:
         """Name of the backend of `open_reduction_world`: `horovod` where the run asked for it, else `backend`."""
 
     def open_reduction_world(self) -> World:
-        """Returns the same ranks over `reduction_backend`, in a message space of its own. Collective.
+        """Returns a world of the same ranks over `reduction_backend`, with a separate message space. Collective.
 
-        For reductions that are to run by that library's own operations. Close it when they are done: Horovod's
-        thread takes time from what the rank computes, and runs only while such a world is open.
+        For reductions by that library's own operations. Close it when they are done: Horovod's thread takes CPU time
+        from training, and runs only while such a world is open.
         """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
-        """One communicator per group of world ranks; returns this rank's, or None if it is in no group.
+        """Makes one communicator per group of world ranks; returns this rank's, or None if it is in no group.
 
-        Collective over the world. `groups` is the same on every rank and its members are disjoint.
+        Collective over the world. `groups` must be the same on every rank. Raises BufferMismatch unless the groups are
+        disjoint and not empty.
         """
 
     def duplicate(self) -> Collective:
-        """The same ranks, in a space of messages of its own, so that another thread may use it."""
+        """Returns a communicator of the same ranks with a separate message space, for another thread. Collective."""
 
     def transport(self, topology: Topology) -> Transport | None:
-        """Messages and shared memory of their own over the same ranks; None where the backend has none. Collective."""
+        """Returns point-to-point messages and node-shared memory over the same ranks; None if the backend has none.
+
+        Collective. topology: defines which ranks share memory.
+        """
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """Memory of every rank, `num_bytes` of this one, that all can read; None where the backend has none.
-
-        Collective. Every rank may ask for another size, also 0.
+        """Returns memory that all ranks can read, of which `num_bytes` belong to this rank; None if the backend has
+        none. Collective. Sizes may differ between ranks and may be 0.
         """
 
     def abort(self, exit_code: int) -> None:
-        """End every rank of the run at once with `exit_code`. Not collective; does not return."""
+        """Ends every rank of the run at once with `exit_code`. Not collective; does not return."""
 
     def close(self) -> None:
-        """Finish communication. Collective. The communicator cannot be used afterwards."""
+        """Finishes communication. Collective. The communicator must not be used afterwards."""

@@ -9,7 +9,7 @@ import torch
 
 
 def to_host(buffer: torch.Tensor) -> torch.Tensor:
-    """`buffer` itself if it is in host memory, else a copy: page-locked for CUDA, which copies it faster."""
+    """Returns `buffer` itself if it is in host memory, else a copy, in page-locked memory if it comes from CUDA."""
     if buffer.device.type == "cpu":
         return buffer
     staged = torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")
@@ -18,7 +18,7 @@ def to_host(buffer: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def on_host(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`buffer` in host memory; if that is a copy, it is written back at the end."""
+    """Yields `buffer` in host memory; a copy is written back to `buffer` at the end."""
     staged = to_host(buffer)
     yield staged
     if staged is not buffer:

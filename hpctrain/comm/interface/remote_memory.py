@@ -1,6 +1,6 @@
-"""Memory of each rank that every other rank may read without asking it: MPI's one-sided reads.
+"""Memory of each rank that every other rank can read without its participation: MPI's one-sided reads.
 
-The MPI backend gives the module and the communicator; nothing here imports mpi4py.
+The MPI backend passes the module and the communicator; nothing here imports mpi4py.
 Source: MPI 3.1 standard, sections 11.2.2 (MPI_Win_allocate) and 11.5.3 (passive target, MPI_Win_lock_all).
 """
 
@@ -17,48 +17,48 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import CommunicationError
 
-# Where Open MPI and MPICH keep windows on Linux: removed from there at once, so a killed run leaves nothing.
+# Open MPI and MPICH keep windows here on Linux; they unlink the files at once, so a killed run leaves none.
 SHARED_MEMORY = Path("/dev/shm")
-# MPI counts are 32-bit: a longer read goes in pieces.
+# MPI counts are 32-bit: longer reads are split.
 _PIECE_BYTES = 1 << 30
 
 
 @runtime_checkable
 class RemoteMemory(Protocol):
-    """This rank's end of memory that lies with all ranks. `get` and `flush` may be called by several threads.
+    """One rank's handle on memory distributed over all ranks. `get` and `flush` may be called by several threads.
 
-    Write to `local`, then all ranks `publish`; from then on nobody writes.
+    Each rank writes to `local`, then all ranks call `publish`; after that no rank writes.
     """
 
     @property
     def local(self) -> NDArray[np.uint8]:
-        """This rank's own part, shape (num_bytes,). Not to be used after `close`."""
+        """This rank's part, shape (num_bytes,). Must not be used after `close`."""
 
     def publish(self) -> None:
-        """What the ranks have written to `local` can be read by all. Collective."""
+        """Makes what each rank has written to `local` readable on all ranks. Collective."""
 
     def get(self, rank: int, *, offset: int, out: NDArray[np.uint8]) -> None:
-        """Begin to copy bytes offset, ..., offset + len(out) - 1 of `rank` into `out`, contiguous, shape (n,).
+        """Starts copying bytes offset, ..., offset + n - 1 of `rank` into `out`, contiguous, shape (n,).
 
-        `out` is filled after `flush`. The other rank has nothing to do for it. Not collective.
+        `out` is filled after `flush`. The other rank takes no part. Not collective.
         """
 
     def flush(self) -> None:
-        """Wait until everything that this rank began to get is there. Not collective."""
+        """Waits until all copies that this rank started are complete. Not collective."""
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Frees the memory. Collective."""
 
 
 @final
 class MpiRemoteMemory:
-    """`RemoteMemory` in an MPI window, open for reading by all for as long as it lives."""
+    """`RemoteMemory` in an MPI window, which all ranks can read until it is closed."""
 
     def __init__(self, mpi: Any, comm: Any, *, num_bytes: int) -> None:
-        """mpi: the module mpi4py.MPI. comm: all ranks' communicator, for this object alone. Collective.
+        """mpi: the module mpi4py.MPI. comm: communicator of all ranks, used by this object only. Collective.
 
-        CommunicationError, on every rank, where a node has not enough memory for what its ranks ask for, and
-        where MPI can make no window.
+        Raises CommunicationError on every rank where a node lacks the memory that its ranks request, and
+        where MPI cannot make the window.
         """
         self._mpi = mpi
         self._comm = comm
@@ -69,17 +69,17 @@ class MpiRemoteMemory:
             self._window = mpi.Win.Allocate(num_bytes, 1, mpi.INFO_NULL, comm)
         except mpi.Exception as error:
             raise CommunicationError(
-                f"MPI makes no window of {num_bytes / 1e6:.0f} MB for one-sided reads on rank {self._rank}: "
-                f"{error}. Open MPI 4 with threads has them within a node and over InfiniBand or UCX, not over "
-                "TCP between nodes: do without the memory store there"
+                f"MPI cannot make a window of {num_bytes / 1e6:.0f} MB for one-sided reads on rank {self._rank}: "
+                f"{error}. Open MPI 4 with threads supports them within a node and over InfiniBand or UCX, not over "
+                "TCP between nodes: do not use the memory store there"
             ) from error
         empty = np.empty(0, dtype=np.uint8)
         self._local = np.frombuffer(self._window, dtype=np.uint8) if num_bytes else empty
-        # One epoch for ever: reads need no further agreement with the rank that they read from.
+        # One access epoch until `close`: reads need no synchronization with the rank that they read from.
         self._window.Lock_all(mpi.MODE_NOCHECK)
 
     def _check_room(self, num_bytes: int) -> None:
-        """Refuse on every rank before MPI would, or the kernel at the first touch of a page."""
+        """Raises CommunicationError on every rank if a node lacks memory, before MPI or the kernel fails."""
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self._rank)
         try:
             asked = np.zeros((node.Get_size(), 2), dtype=np.int64)
@@ -93,8 +93,8 @@ class MpiRemoteMemory:
         if len(short):
             total, free = lacking[short[0]].tolist()
             raise CommunicationError(
-                f"the ranks of the node of rank {short[0]} ask for {total / 1e6:.0f} MB of memory that all "
-                f"ranks can read, {free / 1e6:.0f} MB are free there: use more nodes, or do without the memory "
+                f"the ranks of the node of rank {short[0]} need {total / 1e6:.0f} MB of memory that all ranks can "
+                f"read, but only {free / 1e6:.0f} MB are free there: use more nodes, or turn off the memory "
                 "store (containers: --shm-size makes /dev/shm larger)",
                 agreed=True,
             )
@@ -104,7 +104,7 @@ class MpiRemoteMemory:
         try:
             yield
         except self._mpi.Exception as error:
-            raise CommunicationError(f"{operation} on rank {self._rank}: MPI says {error}") from error
+            raise CommunicationError(f"{operation} on rank {self._rank}: MPI reported {error}") from error
 
     @property
     def local(self) -> NDArray[np.uint8]:
@@ -117,7 +117,7 @@ class MpiRemoteMemory:
             self._window.Sync()
 
     def get(self, rank: int, *, offset: int, out: NDArray[np.uint8]) -> None:
-        # Called for each sample: no context manager here, which would take as long as the read.
+        # Called for each sample: a context manager would take as long as the read itself.
         try:
             if len(out) <= _PIECE_BYTES:
                 self._window.Get([out, self._byte], rank, (offset, len(out), self._byte))
@@ -127,12 +127,12 @@ class MpiRemoteMemory:
                 self._window.Get([piece, self._byte], rank, (offset + start, len(piece), self._byte))
         except self._mpi.Exception as error:
             raise CommunicationError(
-                f"reading from rank {rank} on rank {self._rank}: MPI says {error}"
+                f"reading from rank {rank} on rank {self._rank}: MPI reported {error}"
             ) from error
 
     def flush(self) -> None:
         with self._reported("reading from other ranks"):
-            # Of a read, the origin's side is all there is: local completion is completion.
+            # A read is complete when it is complete at the origin.
             self._window.Flush_local_all()
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class MpiRemoteMemory:
 
 
 def _free_bytes() -> int:
-    """What this node can still give to windows."""
+    """Bytes that this node still has free for windows."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -155,10 +155,10 @@ def _free_bytes() -> int:
 
 @final
 class SharedRemoteMemory:
-    """`RemoteMemory` of ranks that live in one process: of threads, or of a single rank."""
+    """`RemoteMemory` of ranks in one process: threads, or a single rank."""
 
     def __init__(self, *, parts: Sequence[NDArray[np.uint8]], rank: int, barrier: Any) -> None:
-        """parts: every rank's memory. barrier: waits for all ranks."""
+        """parts: every rank's memory. barrier: a function that waits for all ranks."""
         self._parts = parts
         self._rank = rank
         self._barrier = barrier
@@ -174,7 +174,7 @@ class SharedRemoteMemory:
         out[:] = self._parts[rank][offset : offset + len(out)]
 
     def flush(self) -> None:
-        """Everything is there already."""
+        """Does nothing: `get` has copied already."""
 
     def close(self) -> None:
         self._barrier()

@@ -1,7 +1,7 @@
-"""Messages between ranks and memory shared within a node: for reductions that make their own schedule.
+"""Point-to-point messages and memory shared within a node, for reductions that make their own schedule.
 
-A backend's collective operations block until they are done. A reduction that keeps the wire, the node's
-memory and the conversions busy at the same time needs operations that it can start and look at again.
+A backend's collective operations block until they are done. A reduction that keeps the network, the node's
+memory and the conversions busy at the same time needs operations that it can start and poll.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 from hpctrain.topology import Topology
 
-# An operation under way, as the backend knows it.
+# The backend's handle of an operation in flight.
 Pending = Any
 
-# The least that MPI guarantees: 0 <= tag < NUM_TAGS.
+# The range of tags that every MPI supports: 0 <= tag < NUM_TAGS.
 NUM_TAGS = 32768
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """This rank's end of a space of messages of its own, over all ranks. Used by one thread at a time.
+    """One rank's handle on a separate message space over all ranks. Used by one thread at a time.
 
     Buffers are contiguous one-dimensional uint8 tensors in host memory. Raises CommunicationError when the
     library reports a failure.
@@ -35,32 +35,33 @@ class Transport(Protocol):
     def topology(self) -> Topology: ...
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        """Begin to send `buffer` to rank `to`. It must not change before the operation is done."""
+        """Starts sending `buffer`, which must not change until `all_done` reports the returned handle as finished."""
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
-        """Begin to receive into `buffer`. Messages with one source and tag arrive in the order of sending."""
+        """Starts receiving into `buffer`; returns a handle. Messages with equal source and tag arrive in order."""
 
     def all_done(self, pending: Sequence[Pending]) -> bool:
-        """Whether all are finished; looks, does not wait, and lets the library make progress."""
+        """Returns True if all are finished. Does not wait; lets the library make progress."""
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
-        """Memory that all ranks of this node see: `num_bytes` zeroed bytes of each, by local rank.
+        """Returns memory shared by all ranks of this node: one zeroed segment per local rank, of the size that rank
+        passed as `num_bytes`.
 
-        Collective over the node; every rank of a node may ask for another size. CommunicationError, on every
-        rank of the node, where the node has no such memory left (say /dev/shm is too small).
+        Collective over the node. Raises CommunicationError on every rank of the node if the node lacks the memory
+        (/dev/shm is too small, for example).
         """
 
     def fence(self) -> None:
-        """Order this rank's reads and writes of shared memory: those before come before those after."""
+        """Memory fence: orders this rank's accesses to shared memory before the call ahead of those after it."""
 
     def begun(self, what: str) -> None:
-        """Tell who watches that the next reduction has begun: counted, the same on every rank."""
+        """Reports to the watchdog that the next reduction has started. Called equally often on every rank."""
 
     def waits(self, what: str) -> None:
-        """Tell who watches that nothing under way got on; the deadline runs until `got_on`."""
+        """Reports to the watchdog that nothing in flight makes progress; the deadline runs until `progressed`."""
 
-    def got_on(self) -> None:
-        """Tell who watches that something got on, or that nothing is under way."""
+    def progressed(self) -> None:
+        """Reports to the watchdog that something made progress, or that nothing is in flight."""
 
     def close(self) -> None:
-        """Give back the messages and the memory. Collective. Tensors of `share` must not be used afterwards."""
+        """Frees the message space and the memory. Collective. Tensors of `share` must not be used afterwards."""

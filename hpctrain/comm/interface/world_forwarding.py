@@ -1,4 +1,4 @@
-"""The collective operations of a world are those of its group of all ranks: said once, for every backend."""
+"""A world's collective operations, forwarded to its group of all ranks. Shared by all backends."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
 
 
-class Forwarding:
-    """Gives a world the operations of `_group`, which its constructor sets. Holds nothing else."""
+class Forwarding(Attributes):
+    """Base class: forwards collective operations to `_group`, which the subclass's constructor sets."""
 
     _group: Collective
 

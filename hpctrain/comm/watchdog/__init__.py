@@ -1,1 +1,1 @@
-"""A deadline around any communicator: watcher, status board, host probe, who is missing, orderly end."""
+"""A deadline for any communicator's operations: watcher, status board, host probe, timeout report, end of the run."""

@@ -1,13 +1,11 @@
-"""The end of a rank whose Python stands still: a timer of the C library, which needs no lock of Python's.
+"""Ends a rank whose Python is blocked, by a thread of the C library that needs no lock of Python's.
 
-Horovod's enqueue waits, with Python's lock held, while its own thread waits for a rank that is cut off: then no
-thread of ours runs, and no deadline of ours holds. A timer that the watcher winds again and again starts, when
-it is not wound any more, this file as a program of its own; that says what it finds in the ranks' files and on
-the network, and when it returns, the rank's process ends with the exit code. From its start to its end the process
-ignores SIGINT and SIGQUIT, as system(3) has it; that is also so for a rank which was suspended and goes on.
+Horovod's enqueue waits, with Python's lock held, while its own thread waits for a rank that is cut off: then no thread
+of Python runs, and no deadline of ours holds. The watcher sets this timer again and again. When it does not any more,
+the timer runs this file as a program, which reports what it finds in the ranks' files and on the network; when the
+program returns, the rank's process ends with the exit code.
 
-glibc on Linux only; elsewhere `wind_up` gives None. The timer's thread runs two calls one after the other by
-contexts that are linked: system(command), then _exit(code). See makecontext(3), timer_create(2).
+The thread is `_gil_free_timer.c`. Where that is not compiled, `make_timer` returns None.
 """
 
 from __future__ import annotations
@@ -15,139 +13,96 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
-import platform
-import shlex
 import sys
 import time
-import types
 from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, final
 
-_SIGEV_THREAD = 2
-_CLOCK_MONOTONIC = 1
-# Offsets in ucontext_t, the same on x86-64 and aarch64: uc_link, uc_stack.ss_sp, uc_stack.ss_size.
-_LINK, _STACK, _STACK_BYTES = 8, 16, 32
+_LIBRARY = Path(__file__).with_name("_gil_free_timer")
 
 
-class _Event(ctypes.Structure):
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("rest", ctypes.c_char * 64),
-    )
-
-
-class _Times(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "left_s", "left_ns"))
+def find_library() -> str | None:
+    """Returns the path of the compiled thread, None where it was not compiled."""
+    paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
+    return next((path for path in paths if os.path.exists(path)), None)
 
 
 @final
-class LastWord:
-    """Runs `command` and then ends this process with `exit_code`, unless wound again or stopped in time.
+class GilFreeTimer:
+    """Runs `command` and then ends this process with `exit_code`, unless it is set again or stopped in time.
 
-    Runs once. Calls must come one at a time.
+    Once the command has begun, nothing stops it. Raises OSError if there is no thread to be had.
     """
 
-    def __init__(self, command: Sequence[str], *, exit_code: int) -> None:
-        self._c: Any = ctypes.CDLL(None, use_errno=True)
-        self._command = ctypes.create_string_buffer(f"exec {shlex.join(command)} >&2".encode())
-        self._memory: list[Any] = []  # what the contexts point to
-        end = self._context(self._c._exit, ctypes.c_int(exit_code), link=None)
-        start = self._context(self._c.system, ctypes.c_void_p(ctypes.addressof(self._command)), link=end)
-        event = _Event(
-            value=start,
-            notify=_SIGEV_THREAD,
-            function=ctypes.cast(self._c.setcontext, ctypes.c_void_p).value,
-        )
-        self._timer = ctypes.c_void_p()
-        if self._c.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
-            raise OSError(ctypes.get_errno(), "timer_create")
-        self._wound = False
-        self._begun = False
+    def __init__(self, library: str, command: Sequence[str], *, exit_code: int) -> None:
+        c: Any = ctypes.CDLL(library)
+        c.gil_free_timer_new.restype = ctypes.c_void_p
+        c.gil_free_timer_set.argtypes = (ctypes.c_void_p, ctypes.c_double)
+        c.gil_free_timer_set.restype = None
+        words = (ctypes.c_char_p * (len(command) + 1))(*map(os.fsencode, command), None)
+        self._set = c.gil_free_timer_set
+        self._timer = c.gil_free_timer_new(words, ctypes.c_int(exit_code))
+        if self._timer is None:
+            raise OSError("no memory or no thread for the timer that ends a blocked rank")
 
-    def _context(self, function: Any, argument: Any, *, link: int | None) -> int:
-        """Address of a context that calls `function(argument)` and goes on with the one at `link`."""
-        context, stack = ctypes.create_string_buffer(16384), ctypes.create_string_buffer(262144)
-        self._memory += [context, stack]
-        address = ctypes.addressof(context)
-        if self._c.getcontext(ctypes.c_void_p(address)):
-            raise OSError(ctypes.get_errno(), "getcontext")
-        ctypes.c_void_p.from_address(address + _LINK).value = link
-        ctypes.c_void_p.from_address(address + _STACK).value = ctypes.addressof(stack)
-        ctypes.c_size_t.from_address(address + _STACK_BYTES).value = len(stack)
-        self._c.makecontext(ctypes.c_void_p(address), function, ctypes.c_int(1), argument)
-        return address
-
-    def wind(self, seconds: float) -> None:
-        """Have it begin in `seconds`, unless it has begun: then its memory is in use, and it stays so."""
-        self._set(seconds)
+    def set(self, seconds: float) -> None:
+        """The command begins in `seconds`, unless this is called again before."""
+        self._set(self._timer, max(seconds, 1e-3))
 
     def stop(self) -> None:
-        """Have it not begin, until it is wound again."""
-        self._set(0.0)
-
-    def _set(self, seconds: float) -> None:
-        if self._begun:
-            return
-        whole = int(seconds)
-        times, before = _Times(left_s=whole, left_ns=int((seconds - whole) * 1e9)), _Times()
-        self._c.timer_settime(self._timer, 0, ctypes.byref(times), ctypes.byref(before))
-        self._begun = self._wound and not (before.left_s or before.left_ns)
-        if self._begun:
-            self._c.timer_settime(self._timer, 0, ctypes.byref(_Times()), None)
-        self._wound = seconds > 0
+        """The command does not begin until `set` is called."""
+        self._set(self._timer, 0.0)
 
 
-def wind_up(
+def make_timer(
     *,
     directory: Path,
     rank: int,
     num_ranks: int,
-    patience_s: float,
-    look_s: float,
+    wait_s: float,
+    probe_s: float,
     since: float,
     exit_code: int,
-) -> LastWord | None:
-    """A last word for this rank; None where the C library is another one. since: see `read_positions`."""
-    if platform.libc_ver()[0] != "glibc" or platform.machine() not in ("x86_64", "aarch64"):
+) -> GilFreeTimer | None:
+    """Returns the timer of this rank, None where it was not compiled.
+
+    directory: of the ranks' files. wait_s: how long the program waits for another rank to announce the end. probe_s:
+    time limit of its probes of other hosts. since: see `read_positions`.
+    """
+    library = find_library()
+    if library is None:
         return None
-    numbers = [str(value) for value in (rank, num_ranks, os.getpid(), patience_s, look_s, since)]
+    numbers = [str(value) for value in (rank, num_ranks, os.getpid(), wait_s, probe_s, since)]
     try:
-        # -I: neither this file's folder nor the user's go before the standard library.
-        return LastWord([sys.executable, "-I", __file__, str(directory), *numbers], exit_code=exit_code)
-    except (OSError, AttributeError):
+        # -I: neither this file's folder nor the user's come before the standard library.
+        command = [sys.executable, "-I", __file__, str(directory), *numbers]
+        return GilFreeTimer(library, command, exit_code=exit_code)
+    except OSError:
         return None
 
 
-def _speak(words: Sequence[str]) -> None:
-    """The program. Returns when the rank must end; does not return when its Python runs after all."""
+def _report(words: Sequence[str]) -> None:
+    """The program. Returns when the rank must end; does not return if its Python has continued after all."""
     directory, (rank, num_ranks, pid) = Path(words[0]), map(int, words[1:4])
-    patience_s, look_s, since = map(float, words[4:7])
-    # Without torch, which the packages' own __init__ would load for seconds.
-    folder = Path(__file__).resolve().parent
-    for name, path in (("hpctrain", folder.parents[1]), ("hpctrain.comm", folder.parent)):
-        package = types.ModuleType(name)
-        package.__path__ = [str(path)]
-        sys.modules[name] = package
-    from hpctrain.comm.watchdog.host_probe import Proof, doors_of_others, host_addresses, knock, ranks_to_read
+    wait_s, probe_s, since = map(float, words[4:7])
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from hpctrain.comm.watchdog.host_probe import host_addresses, probe, ranks_to_read, targets_of_others
     from hpctrain.comm.watchdog.network_partition import find_cut
     from hpctrain.comm.watchdog.rank_status import position_path, read_ending, read_positions, write_position
 
     def written() -> float:
         return position_path(directory, rank=rank).stat().st_mtime
 
-    before, until = written(), time.monotonic() + patience_s
+    before, until = written(), time.monotonic() + wait_s
     here = os.uname().nodename
     positions = read_positions(directory, ranks=ranks_to_read(range(num_ranks)), since=since)
-    doors = doors_of_others(positions.values(), here=here)
-    found = knock(doors, timeout_s=look_s, own=host_addresses(), proof=Proof.CONNECTION)
+    targets = targets_of_others(positions.values(), here=here)
+    found = probe(targets, timeout_s=probe_s, own=host_addresses())
     while read_ending(directory, since=since) is None and time.monotonic() < until:
         time.sleep(0.2)
-    while written() != before:  # it was suspended, and is awake again
+    while written() != before:  # the rank was suspended, and has continued
         time.sleep(1.0)
         if os.getppid() != pid:
             return
@@ -156,16 +111,16 @@ def _speak(words: Sequence[str]) -> None:
     cut = find_cut({**findings, here: found}, here=here)
     ending = read_ending(directory, since=since)
     reason = "" if ending is None else f" with rank {ending.rank} on {ending.host}: {ending.reason}"
-    told = [
+    lines = [
         f"hpctrain: rank {rank} on {here} ends{reason}",
         *cut,
-        "its Python stands still inside the communication library: no stacks",
+        "its Python interpreter is blocked inside the communication library: no stacks",
     ]
-    sys.stderr.write("\n".join(told) + "\n")
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     if rank in others:
         write_position(dataclasses.replace(others[rank], leaving=True), directory=directory)
 
 
 if __name__ == "__main__":
-    _speak(sys.argv[1:])
+    _report(sys.argv[1:])

@@ -1,8 +1,9 @@
-"""Whether this host can reach the others: a door on each rank, and a knock on all doors when something is late.
+"""Probes whether this host can reach the other hosts of the run, without listening on any port.
 
-The library that communicates does not say which link is dead; it only waits. So each rank's watcher listens on
-a TCP port of its own, and when an operation is late the ranks that wait try to connect to one another's. In
-normal running nobody knocks: a thread sleeps in `accept`.
+The library that communicates does not say which link is dead; it only waits. So each rank reserves a TCP port on which
+nothing listens, and when an operation is late, the ranks that wait try to connect to one another's. A kernel answers a
+connection to such a port with a refusal, which proves that the link works; no answer within the time limit does not.
+While all is well nothing is sent.
 """
 
 from __future__ import annotations
@@ -10,46 +11,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
-import secrets
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import final
 
 import psutil
 
 from hpctrain.comm.watchdog.rank_status import RankPosition
 
-_GREETING = b"hpctrain "
-_TOKEN_BYTES = 8
 _MAX_ADDRESSES = 8
 MAX_HOSTS = 64
-# Files to read for the doors of so many hosts, at most: most ranks of a big node need not be asked.
+# Maximum number of ranks whose files are read to find the hosts: most ranks of a large node need not be read.
 MAX_RANKS_READ = 256
+# An answer from the host's kernel, whether or not something listens on the port by now.
+_ANSWERS = (0, errno.ECONNREFUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """Where one rank listens. token: what it answers with, so that another service is not taken for it."""
+class ProbeTarget:
+    """A host, the addresses by which others may reach it, and the port that one of its ranks has reserved."""
 
     host: str
     addresses: tuple[str, ...]
     port: int
-    token: str
 
 
 def host_addresses() -> tuple[str, ...]:
-    """Addresses of this host that others may reach it by: of interfaces that are up, without loopback."""
+    """Returns the addresses by which other hosts may reach this one: of interfaces that are up, without loopback."""
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
         for name, entries in psutil.net_if_addrs().items():
             for entry in entries:
-                # Addresses that hold on one link only (fe80::...%eth0) mean nothing on another host.
+                # Addresses that are valid on one link only (fe80::...%eth0) mean nothing on another host.
                 local = entry.address.startswith(("127.", "169.254.", "fe80:")) or entry.address == "::1"
                 if name in up and entry.family == family and not local:
                     found.append(entry.address)
@@ -57,186 +54,126 @@ def host_addresses() -> tuple[str, ...]:
 
 
 @final
-class Listener:
-    """Answers every connection with a fixed greeting and closes it; reads nothing. Raises OSError."""
+class ReservedPort:
+    """A TCP port of this host that no other program can listen on; nothing of ours does either. Raises OSError."""
 
     def __init__(self) -> None:
-        token = secrets.token_hex(_TOKEN_BYTES)
         both = socket.has_dualstack_ipv6()
-        self._socket = socket.create_server(
-            ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, backlog=256, dualstack_ipv6=both
+        self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if both:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._socket.bind(("", 0))
+        except OSError:
+            self._socket.close()
+            raise
+        self.target = ProbeTarget(
+            host=socket.gethostname(), addresses=host_addresses(), port=self._socket.getsockname()[1]
         )
-        self.door = Door(
-            host=socket.gethostname(),
-            addresses=host_addresses(),
-            port=self._socket.getsockname()[1],
-            token=token,
-        )
-        self._answer = _GREETING + token.encode() + b"\n"
-        threading.Thread(target=self._serve, name="hpctrain-listener", daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
-                    time.sleep(0.1)
-                    continue
-                return  # closed
-            with connection, contextlib.suppress(OSError):
-                connection.setblocking(False)  # so short an answer fits, or the caller is a nuisance
-                connection.send(self._answer)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone would leave the thread in `accept`
         self._socket.close()
 
 
-def doors_of_others(
+def targets_of_others(
     positions: Iterable[RankPosition], *, here: str, max_hosts: int = MAX_HOSTS
-) -> tuple[Door, ...]:
-    """One door for each other host, at most `max_hosts` of them, drawn anew on each rank."""
-    doors: dict[str, Door] = {}
+) -> tuple[ProbeTarget, ...]:
+    """Returns one target for each other host; of more than `max_hosts` hosts a random choice, another on each rank."""
+    targets: dict[str, ProbeTarget] = {}
     for position in positions:
         if position.host != here and position.port is not None and position.addresses:
-            doors[position.host] = Door(
-                host=position.host,
-                addresses=tuple(position.addresses),
-                port=position.port,
-                token=position.token,
+            targets[position.host] = ProbeTarget(
+                host=position.host, addresses=tuple(position.addresses), port=position.port
             )
-    hosts = sorted(doors)
+    hosts = sorted(targets)
     drawn = hosts if len(hosts) <= max_hosts else random.sample(hosts, max_hosts)
-    return tuple(doors[host] for host in drawn)
+    return tuple(targets[host] for host in drawn)
 
 
 def ranks_to_read(members: Sequence[int], *, max_ranks: int = MAX_RANKS_READ) -> list[int]:
-    """The ranks whose files are read for their doors: all, or so many drawn."""
+    """Returns the ranks whose files are read to find the hosts: all, or `max_ranks` chosen at random."""
     return list(members) if len(members) <= max_ranks else random.sample(list(members), max_ranks)
 
 
-class Proof(Enum):
-    """What counts as an answer."""
+def probe(targets: Sequence[ProbeTarget], *, timeout_s: float, own: Sequence[str] = ()) -> dict[str, bool]:
+    """Returns host -> whether its kernel answered at any of its addresses. Takes at most `timeout_s` for all together.
 
-    GREETING = "greeting"  # it is the rank that listens there
-    CONNECTION = "connection"  # the host's kernel answers: the link is whole, though the rank may stand still
-
-
-def knock(
-    doors: Sequence[Door], *, timeout_s: float, own: Sequence[str] = (), proof: Proof = Proof.GREETING
-) -> dict[str, bool]:
-    """Host -> whether it answered on any of its addresses. Takes at most `timeout_s`, for all together.
-
-    A host that refuses the connection is reached: its rank may have ended. own: addresses of this host, which
-    other hosts may have too (a bridge for containers); they are left out.
+    own: addresses of this host, which other hosts may have too (the bridge of a container runtime); they are left out.
     """
-    found = {door.host: False for door in doors if set(door.addresses) - set(own)}
+    found = {target.host: False for target in targets if set(target.addresses) - set(own)}
     end = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
-        for door in doors:
-            for address in door.addresses:
+        for target in targets:
+            for address in target.addresses:
                 if address not in own:
-                    _begin(selector, door, address=address, found=found)
+                    _begin(selector, target, address=address, found=found)
         while selector.get_map() and (left_s := end - time.monotonic()) > 0 and not all(found.values()):
             for key, _ in selector.select(left_s):
-                _go_on(selector, key, found=found, proof=proof)
+                caller = key.fileobj
+                assert isinstance(caller, socket.socket)
+                found[key.data] |= caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS
+                selector.unregister(caller)
+                caller.close()
         for key in list(selector.get_map().values()):
-            _drop(selector, key.fileobj)
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
     return found
 
 
-@dataclass(slots=True)
-class _Call:
-    door: Door
-    received: bytes = b""
-    connected: bool = False
-
-
-def _begin(selector: selectors.BaseSelector, door: Door, *, address: str, found: dict[str, bool]) -> None:
+def _begin(
+    selector: selectors.BaseSelector, target: ProbeTarget, *, address: str, found: dict[str, bool]
+) -> None:
+    """Begins a connection; `selector` then holds it with the name of the host, unless its outcome is known."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         caller = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError:
         return
-    code = caller.connect_ex((address, door.port))
-    if code not in (0, errno.EINPROGRESS):
-        found[door.host] |= code == errno.ECONNREFUSED
+    code = caller.connect_ex((address, target.port))
+    if code != errno.EINPROGRESS:
+        found[target.host] |= code in _ANSWERS
         caller.close()
         return
-    selector.register(caller, selectors.EVENT_WRITE, _Call(door))
-
-
-def _go_on(
-    selector: selectors.BaseSelector, key: selectors.SelectorKey, *, found: dict[str, bool], proof: Proof
-) -> None:
-    caller, call = key.fileobj, key.data
-    if not isinstance(caller, socket.socket):
-        return
-    if not call.connected:
-        code = caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code or proof is Proof.CONNECTION:
-            found[call.door.host] |= code in (0, errno.ECONNREFUSED)
-            _drop(selector, caller)
-            return
-        call.connected = True
-        selector.modify(caller, selectors.EVENT_READ, call)
-        return
-    expected = _GREETING + call.door.token.encode() + b"\n"
-    try:
-        piece = caller.recv(len(expected) - len(call.received))
-    except OSError:
-        piece = b""
-    call.received += piece
-    if piece and len(call.received) < len(expected):
-        return
-    found[call.door.host] |= call.received == expected
-    _drop(selector, caller)
-
-
-def _drop(selector: selectors.BaseSelector, caller: object) -> None:
-    if isinstance(caller, socket.socket):
-        selector.unregister(caller)
-        caller.close()
+    selector.register(caller, selectors.EVENT_WRITE, target.host)
 
 
 @final
 class HostReachability:
-    """What one rank knows of the other hosts' doors. Used by several threads; each value is replaced whole."""
+    """State of one rank's probes. Used by several threads; each value is replaced as a whole.
+
+    targets: hosts that have answered before. found: host -> whether it answered the last probe.
+    """
 
     def __init__(self) -> None:
         self.here = socket.gethostname()
-        self.door: Door | None = None
-        self._listener: Listener | None = None
+        self._port: ReservedPort | None = None
         with contextlib.suppress(OSError):
-            self._listener = Listener()
-            self.door = self._listener.door
-        self.doors: tuple[Door, ...] = ()
+            self._port = ReservedPort()
+        self.own: ProbeTarget | None = None if self._port is None else self._port.target
+        self.targets: tuple[ProbeTarget, ...] = ()
         self.found: Mapping[str, bool] = {}
 
     def learn(self, positions: Iterable[RankPosition], *, timeout_s: float) -> bool:
-        """Take the doors of the hosts that answer now, beside those that have answered before; whether all have.
+        """Adds the hosts that answer now to `targets`. Returns True if all of them have answered.
 
-        Where a firewall is in the way, a later silence says nothing.
+        A host behind a firewall that drops packets never answers, so that its silence means nothing later.
         """
-        known = {door.host for door in self.doors}
-        doors = [door for door in doors_of_others(positions, here=self.here) if door.host not in known]
-        answers = self._knock(doors, timeout_s=timeout_s, proof=Proof.GREETING)
-        self.doors = (*self.doors, *(door for door in doors if answers.get(door.host)))
-        return all(answers.get(door.host) for door in doors)
+        known = {target.host for target in self.targets}
+        targets = [t for t in targets_of_others(positions, here=self.here) if t.host not in known]
+        answers = self._probe(targets, timeout_s=timeout_s)
+        self.targets = (*self.targets, *(target for target in targets if answers.get(target.host)))
+        return all(answers.get(target.host) for target in targets)
 
-    def look(self, *, timeout_s: float) -> None:
-        """Knock on every door that is known; a second time where nobody answered, as a packet may be lost."""
-        self.found = found = self._knock(self.doors, timeout_s=timeout_s, proof=Proof.CONNECTION)
-        silent = [door for door in self.doors if not found.get(door.host)]
+    def probe(self, *, timeout_s: float) -> None:
+        """Probes all `targets`; those that did not answer a second time, since a packet may be lost."""
+        self.found = found = self._probe(self.targets, timeout_s=timeout_s)
+        silent = [target for target in self.targets if not found.get(target.host)]
         if silent:
-            self.found = {**found, **self._knock(silent, timeout_s=timeout_s, proof=Proof.CONNECTION)}
+            self.found = {**found, **self._probe(silent, timeout_s=timeout_s)}
 
-    def _knock(self, doors: Sequence[Door], *, timeout_s: float, proof: Proof) -> dict[str, bool]:
-        own = () if self.door is None else self.door.addresses
-        return knock(doors, timeout_s=timeout_s, own=own, proof=proof)
+    def _probe(self, targets: Sequence[ProbeTarget], *, timeout_s: float) -> dict[str, bool]:
+        return probe(targets, timeout_s=timeout_s, own=() if self.own is None else self.own.addresses)
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        if self._port is not None:
+            self._port.close()

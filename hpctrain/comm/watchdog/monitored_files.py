@@ -1,4 +1,4 @@
-"""Collective reading and writing under the watcher's deadline."""
+"""Collective reading and writing with the watcher's deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.comm.watchdog.operation_state import Track
 
 @final
 class MonitoredFiles:
-    """Every reading, and every step of writing, has the deadline of a collective operation."""
+    """Wraps `CollectiveFiles`: each read, and each collective step of a write, has the deadline."""
 
     def __init__(self, inner: CollectiveFiles, *, track: Track) -> None:
         self._inner = inner
@@ -43,7 +43,7 @@ class MonitoredWriter:
     """A `CollectiveWriter` whose collective steps have a deadline."""
 
     def __init__(self, inner: CollectiveWriter, *, track: Track, name: str) -> None:
-        """name: of the file, for the message."""
+        """name: name of the file, for the message."""
         self._inner = inner
         self._track = track
         self._name = name

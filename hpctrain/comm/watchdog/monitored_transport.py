@@ -1,4 +1,4 @@
-"""A transport under the watcher's deadline."""
+"""A transport with the watcher's deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.topology import Topology
 
 @final
 class MonitoredTransport:
-    """The deadline runs while nothing that is under way gets on, and starts anew when something does."""
+    """Wraps a `Transport`. The deadline runs while nothing in flight makes progress, and restarts on progress."""
 
     def __init__(self, inner: Transport, *, track: Track) -> None:
         self._inner = inner
@@ -57,9 +57,9 @@ class MonitoredTransport:
             self._track.since = time.monotonic()
         self._inner.waits(what)
 
-    def got_on(self) -> None:
+    def progressed(self) -> None:
         self._track.since = None
-        self._inner.got_on()
+        self._inner.progressed()
 
     def close(self) -> None:
         with self._track.during("close"):

@@ -1,6 +1,6 @@
-"""A deadline around any communicator: no rank waits for ever, and the missing ranks are named.
+"""Wrapper that adds a deadline to any communicator: no rank waits for ever, and the missing ranks are named.
 
-Wraps; changes no result. See `hpctrain.comm.watchdog.watcher` for what happens when an operation is late.
+Results are unchanged. See `hpctrain.comm.watchdog.watcher` for what happens when an operation is late.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from hpctrain.comm.collectives.agreement import agreed, check_same, describe_ranks
 from hpctrain.comm.collectives.shared_folder import make_shared_folder
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp, World
 from hpctrain.comm.interface.remote_memory import RemoteMemory
@@ -29,7 +30,7 @@ from hpctrain.comm.watchdog.watcher import Watcher, exit_now
 from hpctrain.errors import BufferMismatch
 from hpctrain.topology import Topology
 
-# Longer lists of counts are compared by a number that stands for them.
+# Longer lists of counts are compared by a checksum.
 _COUNTS_SHOWN = 16
 
 
@@ -49,8 +50,8 @@ def _describe_counts(counts: Sequence[int]) -> str:
 
 
 @final
-class MonitoredGroup:
-    """A communicator whose operations a watcher follows."""
+class MonitoredGroup(Attributes):
+    """Wraps a `Collective`: a watcher applies the deadline to its operations."""
 
     def __init__(self, inner: Collective, *, track: Track, watcher: Watcher) -> None:
         self._inner = inner
@@ -131,22 +132,22 @@ class MonitoredGroup:
 
     @contextlib.contextmanager
     def _during(self, operation: str, detail: str = "", *, same: str = "") -> Iterator[None]:
-        """One operation under the deadline, to which all ranks must have brought the same."""
+        """Runs one operation under the deadline, after a check that its signature is the same on all ranks."""
         signature = " ".join(filter(None, [operation, detail, same]))
         with self._watcher.during(self._track, operation, detail, signature=signature):
             self.agree(signature)
             try:
                 yield
             except BufferMismatch as error:
-                # Horovod tells every rank that they differ, but not who.
+                # Horovod reports on every rank that buffers differ, but not on which ranks.
                 if self.backend == "horovod" and not error.agreed and "Mismatched" in str(error):
                     self._name_different(signature)
                 raise
 
     def agree(self, signature: str) -> None:
-        """Every rank raises BufferMismatch, naming who differs, unless `signature` is equal on all. Collective.
+        """Raises BufferMismatch on every rank, naming those that differ, if `signature` is not equal. Collective.
 
-        Only over MPI, which compares nothing itself: with other buffers on one rank it gives wrong sums,
+        Checks only over MPI, which compares nothing itself: with a different buffer on one rank it returns wrong sums,
         hangs, or fails on some ranks. Costs one all-reduce of 16 bytes. See docs/adr/0015.
         """
         if self.backend != "mpi" or self.num_ranks == 1:
@@ -160,7 +161,7 @@ class MonitoredGroup:
     def _name_different(self, signature: str) -> None:
         check_same(
             self._inner,
-            name=f"what the ranks bring to operation {self._track.sequence} of {self._track.group}",
+            name=f"the arguments of operation {self._track.sequence} of {self._track.group}",
             value=signature,
             error=BufferMismatch,
         )
@@ -168,13 +169,14 @@ class MonitoredGroup:
 
 @final
 class Monitored(Forwarding):
-    """A world with a deadline, and so are the communicators made from it.
+    """Wraps a world: its operations, and those of the communicators made from it, have a deadline.
 
-    timeout_s: an operation that takes longer ends the run with exit code 6, and all ranks have ended by then. Less a
-    quarter, at most 5 s, it must be more than the longest time one rank may rightly keep the others waiting (a
-    checkpoint, an evaluation on rank 0).
-    directory: as of `publish_in`, which is collective. Without it the missing ranks cannot be named. step: set it
-    to have it in the messages. watcher, name: of a world that is watched along with another (`open_reduction_world`).
+    timeout_s: an operation that takes longer ends the run with exit code 6; all ranks have exited after this time. The
+    last quarter, at most 5 s, is for ending: the rest must be more than the longest time that one rank may legitimately
+    keep the others waiting (a checkpoint, an evaluation on rank 0).
+    directory: calls `publish_in`, which is collective. Without it the missing ranks cannot be named.
+    step: attribute; set it to show the step in the messages.
+    watcher, name: for a world that shares the watcher of another (`open_reduction_world`).
     """
 
     def __init__(
@@ -207,9 +209,9 @@ class Monitored(Forwarding):
             self.publish_in(directory)
 
     def publish_in(self, directory: Path) -> None:
-        """Leave the positions of the ranks in `directory`, which is made if need be, from now on. Collective.
+        """From now on writes the ranks' positions to `directory`, which is made if it does not exist. Collective.
 
-        Raises LaunchError on all ranks where one of them cannot write there.
+        Raises LaunchError on all ranks if one of them cannot write there.
         """
         make_shared_folder(directory, comm=self)
         agreed(self, lambda: self._watcher.publish_in(directory))
@@ -242,7 +244,7 @@ class Monitored(Forwarding):
         with self._watcher.during(self._track, "split", signature=signature):
             self._all.agree(signature)
             inner = self._world.split(groups)
-        self._num_made += 1  # counted on every rank, so that all members give the group one name
+        self._num_made += 1  # on every rank, so that all members use the same name for the group
         if inner is None:
             return None
         name = self._within(f"split {self._num_made} ({describe_ranks(inner.members)})")
@@ -256,7 +258,7 @@ class Monitored(Forwarding):
         return self._monitored(inner, name=self._within(f"duplicate {self._num_made}"))
 
     def _within(self, name: str) -> str:
-        """The name of a communicator of this world, told apart from those of the run's other worlds."""
+        """Returns a communicator's name, with this world's name appended if the run has several worlds."""
         return name if self._owns_watcher else f"{name} of {self._name}"
 
     def _monitored(self, inner: Collective, *, name: str) -> Collective:
@@ -274,7 +276,7 @@ class Monitored(Forwarding):
         return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """Making it is watched; reading from it, which no other rank takes part in, is not."""
+        """The deadline applies to making it, but not to reads, in which no other rank takes part."""
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")
             return self._world.remote_memory(num_bytes)
@@ -284,7 +286,7 @@ class Monitored(Forwarding):
         self._world.abort(exit_code)
 
     def close(self) -> None:
-        """Finish communication, still under the deadline, then stop watching. Collective."""
+        """Finishes communication, still under the deadline, then stops the watcher. Collective."""
         with self._watcher.during(self._track, "close", signature="close"):
             self._world.close()
         if self._owns_watcher:

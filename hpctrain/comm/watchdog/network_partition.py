@@ -1,4 +1,4 @@
-"""Which host is cut off, judged from who reached whom. Pure."""
+"""Finds hosts that are cut off, from probes between hosts. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[str]:
-    """Lines for the user of what `findings` say: host that asked -> host asked -> whether it answered.
+    """Returns lines for the user that name the hosts cut off. findings[a][b]: b answered a's probe. here: this host.
 
-    Empty where nothing was asked, or the hosts that were all answered. Hosts that reach one another, in
-    whichever direction, belong together; the largest such part is the network, the rest is cut off from it.
+    Empty if nothing was probed, or all hosts answered. Hosts that reach one another in either direction form a
+    part; the largest part is the network, and the others are cut off from it.
     """
     asked = {
         host: {other: answered for other, answered in found.items() if other != host}
@@ -23,8 +23,8 @@ def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[s
     parts = _parts(asked)
     largest = max(len(part) for part in parts)
     if [len(part) for part in parts].count(largest) > 1:
-        told = " | ".join(name_hosts(part) for part in parts)
-        return [f"the hosts fall into parts that do not reach each other: {told}"]
+        names = " | ".join(name_hosts(part) for part in parts)
+        return [f"the hosts fall into parts that do not reach each other: {names}"]
     lines = []
     for part in parts:
         if len(part) == largest:
@@ -35,7 +35,7 @@ def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[s
 
 
 def _alone(found: Mapping[str, bool], *, here: str) -> list[str]:
-    """What this host can say by itself."""
+    """Lines from the probes of this host only."""
     missing = sorted(host for host, answered in found.items() if not answered)
     if len(missing) < len(found):
         return [
@@ -61,8 +61,8 @@ def _cut_host(host: str, *, asked: Mapping[str, Mapping[str, bool]], here: str) 
     without = sorted(other for other, found in asked.items() if found.get(host) is False)
     if not without:
         return f"{host} reaches none of the hosts that reach one another: its link is cut"
-    told = name_hosts([f"{other} (this host)" if other == here else other for other in without])
-    return f"{host} cannot be reached from {told}: its link is cut, or the node is down"
+    names = name_hosts([f"{other} (this host)" if other == here else other for other in without])
+    return f"{host} cannot be reached from {names}: its link is cut, or the node is down"
 
 
 def _one_way(asked: Mapping[str, Mapping[str, bool]], *, here: str) -> str:
@@ -76,7 +76,7 @@ def _one_way(asked: Mapping[str, Mapping[str, bool]], *, here: str) -> str:
 
 
 def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
-    """The hosts in parts that reach each other, each in order, the one with the first name first."""
+    """Connected parts of the graph of hosts, sorted by name; each a sorted list."""
     part_of = {host: {host} for found in asked.values() for host in found} | {host: {host} for host in asked}
     for host, found in asked.items():
         for other, answered in found.items():
@@ -88,6 +88,6 @@ def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
 
 
 def name_hosts(hosts: list[str]) -> str:
-    """`a, b, c`; after eight the number of the others."""
+    """Returns `a, b, c`; after eight names the number of the others."""
     rest = len(hosts) - 8
     return ", ".join(hosts[:8]) + (f" and {rest} more" if rest > 0 else "")

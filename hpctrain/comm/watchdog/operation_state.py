@@ -1,4 +1,4 @@
-"""What one communicator is doing now: the line between the thread that communicates and the one that watches."""
+"""State of one communicator's current operation, shared by the thread that communicates and the watcher."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Track:
-    """What one communicator does now. Written by the thread that uses it, read by the watcher.
+    """Current operation of one communicator. Written by the thread that uses it, read by the watcher.
 
-    signature: what must be equal on all ranks in one operation; None where nothing is compared.
+    signature: text that must be equal on all ranks in one operation; None: not compared.
     """
 
     group: str
@@ -27,7 +27,7 @@ class Track:
     def during(
         self, operation: str, detail: str = "", *, signature: str | None = None, counted: bool = True
     ) -> Iterator[None]:
-        """Mark the time of one operation. counted: False for the wait for one that was counted when it was started."""
+        """Marks one operation as running. counted: False for the wait of one that was counted at its start."""
         self.operation, self.detail = operation, detail
         if counted:
             self.signature = signature
@@ -39,7 +39,7 @@ class Track:
             self.since = None
 
     def waited_s(self) -> float:
-        """How long the operation under way has taken; 0 in none."""
+        """Seconds since the current operation began; 0 if there is none."""
         since = self.since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -1,7 +1,7 @@
-"""Where each rank stands: which operation of which communicator it is in. Small files, and a pure comparison.
+"""Position of each rank: which operation of which communicator it is in. Small files, and pure comparisons of them.
 
-A rank that hangs outside any collective cannot say so itself. Every rank therefore leaves its position in a
-file now and then, and the ranks that wait read who is behind them. Nothing here communicates.
+A rank that hangs outside any collective cannot report it. Every rank therefore writes its position to a file from
+time to time, and waiting ranks read which others have not reached their operation. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hpctrain.storage import replace_file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPosition:
@@ -19,16 +21,16 @@ class GroupPosition:
 
     sequence: int
     operation: str
-    waiting_s: float | None  # None: the operation is done, the rank does something else
-    signature: str | None = None  # what all ranks must have the same in it; None: nothing is compared
+    waiting_s: float | None  # None: the operation is complete
+    signature: str | None = None  # must be equal on all ranks in the operation; None: not compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """What one rank's file says.
+    """Contents of one rank's file.
 
-    addresses, port, token: where its watcher listens (`hpctrain.comm.watchdog.host_probe`); port None: nowhere.
-    reached: other host -> whether it answered when this rank last asked. leaving: it has told what it knows.
+    addresses, port: where its host can be probed (`hpctrain.comm.watchdog.host_probe`); port None: nowhere.
+    reached: for each other host, whether it answered the last probe. leaving: the rank has printed its report.
     """
 
     rank: int
@@ -36,18 +38,17 @@ class RankPosition:
     pid: int
     written: float  # seconds since the epoch, by the writer's clock
     step: int | None = None
-    doing: str = ""  # what its operations belong to
+    doing: str = ""  # label of its current activity
     groups: dict[str, GroupPosition] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
     port: int | None = None
-    token: str = ""
     reached: dict[str, bool] = field(default_factory=dict)
     leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """One rank's word that the run ends: all speak, and leave together at `leave_at` (epoch)."""
+    """Announcement by `rank` that the run ends: all ranks print their reports and exit at `leave_at` (epoch)."""
 
     rank: int
     host: str
@@ -61,22 +62,22 @@ def position_path(directory: Path, *, rank: int) -> Path:
 
 
 def call_path(directory: Path, *, rank: int) -> Path:
-    """Present when other ranks have waited long for `rank`, which then shows its stacks."""
+    """File that exists when other ranks have waited long for `rank`, which then prints its stacks."""
     return directory / f"late-{rank}"
 
 
 def alarm_path(directory: Path) -> Path:
-    """Touched when an operation is late: every rank then looks which hosts it reaches."""
+    """File that is touched when an operation is late: every rank then probes the other hosts."""
     return directory / "late"
 
 
 def ending_path(directory: Path) -> Path:
-    """Present when the run ends: see `Ending`."""
+    """File that exists when the run ends: see `Ending`."""
     return directory / "ending.json"
 
 
 def announce_ending(ending: Ending, *, directory: Path) -> Ending:
-    """Make `ending` known, unless another rank was first; the one that holds."""
+    """Publishes `ending` unless another rank was first. Returns the one that was published."""
     partial = directory / f"ending-{ending.rank}.partial"
     partial.write_text(json.dumps(asdict(ending)))
     try:
@@ -89,7 +90,7 @@ def announce_ending(ending: Ending, *, directory: Path) -> Ending:
 
 
 def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
-    """What was announced; None where nothing was, or only before `since` (epoch)."""
+    """Returns the announcement; None if there is none, or it is older than `since` (epoch)."""
     try:
         ending = Ending(**json.loads(ending_path(directory).read_text()))
     except (OSError, ValueError, TypeError):
@@ -98,16 +99,14 @@ def read_ending(directory: Path, *, since: float = 0.0) -> Ending | None:
 
 
 def write_position(position: RankPosition, *, directory: Path) -> None:
-    """Replace this rank's file in one step, so that nobody reads half of it."""
+    """Replaces this rank's file atomically, so that no rank reads half of it."""
     path = position_path(directory, rank=position.rank)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(position)))
-    os.replace(partial, path)
+    replace_file(path, json.dumps(asdict(position)).encode(), partial=path.with_suffix(".partial"))
 
 
 def read_positions(directory: Path, *, ranks: Sequence[int], since: float = 0.0) -> dict[int, RankPosition]:
-    """What the ranks' files say. Left out: ranks whose file is missing, unreadable or older than `since`
-    (epoch), as an earlier attempt of the run leaves them."""
+    """Returns the positions by rank. Omits ranks whose file is missing, unreadable or older than `since` (epoch),
+    that is, from an earlier attempt of the run."""
     found = {}
     for rank in ranks:
         try:
@@ -123,7 +122,7 @@ def read_positions(directory: Path, *, ranks: Sequence[int], since: float = 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """A rank that did not come to an operation, and what is known of it."""
+    """A rank that has not begun an operation, and a text with its last known state."""
 
     rank: int
     text: str
@@ -138,16 +137,16 @@ def find_absent(
     now: float,
     usual_silence_s: float,
 ) -> list[Absence]:
-    """The `members` that have not begun operation `sequence` of the communicator `group`.
+    """Returns the `members` that have not begun operation `sequence` of the communicator `group`, by their files.
 
-    A rank whose file says nothing newer is taken for absent: it has stopped, or it is where the file says.
-    One that has been silent for more than `usual_silence_s` before `now` is told with the time.
+    A rank without a recent file counts as absent. The text of one whose file is older than `usual_silence_s` at `now`
+    (epoch) includes the file's age.
     """
     absent = []
     for rank in members:
         position = positions.get(rank)
         if position is None:
-            absent.append(Absence(rank=rank, text=f"rank {rank} has left no trace"))
+            absent.append(Absence(rank=rank, text=f"rank {rank} has written no position file"))
             continue
         place = position.groups.get(group, GroupPosition(sequence=0, operation="nothing", waiting_s=None))
         if place.sequence >= sequence:
@@ -168,10 +167,10 @@ def find_different(
     signature: str,
     num_expected: int = 0,
 ) -> str | None:
-    """What is wrong if ranks are in operation `sequence` of `group` with another signature than `rank`'s own.
+    """Returns an error message if ranks in operation `sequence` of `group` have different signatures, else None.
 
-    The signature of most is taken for the right one; of two as frequent, the lowest rank's, but then nothing is said
-    before `num_expected` ranks are known to be there: the next one may decide it.
+    rank, signature: of this rank. The most frequent signature counts as correct. In a tie it is the lowest rank's, and
+    None is returned until `num_expected` ranks are in the operation, as the next one may decide.
     """
     held = {rank: signature}
     for other, position in positions.items():
@@ -189,7 +188,7 @@ def find_different(
         for other in sorted(held)
         if held[other] != usual
     ]
-    return f"ranks came to number {sequence} of {group} with different things: " + (
+    return f"ranks called number {sequence} of {group} with different arguments: " + (
         f"{', '.join(different[:8])}, where {values.count(usual)} of {len(values)} have {usual}"
     )
 
@@ -201,10 +200,10 @@ def _on_host(position: RankPosition | None) -> str:
 def find_silent(
     positions: Mapping[int, RankPosition], *, now: float, usual_silence_s: float
 ) -> list[Absence]:
-    """The ranks that have left no position for longer than `usual_silence_s`: stopped, or cut off.
+    """Returns the ranks that have not renewed their file for `usual_silence_s`: stopped, or cut off.
 
-    Where a backend works for all its groups at once, as Horovod does, a rank that has stopped holds up
-    groups that it is not in.
+    With a backend that serves all groups in one thread, as Horovod does, a stopped rank also blocks groups that
+    it is not in.
     """
     return [
         Absence(

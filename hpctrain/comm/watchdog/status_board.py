@@ -1,7 +1,7 @@
-"""The ranks' notice board: a folder in which each leaves its position and reads the others'.
+"""The status board: a folder in which each rank writes its position and reads those of the others.
 
-Its thread is the only one that touches files in normal running: on a file system that hangs, it hangs, and the
-watcher's deadline does not.
+Normally only the board's own thread accesses these files: if the file system hangs, that thread is blocked, but the
+watcher's deadline still holds.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from hpctrain.comm.watchdog.rank_status import (
     write_position,
 )
 
-# Other hosts' doors are learned when all files are there; so often is looked for them.
+# Number of attempts to learn which hosts answer; they begin when the files of all ranks are there.
 _LEARN_TRIES = 60
-# An operation that takes this long is looked at more closely: have all ranks the same buffer?
+# After this time in one operation, the ranks' signatures are compared: have all passed the same buffer?
 _COMPARE_AFTER_S = 2.0
 _COMPARE_AT_MOST_AFTER_S = 4.0
-_COMPARISONS = 3  # of one operation: ranks come, and renew their files, at other times
+_COMPARISONS = 3  # per operation, since ranks enter it and renew their files at different times
 _RANKS_COMPARED = 32
-# How long the ranks have to speak after a mismatch was found.
+# Time that the ranks have to report after a mismatch was found.
 _MISMATCH_GRACE_S = 2.5
 
 
 @final
 class Board:
-    """One rank's end of the notice board. Raises OSError if the directory cannot be used."""
+    """One rank's access to the status board. The constructor raises OSError if the directory cannot be used."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Board:
         doing: Callable[[], str],
         reach: HostReachability,
         show: Callable[[str], None],
-        look_around: Callable[[], None],
+        probe_hosts: Callable[[], None],
         notice: Callable[[], None],
     ) -> None:
-        """since (epoch): what was written before counts for nothing; an earlier attempt of this run left it.
-        tracks: first the world's. show: tell the user, with the stacks. look_around: knock on the doors.
-        notice: called when `ending` has come."""
+        """since (epoch): older files are ignored, as they are from an earlier attempt of this run.
+        tracks: returns the tracks, the world's first. show: prints a message with the stacks. probe_hosts: probes the
+        other hosts. notice: called when `ending` is set."""
         self.directory = directory
         self.rank = rank
         self.ending: Ending | None = None
@@ -78,10 +78,10 @@ class Board:
         self._doing = doing
         self._reach = reach
         self._show = show
-        self._look_around = look_around
+        self._probe_hosts = probe_hosts
         self._notice = notice
         self._interval_s = min(1.0, timeout_s / 8)
-        # Often enough to be fresh at the deadline, seldom enough that 1000 ranks do not load the file system.
+        # Frequent enough for a recent position at the deadline, rare enough not to load the file system (1000 ranks).
         self.publish_s = max(self._interval_s, min(10.0, timeout_s / 20))
         self._published: float | None = None
         self._shown: float | None = None  # when this rank last showed its stacks because others asked
@@ -92,7 +92,7 @@ class Board:
         self._over = threading.Event()
         self._writing = threading.Lock()
         call_path(directory, rank=rank).unlink(missing_ok=True)
-        if read_ending(directory, since=since) is None:  # an old one would keep a new one out
+        if read_ending(directory, since=since) is None:  # an old file would prevent a new announcement
             ending_path(directory).unlink(missing_ok=True)
         self._alarm = self._alarm_time()
         self.alarmed: float | None = None
@@ -105,7 +105,7 @@ class Board:
     # ---- this rank's file
 
     def publish(self) -> None:
-        """Write this rank's position now. Called by several threads."""
+        """Writes this rank's position now. Thread-safe."""
         with self._writing:
             self._publish()
 
@@ -120,7 +120,7 @@ class Board:
                 waiting_s=waiting_s,
                 signature=track.signature,
             )
-        door = self._reach.door
+        own = self._reach.own
         position = RankPosition(
             rank=self.rank,
             host=self._reach.here,
@@ -129,16 +129,15 @@ class Board:
             step=self._step(),
             doing=self._doing(),
             groups=groups,
-            addresses=[] if door is None else list(door.addresses),
-            port=None if door is None else door.port,
-            token="" if door is None else door.token,
+            addresses=[] if own is None else list(own.addresses),
+            port=None if own is None else own.port,
             reached=dict(self._reach.found),
             leaving=self._leaving,
         )
         write_position(position, directory=self.directory)
 
     def leave(self) -> None:
-        """Say that this rank has told what it knows."""
+        """Publishes that this rank has printed its report and is ready to exit."""
         self._leaving = True
         self.publish()
 
@@ -149,7 +148,7 @@ class Board:
 
     def _run(self) -> None:
         while not self._over.wait(self._pause_s()):
-            # A full or vanished disk must not end the watch: the deadline still holds.
+            # A full or missing disk must not end this thread; the deadline still holds.
             with contextlib.suppress(OSError):
                 self._look()
 
@@ -185,25 +184,25 @@ class Board:
             self._show(f"other ranks wait for rank {self.rank} on {self._reach.here}; its threads are at")
 
     def _learn(self) -> None:
-        """Once all ranks have written their files: where the other hosts listen."""
+        """Learns which hosts answer, once all ranks have written their files."""
         self._tries_left -= 1
         ranks = ranks_to_read(self._tracks()[0].members)
         positions = self._read(ranks)
         if len(positions) < len(ranks) and self._tries_left:
             return
-        # A host that is busy starting may answer later; one behind a firewall never does.
+        # A host that is still starting may answer later; one behind a firewall never does.
         if self._reach.learn(positions.values(), timeout_s=min(2.0, self._timeout_s / 8)):
             self._tries_left = 0
 
     # ---- late operations
 
     def raise_alarm(self) -> None:
-        """Have every rank look around."""
+        """Makes every rank probe the other hosts."""
         alarm_path(self.directory).touch()
 
     def _begin_alarm(self) -> None:
         self.alarmed = time.monotonic()
-        self._look_around()
+        self._probe_hosts()
 
     def _alarm_time(self) -> int | None:
         try:
@@ -212,11 +211,12 @@ class Board:
             return None
 
     def call_absent(self, track: Track) -> None:
-        """Ask the absent ranks to show their stacks, while there is still time to."""
+        """Requests that the absent ranks print their stacks, before the deadline."""
         for absence in self.absent(track):
             call_path(self.directory, rank=absence.rank).touch()
 
     def absent(self, track: Track) -> list[Absence]:
+        """Returns the members of `track` that have not begun its operation; if none, silent ranks outside the group."""
         others = [rank for rank in track.members if rank != self.rank]
         positions = self._read(others)
         now, usual_silence_s = time.time(), 3 * self.publish_s
@@ -235,24 +235,24 @@ class Board:
         return find_silent(positions, now=now, usual_silence_s=usual_silence_s)
 
     def cut(self) -> list[str]:
-        """Which hosts are cut off, by what this host and the others found. Empty: none, or not known."""
+        """Returns lines that name the hosts cut off, from the probes of all hosts. Empty if none, or unknown."""
         here = self._reach.here
         findings: dict[str, dict[str, bool]] = {here: dict(self._reach.found)}
         positions = self._read(ranks_to_read(self._tracks()[0].members))
         for position in positions.values():
             if time.time() - position.written > self._timeout_s:
-                continue  # silent since before the operation began
+                continue  # written before the operation began
             known = findings.setdefault(position.host, {})
             for host, answered in position.reached.items():
                 known[host] = known.get(host, False) or answered
         return find_cut(findings, here=here)
 
     def _compare(self, track: Track) -> None:
-        """Whether the ranks in this operation, should it take long, all brought the same."""
+        """If the current operation takes long, checks that all ranks in it have one signature; if not, ends the run."""
         sequence, signature = track.sequence, track.signature
         before, times = self._compared.get(track.group, (0, 0))
         if before != sequence and times:
-            # It only took its time, and so may the next ones: looked at later, at a cost to nobody.
+            # That operation was only slow, and so may the next be: compare later, to save file accesses.
             del self._compared[track.group]
             self._compare_after_s = min(
                 _COMPARE_AT_MOST_AFTER_S, self._timeout_s / 4, 2 * self._compare_after_s
@@ -279,7 +279,7 @@ class Board:
     # ---- the end
 
     def announce(self, reason: str, *, grace_s: float) -> Ending:
-        """Tell all ranks that the run ends in `grace_s`, unless another has said so before; what holds."""
+        """Announces to all ranks that the run ends in `grace_s` seconds. Returns the announcement that was first."""
         now = time.time()
         asked = Ending(
             rank=self.rank, host=self._reach.here, written=now, leave_at=now + grace_s, reason=reason
@@ -289,7 +289,7 @@ class Board:
         return self.ending
 
     def all_leave(self) -> bool:
-        """Whether every rank of the world has told what it knows."""
+        """Returns True if every rank of the world has printed its report."""
         members = self._tracks()[0].members
         positions = self._read(members)
         return len(positions) == len(members) and all(p.leaving for p in positions.values())

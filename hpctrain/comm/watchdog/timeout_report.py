@@ -1,4 +1,4 @@
-"""What the watcher of one rank says at the end: texts made of what was found."""
+"""The texts that a rank's watcher prints when it ends the run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def headline(
     ending_s: float,
     doing: str = "",
 ) -> str:
-    """Who ends, and what it was doing. track: of its longest wait, None in no operation.
+    """Returns which rank ends and what it was doing. track: that of its longest wait; None if in no operation.
 
-    ending_s: the last part of `timeout_s`, in which ranks do not wait any more, but end.
+    ending_s: the last part of `timeout_s`, reserved for reporting and exiting.
     """
     here = f"rank {rank} on {host}"
     in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")
-    limit = f"(limit {timeout_s:g} s, of which {ending_s:g} s are to end in)"
+    limit = f"(limit {timeout_s:g} s, including {ending_s:g} s to end the run)"
     waited = "is in no operation" + in_step
     if track is not None:
         waited = f"has waited {track.waited_s():.1f} s{in_step} for {track.describe()}"
@@ -39,7 +39,7 @@ def headline(
 
 
 def describe_finding(cut: Sequence[str], absent: Sequence[Absence], *, waits: bool, num_asked: int) -> str:
-    """cut: lines of `find_cut`. waits: this rank is in an operation. num_asked: hosts that were knocked at."""
+    """Returns the report. cut: lines of `find_cut`. waits: this rank is in an operation. num_asked: hosts probed."""
     lines = list(cut)
     if absent:
         lines.append(f"did not come: {describe_ranks([absence.rank for absence in absent])}")
@@ -47,16 +47,16 @@ def describe_finding(cut: Sequence[str], absent: Sequence[Absence], *, waits: bo
     elif waits and not cut:
         why = "network, or different buffers on the ranks"
         if num_asked:
-            why = f"the {num_asked} other hosts that were asked answer"
-        lines.append(f"every rank came: the operation itself hangs ({why})")
+            why = f"the {num_asked} other hosts that were probed answer"
+        lines.append(f"all ranks have begun it: the operation itself hangs ({why})")
     elif waits:
-        lines.append("every rank came: the operation itself hangs")
-    return "\n".join(lines) or "this rank keeps nobody waiting, as far as it knows"
+        lines.append("all ranks have begun it: the operation itself hangs")
+    return "\n".join(lines) or "no rank is known to wait for this one"
 
 
 def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
-    """Without positions. directory: where they would be; None: nowhere."""
+    """Returns the report's lines if the ranks' positions are unknown. directory: of the positions; None: none given."""
     why = "no directory for positions was given"
     if directory is not None:
-        why = f"the files in {directory} do not answer"
+        why = f"the files in {directory} cannot be read"
     return "\n".join([*cut, f"which rank did not come is not known: {why}"])

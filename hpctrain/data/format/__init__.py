@@ -1,1 +1,1 @@
-"""The dataset directory on disk: manifest, shard files, token windows, statistics."""
+"""Format of a dataset directory on disk: manifest, shard files, token windows, statistics."""

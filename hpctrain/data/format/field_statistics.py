@@ -1,8 +1,8 @@
-"""Mean, standard deviation, minimum and maximum of a field, added up shard by shard in float64.
+"""Mean, standard deviation, minimum and maximum of a field, accumulated shard by shard in float64.
 
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances",
 Stanford STAN-CS-79-773, 1979. Blocks are added in the order of the samples, shards in the order of the
-dataset: the result does not depend on how many ranks packed.
+dataset: the result does not depend on the number of ranks that packed it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Of `count` finite elements. squares: sum of (element - mean)^2. low, high mean nothing if count is 0."""
+    """Moments of `count` finite elements. squares: sum of (element - mean)^2. low, high: only valid if count > 0."""
 
     count: int = 0
     mean: float = 0.0
@@ -45,11 +45,11 @@ class Moments:
         )
 
     def as_json(self) -> dict[str, float | int]:
-        """Plain numbers; of no elements nothing, since JSON has no infinity."""
+        """Returns JSON values; {} if there are no elements, since JSON has no infinity."""
         return asdict(self) if self.count else {}
 
     def statistics(self) -> FieldStatistics | None:
-        """As the manifest holds them; None if there is no finite element, or the numbers are beyond float64."""
+        """Returns the manifest's statistics; None without finite elements, or if float64 overflowed."""
         if not self.count or not math.isfinite(self.squares) or not math.isfinite(self.mean):
             return None
         return FieldStatistics(
@@ -62,7 +62,7 @@ class Moments:
 
 
 def moments_of(array: NDArray[Any]) -> Moments:
-    """Of all elements that are finite; bool counts as 0 and 1."""
+    """Returns the moments of all finite elements of an array of any shape; bool counts as 0 and 1."""
     flat = array.reshape(-1)
     if flat.dtype == np.uint8:
         return _of_bytes(flat)
@@ -89,7 +89,7 @@ def _of_block(block: NDArray[Any]) -> Moments:
 
 
 def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
-    """Exact: from how often each of the 256 values occurs."""
+    """Returns exact moments, from a histogram of the 256 values."""
     counts = np.zeros(256, dtype=np.int64)
     for start in range(0, len(flat), _BLOCK_ELEMENTS):
         counts += np.bincount(flat[start : start + _BLOCK_ELEMENTS], minlength=256)
@@ -104,7 +104,7 @@ def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
 
 
 def statistics_of(parts: Iterable[Mapping[str, Moments]]) -> dict[str, FieldStatistics]:
-    """Field -> statistics over parts (field -> moments) that follow each other."""
+    """Returns field -> statistics over consecutive parts (field -> moments)."""
     totals: dict[str, Moments] = {}
     for part in parts:
         for name, moments in part.items():

@@ -1,8 +1,8 @@
-"""The manifest: what a dataset directory holds, where the bytes are, and what they hash to.
+"""The manifest: lists the content of a dataset directory, the location of its bytes, and their hashes.
 
-A dataset is a directory with `manifest.json` and HDF5 shards beside it. The manifest is written last, so a
-directory with shards and without a manifest is a dataset whose packing did not finish. Plain JSON, versioned,
-with a checksum of its own content.
+A dataset is a directory with `manifest.json` and HDF5 shards. The manifest is written last, so a directory with
+shards but no manifest is a dataset whose packing did not finish. The manifest is JSON, versioned, with a checksum of
+its content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from hpctrain.data.format.manifest_entries import (
@@ -31,6 +30,7 @@ from hpctrain.data.format.manifest_entries import (
     WindowList,
 )
 from hpctrain.errors import DataError
+from hpctrain.storage import hash_of, replace_file
 
 __all__ = [
     "DTYPES",
@@ -61,16 +61,16 @@ TOKENS_FIELD = "tokens"
 
 
 class Kind(str, Enum):
-    """`samples`: one row of every field is a sample. `tokens`: samples are windows of one long stream."""
+    """`samples`: a sample is one row of every field. `tokens`: samples are windows of a token stream."""
 
     SAMPLES = "samples"
     TOKENS = "tokens"
 
 
 class Manifest(Model):
-    """A whole dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1.
+    """Describes a dataset. `fields` describe one sample; for kind `tokens` that is a window of window + 1 tokens.
 
-    indexed: the files are others' and stay where they are; their paths may lead out of the directory.
+    indexed: the shards are existing files that were indexed; their paths may lead out of the directory.
     statistics: field -> statistics; empty if not computed. windows: set if window starts are listed.
     """
 
@@ -103,7 +103,7 @@ class Manifest(Model):
         lengths = {name + LENGTH_SUFFIX for name, spec in self.fields.items() if spec.kind == "ragged"}
         if lengths & set(self.fields):
             raise ValueError(
-                f"fields {', '.join(sorted(lengths & set(self.fields)))} are named as lengths are"
+                f"fields {', '.join(sorted(lengths & set(self.fields)))} have the names of lengths of ragged fields"
             )
         if not set(self.statistics) <= set(self.fields):
             raise ValueError("statistics of a field that the dataset does not have")
@@ -117,7 +117,7 @@ class Manifest(Model):
         return self
 
     def _check_shard(self, shard: ShardEntry) -> None:
-        # A manifest from elsewhere must not make us read outside its directory, unless that is its purpose.
+        # A manifest from elsewhere must not cause reads outside its directory, unless it is an index.
         if not self.indexed and not shard.is_plain_name:
             raise ValueError(f"shard file {shard.file!r} is not a plain file name")
         if shard.fields.keys() != self.fields.keys():
@@ -131,17 +131,17 @@ class Manifest(Model):
     def _check_stored(self, name: str, stored: StoredField, shard: ShardEntry) -> None:
         where = f"field {name!r} of shard {shard.file}"
         if stored.whole and (shard.samples != 1 or stored.first_row or self.tokens is not None):
-            raise ValueError(f"{where} is one sample a dataset: the shard can have but one sample")
+            raise ValueError(f"{where} is a whole HDF5 dataset: the shard must have exactly one sample")
         if self.fields[name].kind == "array" and not self.is_split:
             expected = self.stored_bytes(name, samples=shard.samples)
             if stored.num_bytes != expected:
                 raise ValueError(
-                    f"{where} has {stored.num_bytes} bytes, {shard.samples} samples make {expected}"
+                    f"{where} has {stored.num_bytes} bytes, {shard.samples} samples need {expected}"
                 )
         if stored.offset is not None:
             skipped = 0 if stored.whole else stored.first_row * self._row_bytes(name, stored, shard)
             if stored.offset + skipped + stored.num_bytes > shard.file_bytes:
-                raise ValueError(f"{where} ends behind the end of the file")
+                raise ValueError(f"{where} ends after the end of the file")
         blocks = -(-stored.num_bytes // self.block_bytes)
         if len(stored.hashes) not in (0, blocks):
             raise ValueError(f"{where} has {len(stored.hashes)} hashes, not {blocks}")
@@ -153,12 +153,12 @@ class Manifest(Model):
 
     @property
     def is_split(self) -> bool:
-        """Whether the samples are token windows that end at documents, listed in `windows`."""
+        """True if the samples are token windows that are split at documents and listed in `windows`."""
         return self.tokens is not None and self.tokens.boundaries == "split"
 
     @property
     def batch_fields(self) -> dict[str, FieldSpec]:
-        """What a batch holds: the fields, and after each ragged one its lengths, `<name>.length`."""
+        """Fields of a batch: those of the dataset, each ragged one followed by its lengths, `<name>.length`, int64."""
         found: dict[str, FieldSpec] = {}
         for name, spec in self.fields.items():
             found[name] = spec
@@ -167,23 +167,23 @@ class Manifest(Model):
         return found
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
-        """Shape of field `name` of a shard of so many samples (kind `array`, boundaries ignored).
+        """Returns the shape of field `name` in a shard of `samples` samples (kind `array`, boundaries ignored).
 
-        That is the shape of the HDF5 dataset of a packed shard; one in an indexed file may have more rows.
+        That is the shape of the HDF5 dataset in a packed shard; in an indexed file it may have more rows.
         """
         if self.tokens is not None:
             return (self.tokens.tokens_for(samples),)
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Bytes of an array of that shape."""
+        """Returns the bytes of an array of shape `stored_shape`."""
         shape = self.stored_shape(name, samples=samples)
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
 
     def entry_shape(self, name: str, entry: ShardEntry) -> tuple[int, ...]:
-        """Shape of the rows that `entry` has of field `name` (kind `array`): of `num_bytes` bytes.
+        """Returns the shape of the rows of field `name` (kind `array`) in `entry`: `num_bytes` bytes.
 
-        A whole dataset that is one sample has no dimension of samples. Split tokens: as many as are stored.
+        A whole HDF5 dataset that is one sample has no sample dimension. Split tokens: the number of stored tokens.
         """
         stored, spec = entry.fields[name], self.fields[name]
         if stored.whole:
@@ -194,39 +194,38 @@ class Manifest(Model):
 
     @property
     def fingerprint(self) -> str:
-        """Tells datasets apart: a hash over fields, counts and the hashes of all content."""
+        """Hash that identifies the dataset: over fields, counts and the hashes of all content."""
         exclude: dict[str, Any] = {"statistics": True}
-        if self.version == 1:  # as it was computed then: checkpoints hold it
+        if self.version == 1:  # the fingerprint of version 1, which checkpoints contain
             exclude |= NOT_IN_VERSION_1
         return _checksum(self.model_dump(mode="json", exclude=exclude))
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all shard files, each counted once."""
+        """Total size of all shard files in bytes, each file counted once."""
         return sum({shard.file: shard.file_bytes for shard in self.shards}.values())
 
 
 def _checksum(document: dict[str, Any]) -> str:
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+    return hash_of(text.encode())
 
 
 def write_manifest(manifest: Manifest, *, directory: Path) -> None:
-    """Write `manifest.json` atomically: temporary name, fsync, rename, fsync of the directory."""
+    """Writes `manifest.json` atomically and durably: temporary name, fsync, rename, fsync of the directory."""
     document = manifest.model_dump(mode="json")
     document["checksum"] = _checksum(document)
-    partial = directory / f".{MANIFEST_NAME}{PARTIAL_SUFFIX}"
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(directory / MANIFEST_NAME)
+    replace_file(
+        directory / MANIFEST_NAME,
+        (json.dumps(document, indent=1) + "\n").encode(),
+        partial=directory / f".{MANIFEST_NAME}{PARTIAL_SUFFIX}",
+        durable=True,
+    )
     sync_directory(directory)
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable, as rename(2) alone does not."""
+    """Makes the names in a directory durable, which rename(2) alone does not."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -235,10 +234,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def read_manifest(directory: Path | str) -> Manifest:
-    """The manifest of the dataset in `directory`.
+    """Returns the manifest of the dataset in `directory`.
 
-    Raises DataError: no such directory, no dataset in it, packing unfinished, JSON that cannot be read, a
-    newer version, a changed checksum, or fields and counts that do not fit together.
+    Raises DataError if there is no such directory or no dataset in it, packing is unfinished, or the manifest cannot
+    be read, has a newer version or a wrong checksum, or is inconsistent.
     """
     directory = Path(directory)
     path = directory / MANIFEST_NAME
@@ -252,10 +251,10 @@ def read_manifest(directory: Path | str) -> Manifest:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"the manifest {path} is no JSON ({error}): it is damaged; restore it or pack again"
+            f"the manifest {path} is not JSON ({error}): it is damaged; restore it or pack again"
         ) from None
     if not isinstance(document, dict) or not isinstance(document.get("version"), int):
-        raise DataError(f"{path} is no hpctrain manifest: it has no version")
+        raise DataError(f"{path} is not an hpctrain manifest: it has no version")
     if document["version"] > MANIFEST_VERSION:
         raise DataError(
             f"{path} is of version {document['version']}, this hpctrain reads up to {MANIFEST_VERSION}: "
@@ -283,15 +282,13 @@ def _explain_missing(directory: Path) -> str:
             f"no dataset at {directory}: there is no such directory (hpctrain data pack SOURCE OUT makes one)"
         )
     if not directory.is_dir():
-        return (
-            f"no dataset at {directory}: it is no directory (a dataset is a directory with {MANIFEST_NAME})"
-        )
+        return f"no dataset at {directory}: it is not a directory (a dataset is a directory with {MANIFEST_NAME})"
     below = sorted(child.name for child in directory.iterdir() if (child / MANIFEST_NAME).exists())
     if below:
         return f"no {MANIFEST_NAME} in {directory}, but datasets below it: name one of {', '.join(below)}"
     if any(SHARD_PREFIX in child.name for child in directory.iterdir()):
         return (
             f"the dataset at {directory} is unfinished: shards, but no {MANIFEST_NAME}; "
-            "go on packing it with --resume, or pack it again with --overwrite"
+            "resume packing with --resume, or pack it again with --overwrite"
         )
     return f"no dataset at {directory}: it has no {MANIFEST_NAME} (hpctrain data pack SOURCE OUT makes one)"

@@ -1,4 +1,4 @@
-"""The parts of a manifest: fields of a sample, their statistics, and where a file holds them."""
+"""The parts of a manifest: fields of a sample, their statistics, and their location in a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-# What a field may be: numpy's names. uint64 is left out, torch cannot compute with it.
+# numpy names of the dtypes of fields. uint64 is left out: torch cannot compute with it.
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"),
     *("float16", "float32", "float64"),
@@ -22,7 +22,7 @@ Boundaries = Literal["ignore", "split"]
 
 
 class Model(BaseModel):
-    """What all of them share: values that do not change, and no unknown keys."""
+    """Base class of the parts of a manifest: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,10 +30,10 @@ class Model(BaseModel):
 class FieldSpec(Model):
     """One field of a sample: numpy dtype name and shape, without the sample dimension.
 
-    kind: `array`, every sample has `shape`, which is () for a number a sample. `ragged`: the first dimension
-    differs from sample to sample, `shape` has its maximum; read padded with zeros, with a second tensor
-    `<name>.length`, int64, that says how much of the first dimension is the sample's own. `classes`: strings
-    in the file, read as int64 numbers, the place of the string in `classes`.
+    kind: `array`: every sample has `shape`, which is () for one number per sample. `ragged`: the first dimension
+    differs between samples, and `shape` has its maximum; samples are padded with zeros when they are read, and a
+    second tensor `<name>.length`, int64, has their lengths. `classes`: strings in the file, read as int64 numbers,
+    the index of the string in `classes`.
     classes: names of the class numbers; also allowed for integers of kind `array`.
     """
 
@@ -52,28 +52,28 @@ class FieldSpec(Model):
     @model_validator(mode="after")
     def _kind_fits(self) -> FieldSpec:
         if self.kind == "classes" and (self.dtype != "int64" or self.shape or not self.classes):
-            raise ValueError("a field of kind 'classes' is one int64 a sample, with at least one name")
+            raise ValueError("a field of kind 'classes' must be one int64 per sample, with at least one name")
         if self.kind == "ragged" and not self.shape:
-            raise ValueError("a field of kind 'ragged' has at least one dimension")
+            raise ValueError("a field of kind 'ragged' must have at least one dimension")
         if self.classes and (np.dtype(self.dtype).kind not in "iu" or self.kind == "ragged"):
-            raise ValueError("names of classes belong to integers")
+            raise ValueError("only integers that are not ragged can have names of classes")
         if len(set(self.classes)) != len(self.classes):
             raise ValueError("a class is named twice")
         return self
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """The dtype of the bytes that are hashed and written: little-endian."""
+        """dtype of the bytes that are hashed and written: little-endian."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample as read (ragged: padded)."""
+        """Bytes of one sample after reading (ragged: padded)."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 class FieldStatistics(Model):
-    """Over all elements of a field; `count` of them. std is that of the population."""
+    """Statistics over the `count` finite elements of a field. std: of the population."""
 
     mean: float
     std: float
@@ -83,15 +83,15 @@ class FieldStatistics(Model):
 
 
 class StoredField(Model):
-    """One field in one shard: the HDF5 dataset, its place in the file, and the hash of each block.
+    """One field in one shard: the HDF5 dataset, its location in the file, and the hash of each block.
 
-    dataset: path within the file. offset: first byte of the dataset in the file if it is contiguous; None if
-    not (chunked, compressed, compact, variable length, a member of a compound).
-    whole: the whole dataset is one sample. Else its rows are samples (or tokens), from `first_row` on: row r
-    of a contiguous dataset begins at offset + r * bytes of a row.
-    member: which member of a compound dtype. big_endian: the bytes are the other way round in the file.
-    num_bytes: logical bytes of this shard's rows, uncompressed; for variable lengths, of their elements.
-    hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` of those rows' little-endian row-major
+    dataset: path within the file. offset: file offset of the dataset in bytes if it is contiguous, else None
+    (chunked, compressed, compact, variable length, or a member of a compound).
+    whole: the whole dataset is one sample. Otherwise its rows are samples (or tokens), from `first_row` on; row r
+    of a contiguous dataset begins at offset + r * (bytes of a row).
+    member: member of a compound dtype. big_endian: byte order in the file.
+    num_bytes: uncompressed bytes of this shard's rows; for variable lengths, of their elements.
+    hashes: xxh3_64 of consecutive blocks of `Manifest.block_bytes` bytes of these rows as little-endian row-major
     bytes, counted from `first_row`; the last block may be shorter. Empty: not hashed.
     """
 
@@ -106,11 +106,11 @@ class StoredField(Model):
 
 
 class ShardEntry(Model):
-    """Samples of one HDF5 file; a file that holds a group a sample has several entries.
+    """Samples of one HDF5 file. A file with one group per sample has several entries.
 
-    file: a name in the dataset's directory; of indexed files a path, absolute or relative to it.
-    structure_hash: over the bytes of the file that are in none of its fields; None if not computed.
-    modified_ns: time of the file's last change, for files that are indexed; None if it does not matter.
+    file: a name in the dataset's directory; for indexed files a path, absolute or relative to the directory.
+    structure_hash: over the bytes of the file that belong to no field; None if not computed.
+    modified_ns: modification time of an indexed file, in nanoseconds; None for packed shards.
     """
 
     file: str
@@ -124,28 +124,28 @@ class ShardEntry(Model):
     @classmethod
     def _a_path(cls, value: str) -> str:
         if not value or value.endswith(("/", "/..", "/.")) or value in (".", "..") or "\0" in value:
-            raise ValueError(f"shard file {value!r} is no file name")
+            raise ValueError(f"shard file {value!r} is not a file name")
         return value
 
     @property
     def is_plain_name(self) -> bool:
-        """Whether the file lies in the dataset's own directory."""
+        """True if the file is in the dataset's directory."""
         return "/" not in self.file
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What no two entries of a dataset share: file, dataset of the first field, first row."""
+        """Key that is unique within a dataset: file, dataset of the first field, first row."""
         first = next(iter(self.fields.values()), None)
         return (self.file, first.dataset, first.first_row) if first else (self.file, "", 0)
 
 
 class TokenWindows(Model):
-    """How samples are cut from the stream.
+    """How samples are cut from the token stream.
 
-    boundaries `ignore`: sample i of a shard holds tokens [i * stride, i * stride + window + 1).
-    `split`: no window crosses the start of a document; where each begins is listed (`Manifest.windows`).
-    documents: HDF5 dataset of each shard, int64, ascending: the tokens (counted from the first of the shard)
-    at which documents begin. None: not known.
+    boundaries: `ignore`: sample i of a shard holds tokens [i * stride, i * stride + window + 1). `split`: no window
+    crosses the start of a document; the starts of the windows are listed (`Manifest.windows`).
+    documents: name of the HDF5 dataset of each shard that holds the first token of each document, relative to the
+    shard, int64, ascending. None: unknown.
     """
 
     window: Positive
@@ -154,19 +154,19 @@ class TokenWindows(Model):
     documents: str | None = None
 
     def tokens_for(self, samples: int) -> int:
-        """Tokens that `samples` consecutive windows span (boundaries ignored)."""
+        """Returns the number of tokens that `samples` consecutive windows span (boundaries ignored)."""
         return (samples - 1) * self.stride + self.window + 1
 
     def windows_in(self, tokens: int) -> int:
-        """Windows that fit in `tokens` consecutive tokens (boundaries ignored)."""
+        """Returns the number of windows that fit in `tokens` consecutive tokens (boundaries ignored)."""
         return 0 if tokens <= self.window else (tokens - self.window - 1) // self.stride + 1
 
 
 class WindowList(Model):
-    """Where each window begins, for windows that are listed: `file`, an .npy beside the manifest.
+    """List of window starts: `file`, an .npy file in the directory of the manifest.
 
-    It holds int64 of shape (samples of the dataset,): the first token of each window, counted from the first
-    token of its shard. hash: xxh3_64 of the file's bytes.
+    It holds the first token of each window, relative to its shard: int64, shape (samples of the dataset,).
+    hash: xxh3_64 of the file's bytes.
     """
 
     file: str = Field(pattern=r"^[^/]+\.npy$")
@@ -174,7 +174,7 @@ class WindowList(Model):
     hash: Hash
 
 
-# What a manifest of version 1 did not have: its fingerprint is made without, checkpoints hold it.
+# Keys that version 1 did not have. Its fingerprint, which checkpoints contain, is computed without them.
 NOT_IN_VERSION_1: dict[str, Any] = {
     "windows": True,
     "indexed": True,

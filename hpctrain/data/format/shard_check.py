@@ -1,4 +1,4 @@
-"""Compares a shard's file with the manifest before anything is read from it, without reading the samples."""
+"""Compares a shard's file with the manifest before samples are read from it; does not read the samples."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ HEADERS_DIFFER = "the HDF5 headers differ from what was written"
 
 
 class HeadersDamaged(DataError):
-    """HDF5's own bytes in a file of the right size are not those that were written."""
+    """Raised if the HDF5 headers of a file of the right size differ from those that were written."""
 
 
 def check_shard(
     directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
 ) -> dict[str, DatasetLayout]:
-    """Compare a shard's file with the manifest; returns field -> layout of its HDF5 dataset.
+    """Compares a shard's file with the manifest. Returns field -> layout of its HDF5 dataset.
 
-    path: a copy of the file to look at instead. A packed shard that was re-packed with other HDF5 tools
-    (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size and time
-    that it had then; what is contiguous in it is then not asked of HDF5 again.
-    Raises DataError naming the shard, and the field where it matters.
+    path: a copy of the file, which is checked instead. A packed shard that was rewritten with other HDF5 tools
+    (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size and modification
+    time of the manifest; it is then not opened if all its fields are contiguous.
+    Raises DataError that names the shard, and the field if one is the cause.
     """
     original = directory / entry.file
     found_path = original if path is None else path
@@ -46,10 +46,10 @@ def check_shard(
             f"shards): copy it again, or {_again(manifest)}"
         ) from None
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
-        # h5py has an exception of its own for each way in which headers can be damaged.
+        # h5py raises many types of exceptions for damaged headers.
         if "status" in locals() and status.st_size < entry.file_bytes:
             reason = cut_short(found_path, entry, status.st_size)
-            raise DataError(f"{reason} (HDF5 says: {error})") from error
+            raise DataError(f"{reason} (error of HDF5: {error})") from error
         raise DataError(f"shard {found_path} cannot be opened as HDF5: {error}") from error
     by_field = {}
     for name, stored in entry.fields.items():
@@ -74,10 +74,10 @@ def check_shard(
 
 
 def _check_headers(path: Path, *, entry: ShardEntry, manifest: Manifest) -> None:
-    """Compare HDF5's own bytes with what was written, before HDF5 sees them: damaged ones can crash it (1.10.8).
+    """Compares the HDF5 headers with their hash before HDF5 reads them: damaged headers can crash it (1.10.8).
 
-    Raises HeadersDamaged. A file of another size was re-packed, or is cut short. Where the hash covers chunks too
-    it would mean reading the whole file. Raises OSError.
+    Skips files of another size, which were rewritten or truncated, and files with chunks, which the hash covers, so
+    that the whole file would be read. Raises HeadersDamaged or OSError.
     """
     extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
     if entry.structure_hash is None or len(extents) < len(entry.fields):
@@ -95,20 +95,23 @@ def _check_headers(path: Path, *, entry: ShardEntry, manifest: Manifest) -> None
 
 
 def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is_copy: bool = False) -> None:
-    """Refuse an indexed file whose size or time are not those of the manifest. Raises DataError."""
+    """Raises DataError if the size or modification time of an indexed file differs from the manifest.
+
+    is_copy: ignore the time.
+    """
     if entry.modified_ns is None:
         return
     if status.st_size < entry.file_bytes:
         raise DataError(cut_short(path, entry, status.st_size))
     if status.st_size != entry.file_bytes or (status.st_mtime_ns != entry.modified_ns and not is_copy):
         raise DataError(
-            f"file {path} has changed since it was indexed ({status.st_size} bytes of time "
-            f"{status.st_mtime_ns}, then {entry.file_bytes} of {entry.modified_ns}): index the files again"
+            f"file {path} has changed since it was indexed (now {status.st_size} bytes, modified at "
+            f"{status.st_mtime_ns} ns; then {entry.file_bytes} bytes, {entry.modified_ns} ns): index the files again"
         )
 
 
 def cut_short(path: Path, entry: ShardEntry, found_bytes: int) -> str:
-    """What is said of a file that is shorter than the manifest says."""
+    """Returns the error message for a file that is shorter than in the manifest."""
     return (
         f"shard {path} is cut short: {found_bytes} bytes, the manifest says {entry.file_bytes} "
         f"({entry.samples} samples): copy it again, or {'pack' if entry.modified_ns is None else 'index'} again"
@@ -124,7 +127,7 @@ def _bytes_of(layout: DatasetLayout) -> int:
 
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
-    """Layouts as the manifest has them, if all fields lie in one piece: opening HDF5 takes a millisecond."""
+    """Returns the layouts from the manifest if all fields are contiguous, which saves opening the HDF5 file (1 ms)."""
     layouts = {}
     for name, stored in entry.fields.items():
         spec = manifest.fields[name]
@@ -141,7 +144,7 @@ def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, Dataset
 def _check_field(
     name: str, layout: DatasetLayout, *, manifest: Manifest, entry: ShardEntry, path: Path
 ) -> None:
-    """Whether dtype and shape of an HDF5 dataset are what the manifest says."""
+    """Raises DataError if dtype or shape of an HDF5 dataset differ from the manifest."""
     spec, stored = manifest.fields[name], entry.fields[name]
     dtype, shape = layout.dtype, layout.shape
     if stored.member is not None:
@@ -160,7 +163,7 @@ def _check_field(
         expected = (entry.samples,)
         fits = shape == expected
     if not fits and manifest.indexed and not stored.whole and shape and shape[1:] == expected[1:]:
-        # The rows of an indexed dataset may be shared out to several entries, or not all be wanted.
+        # The rows of an indexed dataset may belong to several entries, or be used in part.
         fits = shape[0] >= stored.first_row + expected[0]
     if found != wanted or not fits:
         raise DataError(
@@ -174,7 +177,7 @@ def _wanted_dtype(spec: FieldSpec) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any], spec: FieldSpec, *, whole: bool) -> str:
-    """numpy's name, but `string` for strings; ragged rows are named by their elements."""
+    """Returns numpy's name of the dtype, "string" for strings, and the name of the elements for ragged rows."""
     import h5py
 
     if h5py.check_string_dtype(dtype) is not None:

@@ -1,4 +1,4 @@
-"""Writes one shard: an HDF5 file with a dataset a field, contiguous or compressed, hashed from memory."""
+"""Writes one shard: an HDF5 file with one dataset per field, contiguous or compressed, hashed from memory."""
 
 from __future__ import annotations
 
@@ -16,67 +16,54 @@ from hpctrain.data.format.manifest import PARTIAL_SUFFIX, SHARD_PREFIX, ShardEnt
 from hpctrain.data.hdf5.create import create
 from hpctrain.data.hdf5.encode import SMALLEST_SAMPLE_BYTES, Chunks, ShardCompression, compress
 from hpctrain.errors import DataError
+from hpctrain.storage import hash_of, read_up_to, write_fully
 
 RECORD_SUFFIX = ".json"
 _READ_BYTES = 1 << 20
 
 
 def shard_name(index: int, *, part: int | None = None) -> str:
-    """File name of shard number `index`, of the part of a source that is packed in parts."""
+    """Returns the file name of shard number `index`. part: part of the source, if it is packed in parts."""
     return f"{SHARD_PREFIX}{'' if part is None else f'{part:05d}-'}{index:05d}.h5"
 
 
 def shard_number(name: str) -> tuple[int, ...]:
-    """What shards are sorted by: the numbers in a file name."""
+    """Returns the numbers in a file name, by which shards are sorted."""
     return tuple(map(int, re.findall(r"\d+", name.removesuffix(".h5"))))
 
 
 def record_name(file: str) -> str:
-    """Name of the record that stands beside the finished shard `file` until the manifest is written."""
+    """Returns the name of the record of the finished shard `file`, which exists until the manifest is written."""
     return f".{file.removesuffix('.h5')}{RECORD_SUFFIX}"
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a file of that name was made by packing, finished or not."""
+    """True if `name` is that of a shard, a partial shard or a record of a shard."""
     return (name.startswith(SHARD_PREFIX) and name.endswith(".h5")) or (
         name.startswith(f".{SHARD_PREFIX}") and name.endswith((PARTIAL_SUFFIX, RECORD_SUFFIX))
     )
 
 
 def block_ranges(num_bytes: int, *, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each hashed block of a dataset of `num_bytes`."""
+    """Yields (start, stop) in bytes of each hashed block of a dataset of `num_bytes`."""
     for start in range(0, num_bytes, block_bytes):
         yield start, min(start + block_bytes, num_bytes)
 
 
-def write_fully(descriptor: int, data: memoryview, *, offset: int) -> None:
-    """pwrite all of `data`: a single call may write less, or nothing more than 2 GiB at once."""
-    while len(data):
-        written = os.pwrite(descriptor, data, offset)
-        data = data[written:]
-        offset += written
-
-
-def read_fully(descriptor: int, num_bytes: int, *, offset: int) -> bytes:
-    """pread `num_bytes`; fewer come back only at the end of the file."""
-    parts = []
-    while num_bytes:
-        part = os.pread(descriptor, num_bytes, offset)
-        if not part:
-            break
-        parts.append(part)
-        offset += len(part)
-        num_bytes -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def read_bytes(descriptor: int, num_bytes: int, *, offset: int) -> bytearray:
+    """Reads `num_bytes` with pread. Returns fewer only at the end of the file."""
+    data = bytearray(num_bytes)
+    del data[read_up_to(descriptor, memoryview(data), offset=offset) :]
+    return data
 
 
 def structure_hash(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[int, int]]) -> str:
-    """xxh3_64 of the bytes outside the datasets' extents (offset, num_bytes): HDF5's own headers."""
+    """Returns xxh3_64 of the bytes outside the datasets' extents (offset, num_bytes), such as HDF5 headers."""
     digest = xxhash.xxh3_64()
     position = 0
     for offset, num_bytes in [*sorted(extents), (file_bytes, 0)]:
         while position < offset:
-            part = read_fully(descriptor, min(_READ_BYTES, offset - position), offset=position)
+            part = read_bytes(descriptor, min(_READ_BYTES, offset - position), offset=position)
             if not part:
                 break
             digest.update(part)
@@ -86,7 +73,7 @@ def structure_hash(descriptor: int, *, file_bytes: int, extents: Iterable[tuple[
 
 
 def extents_of(fields: Mapping[str, StoredField]) -> list[tuple[int, int]]:
-    """(offset, num_bytes) of the fields that have one place in the file."""
+    """Returns (offset, num_bytes) of the fields that are contiguous in the file."""
     return [(field.offset, field.num_bytes) for field in fields.values() if field.offset is not None]
 
 
@@ -97,20 +84,20 @@ def write_shard(
     samples: int,
     arrays: Mapping[str, NDArray[Any]],
     block_bytes: int,
-    beside: Mapping[str, NDArray[Any]] | None = None,
+    other_datasets: Mapping[str, NDArray[Any]] | None = None,
     compression: ShardCompression | None = None,
 ) -> ShardEntry:
-    """Write the shard `file` of the dataset in `directory`, and return its entry for the manifest.
+    """Writes the shard `file` of the dataset in `directory`. Returns its entry for the manifest.
 
-    arrays: dataset name -> array as stored; dtypes as in the manifest, any byte order. beside: datasets that
-    are no fields; the structure hash covers them. compression: of fields with samples that are large enough.
-    The structure hash covers compressed chunks too: in such a file nothing can change unseen.
-    Written under a temporary name, synced, then renamed. Raises DataError when the file system refuses.
+    arrays: field name -> array as stored; dtypes as in the manifest, any byte order. other_datasets: additional
+    datasets that are not fields, covered by the structure hash. compression: for fields with large enough samples;
+    their chunks are covered by the structure hash too.
+    Written under a temporary name, synced, then renamed. Raises DataError after an error of the filesystem.
     """
     path = directory / file
     partial = directory / f".{file}{PARTIAL_SUFFIX}"
     stored = {name: _little_endian(array) for name, array in arrays.items()}
-    others = {name: _little_endian(array) for name, array in (beside or {}).items()}
+    others = {name: _little_endian(array) for name, array in (other_datasets or {}).items()}
     chunked = {} if compression is None else _compressed(stored, samples=samples, compression=compression)
     placed = {name: a for name, a in {**stored, **others}.items() if name not in chunked}
     try:
@@ -120,7 +107,7 @@ def write_shard(
         descriptor = os.open(partial, os.O_RDWR)
         try:
             for name, array in others.items():
-                if name in offsets:  # one that holds nothing has no place
+                if name in offsets:  # an empty dataset has no offset
                     write_fully(descriptor, _bytes_of(array), offset=offsets[name])
             fields = {}
             for name, array in stored.items():
@@ -128,7 +115,7 @@ def write_shard(
                 hashes = []
                 for start, stop in block_ranges(len(data), block_bytes=block_bytes):
                     block = data[start:stop]
-                    hashes.append(xxhash.xxh3_64_hexdigest(block))
+                    hashes.append(hash_of(block))
                     if name in offsets:
                         write_fully(descriptor, block, offset=offsets[name] + start)
                 fields[name] = StoredField(
@@ -149,7 +136,7 @@ def write_shard(
 
 
 def is_as_written(directory: Path, *, entry: ShardEntry, block_bytes: int) -> bool:
-    """Whether a shard that was written here is there and whole: size, and every byte by its hash."""
+    """True if the shard exists, and its size and all its hashes match `entry`. Reads the whole file."""
     try:
         descriptor = os.open(directory / entry.file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -165,8 +152,8 @@ def is_as_written(directory: Path, *, entry: ShardEntry, block_bytes: int) -> bo
                 continue
             ranges = block_ranges(field.num_bytes, block_bytes=block_bytes)
             for (start, stop), expected in zip(ranges, field.hashes, strict=True):
-                data = read_fully(descriptor, stop - start, offset=field.offset + start)
-                if xxhash.xxh3_64_hexdigest(data) != expected:
+                data = read_bytes(descriptor, stop - start, offset=field.offset + start)
+                if hash_of(data) != expected:
                     return False
         return True
     finally:
@@ -184,7 +171,10 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 def _compressed(
     arrays: Mapping[str, NDArray[Any]], *, samples: int, compression: ShardCompression
 ) -> dict[str, Chunks]:
-    """The fields that are worth it. Rows a chunk: those of `chunk_samples` samples (tokens: a stride each)."""
+    """Compresses the fields with large enough samples. Returns field name -> chunks.
+
+    A chunk has the rows of `chunk_samples` samples; for tokens, about a stride for each sample.
+    """
     return {
         name: compress(
             array,

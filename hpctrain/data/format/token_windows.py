@@ -1,9 +1,8 @@
-"""Windows of a token stream that end at documents: where each begins, kept in an .npy beside the manifest."""
+"""Windows of a token stream that are split at documents; their starts are stored in an .npy file."""
 
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import PARTIAL_SUFFIX, Manifest, WindowList
 from hpctrain.errors import DataError
+from hpctrain.storage import hash_of, replace_file
 
 WINDOWS_NAME = "windows.npy"
 
@@ -19,10 +19,11 @@ WINDOWS_NAME = "windows.npy"
 def split_windows(
     documents: NDArray[np.int64], *, num_tokens: int, window: int, stride: int
 ) -> NDArray[np.int64]:
-    """First tokens of all windows of window + 1 tokens, `stride` apart, that cross no start of a document.
+    """Returns the first token of each window of window + 1 tokens that crosses no start of a document.
 
-    documents: ascending tokens at which documents begin, shape (n,); what is before the first is one too.
-    Returns int64, ascending. Documents shorter than window + 1 give none.
+    Windows of a document are `stride` tokens apart; documents shorter than window + 1 have none.
+    documents: ascending positions at which documents begin, int64, shape (n,); tokens before the first are a
+    document too. Returns int64, ascending.
     """
     borders = np.unique(np.concatenate([[0], documents, [num_tokens]]).astype(np.int64))
     starts, lengths = borders[:-1], np.diff(borders)
@@ -32,23 +33,19 @@ def split_windows(
 
 
 def write_windows(starts: NDArray[np.int64], *, directory: Path) -> WindowList:
-    """Write `windows.npy`, durable and atomically, before the manifest that names it. Raises OSError."""
+    """Writes `windows.npy` atomically and durably. Call it before the manifest is written. Raises OSError."""
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(starts, dtype="<i8"), allow_pickle=False)
     content = buffer.getvalue()
     partial = directory / f".{WINDOWS_NAME}{PARTIAL_SUFFIX}"
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(directory / WINDOWS_NAME)
-    return WindowList(file=WINDOWS_NAME, file_bytes=len(content), hash=xxhash.xxh3_64_hexdigest(content))
+    replace_file(directory / WINDOWS_NAME, content, partial=partial, durable=True)
+    return WindowList(file=WINDOWS_NAME, file_bytes=len(content), hash=hash_of(content))
 
 
 def read_windows(directory: Path, *, manifest: Manifest) -> NDArray[np.int64] | None:
-    """First token of each window, counted from the first of its shard: int64 (samples,); None if not listed.
+    """Returns the first token of each window, relative to its shard: int64, shape (samples,); None if not listed.
 
-    A memory map. Raises DataError if the list is missing, or not the one that the manifest names.
+    The array is a memory map. Raises DataError if the file is missing, or is not the one of the manifest.
     """
     listed = manifest.windows
     if listed is None:

@@ -1,1 +1,1 @@
-"""What HDF5 files look like inside: dataset layouts, chunk index, encoding, decoding. Knows no manifest."""
+"""Low-level access to HDF5 files: dataset layouts, chunk index, encoding, decoding. Independent of the manifest."""

@@ -1,8 +1,8 @@
-"""Where all chunks of an HDF5 dataset lie, read from the file's own index in one go.
+"""Reads the locations of all chunks of an HDF5 dataset from the file's index at once.
 
-HDF5 1.10 tells one place at a time, and looks through all chunks for it. Source: HDF5 file format specification,
-version 3: III.A.1 (version 1 B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). This is the index that
-HDF5 makes unless it is told `libver="latest"`; other kinds are left to HDF5.
+HDF5 1.10 searches all chunks for each location. Source: HDF5 file format specification, version 3: III.A.1 (version 1
+B-trees), IV.A.1 (object headers), IV.A.2.i (data layout message). HDF5 makes this kind of index unless the file was
+made with `libver="latest"`; other kinds are left to HDF5.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout
 
-# 16 bytes each: a MiB for a dataset of an open file.
+# 16 bytes each: 1 MiB for a dataset of an open file.
 MAX_CHUNKS = 1 << 16
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LAYOUT_MESSAGE, _CONTINUATION_MESSAGE, _SHARED_FLAG = 0x08, 0x10, 0x02
@@ -30,11 +30,11 @@ _TREE_HEADER_BYTES = 24
 
 
 class _UnknownError(Exception):
-    """The file has something else where this was looked for."""
+    """Raised if the file has another kind of index, or a damaged one."""
 
 
 class _Block(NamedTuple):
-    """Bytes of a file."""
+    """Byte range of a file, relative to the end of the user block."""
 
     offset: int
     num_bytes: int
@@ -42,17 +42,17 @@ class _Block(NamedTuple):
 
 @final
 class ChunkIndex:
-    """Places by the chunk's number, in row-major order. offsets: -1 where a chunk was never written."""
+    """Locations of the chunks, in row-major order. offsets: -1 if a chunk was never written."""
 
     def __init__(self, places: NDArray[np.int64], *, counts: tuple[int, ...]) -> None:
-        """places: shape (chunks, 3): offset, bytes, filter mask. counts: chunks in each dimension."""
+        """places: int64, shape (chunks, 3): offset, bytes, filter mask. counts: number of chunks per dimension."""
         self.offsets = np.ascontiguousarray(places[:, 0]).data
         self.sizes = places[:, 1].astype(np.uint32).data
         self.masks = places[:, 2].astype(np.uint32).data
         self._strides = [math.prod(counts[dim + 1 :]) for dim in range(len(counts))]
 
     def place(self, numbers: tuple[int, ...]) -> ChunkPlace | None:
-        """Of the chunk with these numbers in each dimension; None if it was never written."""
+        """Returns the location of the chunk with this index per dimension; None if it was never written."""
         number = sum(n * stride for n, stride in zip(numbers, self._strides, strict=True))
         if self.offsets[number] < 0:
             return None
@@ -62,10 +62,11 @@ class ChunkIndex:
 def read_chunk_index(
     descriptor: int, *, header: int, layout: DatasetLayout, base: int = 0
 ) -> ChunkIndex | None:
-    """The index of the dataset whose object header is at byte `header` behind the file's user block of `base` bytes.
+    """Returns the chunk index of a dataset.
 
-    None where there are more than MAX_CHUNKS, and where the file has another kind of index, or a damaged one: HDF5
-    says what it makes of that. Raises OSError.
+    header: offset of its object header, relative to the end of the user block. base: bytes of the user block.
+    None if there are more than MAX_CHUNKS chunks, or the file has another kind of index or a damaged one, which HDF5
+    then reads or reports. Raises OSError.
     """
     if layout.chunks is None or not 0 < layout.num_chunks <= MAX_CHUNKS:
         return None
@@ -82,7 +83,7 @@ class _Reader:
         self._descriptor = descriptor
         self._base = base
         self._file_bytes = os.fstat(descriptor).st_size
-        # Nodes that refer to each other in circles would be read for ever.
+        # A limit, since nodes that refer to each other in a cycle would be read endlessly.
         entry_bytes = 8 * (len(layout.chunks) + 4)
         self._left_bytes = (4 * layout.num_chunks + 10_000) * 2 * entry_bytes
         self._chunks = layout.chunks
@@ -96,10 +97,10 @@ class _Reader:
         root = self._tree_root(header)
         places = np.full((math.prod(self._counts), 3), -1, dtype=np.int64)
         strides = np.array([math.prod(self._counts[dim + 1 :]) for dim in range(len(self._counts))])
-        if root != _NOWHERE:  # else nothing was ever written
+        if root != _NOWHERE:  # otherwise no chunk was written
             for offsets, found in self._leaves(root, depth=0):
                 numbers, rest = np.divmod(offsets, np.array(self._chunks, dtype=np.int64))
-                # Chunks outside of the extent stay in the index of a dataset that was made smaller.
+                # After a dataset was made smaller, its index still has the chunks outside its extent.
                 inside = (numbers < self._counts).all(axis=1)
                 if rest.any() or (found[:, 0] + found[:, 1] > self._file_bytes).any():
                     raise _UnknownError
@@ -119,11 +120,11 @@ class _Reader:
         raise _UnknownError
 
     def _messages(self, header: int) -> Iterator[tuple[int, int, bytes]]:
-        """(kind, flags, content) of the object header's messages."""
+        """Yields (kind, flags, content) of each message of the object header."""
         start = self._read(_Block(header, 16))
         if (
             start[:4] == b"OHDR"
-        ):  # version 2: signature, version, flags, perhaps times and limits, size of the block
+        ):  # version 2: signature, version, flags, optional times and limits, size of the block
             flags = start[5]
             begin = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
             width = 1 << (flags & 3)
@@ -148,12 +149,12 @@ class _Reader:
                 position += size
                 if kind == _CONTINUATION_MESSAGE and len(blocks) < _MAX_HEADER_BLOCKS:
                     offset, num_bytes = struct.unpack_from("<QQ", content)
-                    # In headers of version 2: a signature before it, a checksum behind it.
+                    # In version 2 a continuation begins with a signature and ends with a checksum.
                     blocks.append(_Block(offset + around, num_bytes - 2 * around))
                 yield kind, message_flags, content
 
     def _leaves(self, node: int, *, depth: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of each leaf under the node: first elements of its chunks, shape (n, dims), and their places, (n, 3)."""
+        """Yields for each leaf below the node the first elements of its chunks, shape (n, dims), and places, (n, 3)."""
         start = self._read(_Block(node, _TREE_HEADER_BYTES))
         kind, level, used = struct.unpack_from("<BBH", start, 4)
         if start[:4] != b"TREE" or kind != 1 or depth + level > _MAX_DEPTH:
@@ -176,7 +177,7 @@ class _Reader:
         yield found["offset"][:, :-1].astype(np.int64), places.astype(np.int64)
 
     def _read(self, block: _Block) -> bytes:
-        """Behind the user block. All of it, or it is unknown what this is."""
+        """Returns all bytes of `block`. Raises _UnknownError if it is outside the file, or too much was read."""
         if not 0 <= block.num_bytes <= _MAX_HEADER_BYTES or not 0 <= block.offset <= self._file_bytes:
             raise _UnknownError
         data = os.pread(self._descriptor, block.num_bytes, self._base + block.offset)

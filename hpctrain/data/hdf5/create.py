@@ -1,8 +1,8 @@
-"""Makes HDF5 files whose contiguous datasets have a fixed place, and whose chunks are written as encoded.
+"""Makes HDF5 files with contiguous datasets at known offsets, and with chunks that were encoded before.
 
-A contiguous dataset allocated early and never filled has its place in the file from the start
-(`dataset.id.get_offset()`): it can then be written with pwrite and read through a memory map, and the file
-stays ordinary HDF5. h5py is imported when it is first needed.
+A contiguous dataset that is allocated early and never filled has its offset in the file at once
+(`dataset.id.get_offset()`). It can then be written with pwrite and read through a memory map, and the file
+remains ordinary HDF5. h5py is imported on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PAGE_BYTES = 4096
 _PROBE_BYTES = 1 << 16
-# HDF5's index of chunks: an entry of at most 24 + 8 * 9 bytes, in nodes that are at least half full.
+# Chunk index of HDF5: entries of at most 24 + 8 * 9 bytes, in nodes that are at least half full.
 _INDEX_BYTES_A_CHUNK = 256
 
 
@@ -31,11 +31,11 @@ def create(
     datasets: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
     chunked: Mapping[str, Chunks] | None = None,
 ) -> dict[str, int]:
-    """Make an HDF5 file with contiguous, allocated, unfilled datasets; returns each one's offset in the file.
+    """Makes an HDF5 file with contiguous, allocated, unfilled datasets. Returns name -> file offset in bytes.
 
-    datasets: name -> (shape, dtype). Datasets of a page or more begin on a page boundary; one that holds
-    nothing has no offset. chunked: datasets that are written whole, compressed as they come.
-    Raises OSError.
+    datasets: name -> (shape, dtype). Datasets of a page or more begin on a page boundary; an empty dataset has no
+    offset. chunked: name -> encoded chunks, which are written as they are.
+    Raises OSError, also if the disk is full.
     """
     import h5py
 
@@ -50,7 +50,7 @@ def create(
             if offset is not None:
                 offsets[name] = int(offset)
             elif 0 not in shape:
-                raise OSError(f"HDF5 gave dataset {name!r} of shape {shape} no place in {path}")
+                raise OSError(f"HDF5 did not allocate dataset {name!r} of shape {shape} in {path}")
         for name, chunks in chunked.items():
             dataset = file.create_dataset(
                 name, shape=chunks.shape, dtype=chunks.dtype, track_times=False, **chunks.filters
@@ -70,7 +70,7 @@ def _create_contiguous(
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    # Without times in the headers, packing the same samples twice gives the same files.
+    # No times in the headers, so that packing the same samples twice makes identical files.
     plist.set_obj_track_times(False)
     kind = h5py.h5t.py_create(dtype, logical=True)
     dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), plist)
@@ -79,10 +79,10 @@ def _create_contiguous(
 
 
 def _probe(path: Path, *, num_bytes: int) -> None:
-    """Meet a full disk, a quota or a limit on file sizes here, as an OSError.
+    """Writes `num_bytes` and some more, so that a full disk, a quota or a file size limit raises OSError here.
 
-    HDF5 (1.10.8 seen) that cannot write a file when it closes it goes on holding it, and crashes the process
-    later. What it writes of the file here is headers, and chunks that are counted in `num_bytes`.
+    If HDF5 (seen with 1.10.8) cannot write a file when it closes it, it keeps the file open and crashes the process
+    later. `num_bytes` includes the chunks that HDF5 writes; the rest that it writes is headers.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

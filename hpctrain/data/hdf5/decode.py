@@ -1,7 +1,7 @@
-"""Undoes HDF5's filters outside HDF5, where threads do not wait for each other.
+"""Decodes HDF5's filters without HDF5, whose lock would serialise threads.
 
 Sources: the HDF5 file format specification, version 3 (shuffle, Fletcher-32); RFC 1950 (deflate). Zstandard and
-Blosc are numcodecs'.
+Blosc are decoded by numcodecs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hpctrain.data.hdf5.layout import Filter
 from hpctrain.errors import DataError
 
 DEFLATE, SHUFFLE, FLETCHER32, BLOSC, ZSTD = 1, 2, 3, 32001, 32015
-# https://github.com/Blosc/hdf5-blosc: the last of seven parameters, a number of blosc.h
+# https://github.com/Blosc/hdf5-blosc: the last of seven parameters is the compressor, as numbered in blosc.h
 _BLOSC_CODEC_VALUE = 6
 _BLOSC_CODECS = ("blosclz", "lz4", "lz4hc", "snappy", "zlib", "zstd")
 _FLETCHER_BYTES = 4
 _FLETCHER_WORDS = 1 << 16
-# (_FLETCHER_WORDS,): how often each word of a stretch counts in the second sum
+# shape (_FLETCHER_WORDS,): weight of each word of a block in the second sum
 _FLETCHER_WEIGHTS = np.arange(_FLETCHER_WORDS, 0, -1, dtype=np.uint64)
 
 Bytes = bytes | memoryview
 
 
 def can_undo(filters: Sequence[Filter]) -> bool:
-    """Whether `undo` knows all of them, and what it needs for them is installed."""
+    """True if `undo` supports all filters, and the libraries that it needs are installed."""
     for each in filters:
         if each.code in (BLOSC, ZSTD):
             try:
@@ -43,15 +43,15 @@ def can_undo(filters: Sequence[Filter]) -> bool:
 
 
 def _blosc_codec(values: Sequence[int]) -> str:
-    """Name of the compressor inside Blosc, from the parameters of its filter; numcodecs has no snappy, for one."""
+    """Returns the name of the compressor inside Blosc, from the parameters of its filter; "" if unknown."""
     number = values[_BLOSC_CODEC_VALUE] if len(values) > _BLOSC_CODEC_VALUE else 0
     return _BLOSC_CODECS[number] if number < len(_BLOSC_CODECS) else ""
 
 
 def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -> Bytes:
-    """The `num_bytes` that were stored as `data`; bit i of `mask`: filter i was left out.
+    """Returns the `num_bytes` that were stored as `data`. mask: bit i is set if filter i was skipped.
 
-    Raises DataError if they cannot be had.
+    Raises DataError if they cannot be decoded.
     """
     for number in reversed(range(len(filters))):
         if mask & (1 << number):
@@ -66,7 +66,7 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -
                 data = _decompressor(code)(data, num_bytes)
         except DataError:
             raise
-        except Exception as error:  # each library has its own
+        except Exception as error:  # the libraries raise different errors
             raise DataError(f"its filter {code} cannot be undone: {error}") from error
     if len(data) != num_bytes:
         raise DataError(f"it has {len(data)} bytes once decoded, not {num_bytes}")
@@ -80,7 +80,7 @@ def _decompressor(code: int) -> Callable[[Bytes, int], bytes]:
 
 
 def _inflate(data: Bytes, num_bytes: int) -> bytes:
-    # Just as large as the result: then it is not copied once more.
+    # A buffer of exactly this size saves a copy of the result.
     return zlib.decompress(data, bufsize=num_bytes)
 
 
@@ -97,7 +97,7 @@ def _from_blosc(data: Bytes, num_bytes: int) -> bytes:
 
 
 def _unshuffle(data: Bytes, *, itemsize: int) -> Bytes:
-    """Bytes of equal significance stand together in the file: put each element's together again."""
+    """Inverts the shuffle filter, which stores bytes of equal significance together."""
     count = len(data) // itemsize
     if itemsize <= 1 or count <= 1:
         return data
@@ -114,15 +114,15 @@ def _without_checksum(data: Bytes) -> Bytes:
     view = memoryview(data)
     content, stored = view[:-_FLETCHER_BYTES], int.from_bytes(view[-_FLETCHER_BYTES:], "little")
     found = fletcher32(content)
-    # HDF5 before 1.6.3 wrote the bytes of each half the other way round; its readers still accept that.
+    # HDF5 before 1.6.3 swapped the bytes of each half; newer versions still accept that.
     swapped = ((found & 0xFF00FF00) >> 8) | ((found & 0x00FF00FF) << 8)
     if stored not in (found, swapped):
-        raise DataError(f"its Fletcher-32 checksum is {found:08x}, the file says {stored:08x}")
+        raise DataError(f"its Fletcher-32 checksum is {found:08x}, stored in the file is {stored:08x}")
     return content
 
 
 def fletcher32(data: Bytes) -> int:
-    """HDF5's Fletcher-32: sums modulo 65535 of big-endian words of 16 bits, an odd last byte counts as high."""
+    """Returns HDF5's Fletcher-32: sums modulo 65535 of big-endian 16-bit words; an odd last byte is a high byte."""
     num_words = len(data) // 2
     words: NDArray[np.uint16] = np.frombuffer(data, dtype=">u2", count=num_words)
     first = second = 0
@@ -137,5 +137,5 @@ def fletcher32(data: Bytes) -> int:
 
 
 def _fold(value: int) -> int:
-    """Modulo 65535 as folding the halves of a sum gives it: 65535, not 0, unless all words were 0."""
+    """Returns `value` modulo 65535 as computed by folding its halves: 65535 instead of 0, unless `value` is 0."""
     return value % 65535 or (65535 if value else 0)

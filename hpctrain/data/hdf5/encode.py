@@ -1,4 +1,4 @@
-"""Compressed chunks as HDF5's own filters make them, encoded in threads outside HDF5's lock."""
+"""Encodes chunks in the formats of HDF5's filters, in threads, without HDF5's lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpctrain.errors import DataError, UsageError
 
-# A sample of fewer bytes (a label) is not compressed: the index of its chunks would be larger than it.
+# Fields with smaller samples, such as labels, are not compressed: the chunk index would be larger than the data.
 SMALLEST_SAMPLE_BYTES = 64
 _LARGEST_CHUNK_BYTES = (1 << 32) - 1
 _ZSTD_FILTER = 32015  # its registered number, https://github.com/HDFGroup/hdf5_plugins
@@ -23,7 +23,7 @@ _MAX_THREADS = 8
 
 
 class ChunkCodec(str, Enum):
-    """gzip: every HDF5 reads it. zstd: smaller and several times faster, needs hdf5plugin to read."""
+    """gzip: every HDF5 can read it. zstd: smaller and several times faster; reading needs hdf5plugin."""
 
     GZIP = "gzip"
     ZSTD = "zstd"
@@ -31,7 +31,10 @@ class ChunkCodec(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCompression:
-    """How shards are compressed: chunks of `chunk_samples` samples, bytes shuffled first where that helps."""
+    """Compression of shards: chunks of `chunk_samples` samples; elements of more than one byte are shuffled first.
+
+    Raises UsageError if `chunk_samples` is below 1, DataError if the codec is not installed.
+    """
 
     codec: ChunkCodec
     chunk_samples: int
@@ -39,7 +42,7 @@ class ShardCompression:
 
     def __post_init__(self) -> None:
         if self.chunk_samples < 1:
-            raise UsageError(f"--chunk-samples {self.chunk_samples}: a chunk holds at least one sample")
+            raise UsageError(f"--chunk-samples {self.chunk_samples}: a chunk must hold at least one sample")
         if self.codec is ChunkCodec.ZSTD:
             _encoder_of_zstd(self.level)
 
@@ -49,7 +52,7 @@ class ShardCompression:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A compressed dataset: chunk shape, what HDF5 is told, and the chunks along the first dimension."""
+    """A compressed dataset: chunk shape, arguments of h5py's `create_dataset`, and the chunks in order of rows."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -63,15 +66,17 @@ class Chunks:
 
 
 def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -> Chunks:
-    """Encode `array`, C-contiguous, in chunks of `rows` rows (fewer if it has fewer).
+    """Encodes `array`, C-contiguous, in chunks of `rows` rows (or all rows if it has fewer).
 
-    Raises UsageError for a chunk above HDF5's limit of 4 GiB.
+    Raises UsageError if a chunk would exceed HDF5's limit of 4 GiB.
     """
     rows = min(rows, len(array))
     chunk = (rows, *array.shape[1:])
     chunk_bytes = int(np.prod(chunk, dtype=np.int64)) * array.dtype.itemsize
     if chunk_bytes > _LARGEST_CHUNK_BYTES:
-        raise UsageError(f"a chunk of {rows} rows has {chunk_bytes} bytes, HDF5 takes 4 GiB: choose fewer")
+        raise UsageError(
+            f"a chunk of {rows} rows has {chunk_bytes} bytes, HDF5's limit is 4 GiB: choose fewer"
+        )
     shuffled = array.dtype.itemsize > 1
     filters: dict[str, Any] = {"chunks": chunk, "shuffle": shuffled}
     encode: Callable[[Any], bytes]
@@ -86,7 +91,7 @@ def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -
 
     def encode_chunk(start: int) -> bytes:
         part = array[start : start + rows]
-        if len(part) < rows:  # every chunk is stored whole
+        if len(part) < rows:  # HDF5 stores chunks at the border in full size
             part = np.concatenate([part, np.zeros((rows - len(part), *array.shape[1:]), array.dtype)])
         data = part.reshape(-1).view(np.uint8)
         if shuffled:
@@ -101,7 +106,7 @@ def compress(array: NDArray[Any], *, rows: int, compression: ShardCompression) -
 
 def _encoder_of_zstd(level: int) -> Callable[[Any], bytes]:
     try:
-        import hdf5plugin  # noqa: F401  # registers the filter: HDF5 makes no dataset with one it lacks
+        import hdf5plugin  # noqa: F401  # registers the filter, which HDF5 needs to create the dataset
         from numcodecs.zstd import Zstd
     except ImportError as error:
         raise DataError(

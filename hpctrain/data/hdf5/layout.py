@@ -1,6 +1,6 @@
-"""Looks into HDF5 files: where datasets and chunks lie, and rows through h5py where that is needed.
+"""Inspects HDF5 files: finds the offsets of datasets and chunks, and reads rows through h5py if that is needed.
 
-Making files is in `create`. h5py is imported when it is first needed.
+Files are made by `create`. h5py is imported on first use.
 """
 
 from __future__ import annotations
@@ -17,12 +17,22 @@ from numpy.typing import NDArray
 from hpctrain.data.hdf5.read_elements import read_elements
 from hpctrain.errors import DataError
 
+
+def class_texts(values: NDArray[Any] | Any) -> list[str]:
+    """Returns one str per element of `values`, strings as h5py reads them (bytes or str, fixed or variable length).
+
+    Raises UnicodeDecodeError (a ValueError) if bytes are not UTF-8.
+    """
+    flat = np.atleast_1d(np.asarray(values)).reshape(-1)
+    return [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in flat.tolist()]
+
+
 if TYPE_CHECKING:
     import h5py
 
 
 class Filter(NamedTuple):
-    """One step of a dataset's filter pipeline: its number at the HDF Group, and its parameters."""
+    """One step of a dataset's filter pipeline: its registered number, and its parameters."""
 
     code: int
     values: tuple[int, ...]
@@ -30,9 +40,9 @@ class Filter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetLayout:
-    """One HDF5 dataset: shape, dtype as stored, and where its bytes are.
+    """One HDF5 dataset: shape, dtype as stored, and location of its bytes.
 
-    offset: first byte in the file; None if it has no one place (chunked, compressed, compact, external).
+    offset: first byte in the file; None if it is not contiguous (chunked, compressed, compact, external).
     chunks: shape of a chunk, None if it is not chunked. filters: in the order of writing.
     """
 
@@ -44,7 +54,7 @@ class DatasetLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the whole extent, at its borders also those that are cut."""
+        """Number of chunks, including partial chunks at the borders."""
         return math.prod(-(-n // c) for n, c in zip(self.shape, self.chunks or (), strict=False))
 
 
@@ -52,9 +62,9 @@ def _open(path: Path) -> h5py.File:
     import h5py
 
     try:
-        # Shards do not change, and many file systems of clusters have no working locks.
+        # Shards do not change, and locks do not work on many filesystems of clusters.
         return h5py.File(path, "r", locking=False)
-    except (ValueError, TypeError):  # an HDF5 that cannot choose
+    except (ValueError, TypeError):  # this HDF5 does not support the option
         return h5py.File(path, "r")
     except OSError as error:
         if "locking flag" in str(error):  # this process has it open already, with locks
@@ -63,9 +73,9 @@ def _open(path: Path) -> h5py.File:
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
-    """The layouts of the named datasets of a file; a name that the file does not hold is left out.
+    """Returns the layouts of the named datasets of a file; leaves out names that do not exist.
 
-    Raises OSError if it is no whole HDF5 file, DataError for a name that leads out of the file.
+    Raises OSError if it is not a complete HDF5 file, DataError if a name is a link, or is not a dataset in this file.
     """
     import h5py
 
@@ -76,12 +86,12 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
             if link is None:
                 continue
             if not isinstance(link, h5py.HardLink):
-                raise DataError(f"{name!r} in {path} is a link to elsewhere, not a dataset of this file")
+                raise DataError(f"{name!r} in {path} is a soft or external link, not a dataset of this file")
             dataset = file[name]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
-                raise DataError(f"{name!r} in {path} is no dataset with samples")
+                raise DataError(f"{name!r} in {path} is not a dataset with samples")
             if dataset.file.filename != file.filename:
-                raise DataError(f"{name!r} in {path} lies in another file, {dataset.file.filename}")
+                raise DataError(f"{name!r} in {path} is in another file, {dataset.file.filename}")
             layouts[name] = _layout(dataset)
     return layouts
 
@@ -109,9 +119,9 @@ def _layout(dataset: h5py.Dataset) -> DatasetLayout:
 
 
 class RowReader:
-    """The datasets of one open file through h5py: for what cannot be read at its place in the file.
+    """Reads datasets of one file through h5py, if they cannot be read directly. Raises OSError if it cannot be opened.
 
-    h5py serialises its calls with a lock of its own. Not to be used after a fork.
+    h5py serialises its calls with a lock. Must not be used after a fork.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,21 +136,21 @@ class RowReader:
         return dataset
 
     def rows(self, name: str, *, start: int, stop: int, member: str | None = None) -> NDArray[Any]:
-        """Rows start, ..., stop - 1 of dataset `name`, or of a member of its compound.
+        """Returns rows start, ..., stop - 1 of dataset `name`, or of a member of its compound type.
 
-        Raises MissingFilter, OSError.
+        Raises MissingFilter or OSError.
         """
         array: NDArray[Any] = read_elements(self._dataset(name), slice(start, stop), member=member)
         return array
 
     def whole(self, name: str, *, member: str | None = None) -> NDArray[Any]:
-        """All of dataset `name`, as it may also be a scalar. Raises MissingFilter, OSError."""
+        """Returns all elements of dataset `name`, which may be a scalar. Raises MissingFilter or OSError."""
         return np.asarray(read_elements(self._dataset(name), member=member))
 
     def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
-        """Where the chunk whose first element is `first` is stored; None if it never was: it is all fill.
+        """Returns the location of the chunk whose first element is `first`; None if it was never written.
 
-        HDF5 1.10 looks through all chunks of the dataset for it. Raises OSError, RuntimeError.
+        HDF5 1.10 searches all chunks of the dataset for it. Raises OSError or RuntimeError.
         """
         info = self._dataset(name).id.get_chunk_info_by_coord(first)
         if info.byte_offset is None:
@@ -148,18 +158,18 @@ class RowReader:
         return ChunkPlace(int(info.byte_offset), int(info.size), int(info.filter_mask))
 
     def stored_chunk(self, name: str, *, first: tuple[int, ...]) -> tuple[int, bytes]:
-        """(filter mask, bytes as stored) of that chunk, found in the file's index. Raises OSError."""
+        """Returns (filter mask, bytes as stored) of that chunk, found in the file's index. Raises OSError."""
         mask, data = self._dataset(name).id.read_direct_chunk(first)
         return int(mask), data
 
     def header_offset(self, name: str) -> int:
-        """Where the dataset's object header is, in bytes behind the user block."""
+        """Returns the offset of the dataset's object header in bytes, relative to the end of the user block."""
         import h5py
 
         return int(h5py.h5o.get_info(self._dataset(name).id).addr)
 
     def fill_value(self, name: str) -> Any:
-        """What elements are that were never written."""
+        """Returns the value of elements that were never written."""
         return self._dataset(name).fillvalue
 
     def close(self) -> None:
@@ -168,7 +178,7 @@ class RowReader:
 
 
 class ChunkPlace(NamedTuple):
-    """One stored chunk: its first byte in the file, its bytes, and a bit for each filter left out."""
+    """One stored chunk: offset in the file, size in bytes, and a mask with a bit for each filter that was skipped."""
 
     offset: int
     num_bytes: int

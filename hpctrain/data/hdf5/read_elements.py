@@ -1,6 +1,6 @@
-"""Reads elements of an HDF5 dataset through h5py, with the filters that hdf5plugin has, and names one that is missing.
+"""Reads elements of an HDF5 dataset through h5py, with the filters of hdf5plugin; reports a missing filter.
 
-Everything that HDF5 itself decodes is read here: a dataset that one command can read, all can.
+All data that HDF5 itself decodes is read here, so that all commands can read the same datasets.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hpctrain.errors import DataError
 if TYPE_CHECKING:
     import h5py
 
-# Below it are the library's own filters, https://github.com/HDFGroup/hdf5_plugins/blob/master/docs/RegisteredFilterPlugins.md
+# Lower numbers: built-in filters, https://github.com/HDFGroup/hdf5_plugins/blob/master/docs/RegisteredFilterPlugins.md
 _FIRST_REGISTERED = 256
 _NAME_LENGTH = 40
 
 
 class MissingFilter(DataError):
-    """HDF5 has no filter here to decode a dataset with. The dataset is not damaged."""
+    """Raised if a filter that is needed to decode a dataset is not installed. The dataset is not damaged."""
 
 
 class _Wanted(NamedTuple):
@@ -28,15 +28,15 @@ class _Wanted(NamedTuple):
 
 
 def read_elements(dataset: h5py.Dataset, selection: Any = (), *, member: str | None = None) -> Any:
-    """`dataset[selection]`, or that of a member of its compound. The filters of hdf5plugin are loaded when needed.
+    """Returns `dataset[selection]`, or that of a member of its compound type. Loads filters of hdf5plugin if needed.
 
-    Raises MissingFilter, which names the filter and what to install; OSError.
+    Raises MissingFilter, which names the filter and what to install; OSError for other errors.
     """
     missing = _load_filters(dataset)
     try:
         return (dataset if member is None else dataset.fields(member))[selection]
     except OSError as error:
-        # Only now: no chunk may have been stored with the filter.
+        # Reported only after an error, since the chunks may have been stored without the filter.
         if missing is None:
             raise
         raise MissingFilter(
@@ -47,7 +47,7 @@ def read_elements(dataset: h5py.Dataset, selection: Any = (), *, member: str | N
 
 
 def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:
-    """Have HDF5 know the filters of a dataset. Returns the first one that it cannot be given."""
+    """Loads the filters of a dataset. Returns the first one that is not available, or None."""
     import h5py
 
     plist = dataset.id.get_create_plist()
@@ -55,7 +55,7 @@ def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:
         code, _, _, name = plist.get_filter(number)
         if not h5py.h5z.filter_avail(code):
             with suppress(ImportError):
-                # Registers its filters, those that HDF5_PLUGIN_PATH has left out.
+                # Registers its filters, except those that HDF5_PLUGIN_PATH provides.
                 import hdf5plugin  # noqa: F401
         if not h5py.h5z.filter_avail(code):
             text = name.decode("ascii", "replace").split(";")[0]

@@ -1,1 +1,1 @@
-"""HDF5 files of others as a dataset where they lie: inspect, merge, hash, write a manifest."""
+"""Indexes existing HDF5 files as a dataset without copying them: inspect, merge, hash, write a manifest."""

@@ -1,4 +1,4 @@
-"""Reads indexed datasets once from end to end: hashes of their blocks, statistics of their elements."""
+"""Reads indexed datasets once, and computes the hashes of their blocks and the statistics of their elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.data.indexing.inspect_file import FoundDataset, open_to_index, rea
 
 @dataclass(frozen=True, kw_only=True)
 class HashedContent:
-    """hashes: of blocks of the little-endian row-major bytes; empty for variable lengths."""
+    """hashes: of blocks of the elements as little-endian row-major bytes; empty for variable lengths."""
 
     hashes: tuple[str, ...]
     moments: Moments
@@ -30,7 +30,7 @@ class HashedContent:
 
 
 class _BlockHashes:
-    """xxh3_64 of each block of a stream of bytes that comes in pieces of any size."""
+    """Computes xxh3_64 of each block of a byte stream that is passed in pieces of any size."""
 
     def __init__(self, *, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -61,9 +61,9 @@ class _BlockHashes:
 def read_content(
     path: str, *, found: Sequence[FoundDataset], block_bytes: int, hashed_bytes: int | None = None
 ) -> tuple[HashedContent, ...]:
-    """Content of datasets of numbers in one file, each read once, in blocks.
+    """Returns hashes and statistics of numeric datasets of one file; reads each once, in blocks.
 
-    hashed_bytes: only so many bytes from the start are hashed; None: all. Raises DataError.
+    hashed_bytes: bytes from the start that are hashed; None: all. Raises DataError if the file cannot be read.
     """
     contents = []
     with open_to_index(path) as file:

@@ -1,4 +1,4 @@
-"""Paths within an HDF5 file, walked link by link: nothing outside the file is ever opened."""
+"""Resolves paths within an HDF5 file link by link, so that no other file is ever opened."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_SOFT_LINKS = 32
 
 
 def resolve(file: h5py.File, path: str) -> str:
-    """The path of the same object through hard links alone; soft links within the file are followed.
+    """Returns the path of the same object with soft links resolved.
 
-    Raises DataError: no such object (says what there is), or a link that leaves the file.
+    Raises DataError if there is no such object, a link leads to another file, or soft links form a cycle.
     """
     import h5py
 
@@ -44,7 +44,7 @@ def resolve(file: h5py.File, path: str) -> str:
                 done = []
         else:
             done.append(name)
-    raise DataError(f"{path} of {file.filename} is a circle of soft links")
+    raise DataError(f"{path} of {file.filename} is a cycle of soft links")
 
 
 def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
@@ -55,7 +55,7 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
 
 
 def matches(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
-    """Paths that fit `parts`, by what the parts with a `*` stand for, in the order that people count."""
+    """Returns the paths that match `parts`, keyed by the names that its wildcards match, in natural order."""
     return dict(sorted(_matches(file, parts, "", ()), key=lambda match: tuple(map(natural, match[0]))))
 
 
@@ -69,7 +69,7 @@ def _matches(
         return
     head, rest = parts[0], parts[1:]
     if "*" not in head:
-        # The plain parts behind the last `*` are looked up, and missed, by whoever asks for the dataset.
+        # Parts without a wildcard are not checked here: opening the dataset fails if they do not exist.
         yield from _matches(file, rest, f"{above}/{head}", key)
         return
     group = file[resolve(file, above)] if above else file["/"]
@@ -78,7 +78,7 @@ def _matches(
     for name in group:
         if not fnmatch.fnmatchcase(name, head):
             continue
-        # A dataset beside the groups is no group.
+        # Skip datasets that are next to the groups.
         if rest and not isinstance(file[resolve(file, f"{above}/{name}")], h5py.Group):
             continue
         yield from _matches(file, rest, f"{above}/{name}", (*key, name))

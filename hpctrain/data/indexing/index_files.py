@@ -1,4 +1,4 @@
-"""Makes a dataset of HDF5 files where they lie: a manifest that says where the samples are, and no copy."""
+"""Makes a dataset of existing HDF5 files: a manifest that lists where the samples are, without a copy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, SerialWorld, agreed, on_rank_0
 from hpctrain.data.format.field_statistics import Moments
 from hpctrain.data.format.manifest import (
     MANIFEST_NAME,
@@ -33,7 +31,7 @@ from hpctrain.data.format.token_windows import write_windows
 from hpctrain.data.indexing.content_hashes import HashedContent, read_content
 from hpctrain.data.indexing.inspect_file import FoundFile, inspect_file
 from hpctrain.data.indexing.merge_fields import FieldSource, all_places, combine, num_samples
-from hpctrain.data.indexing.request import FieldRequest, SampleIs, find_files, parse_fields, sample_is
+from hpctrain.data.indexing.request import FieldRequest, SampleIs, find_files, parse_field_paths, sample_is
 from hpctrain.data.indexing.token_files import (
     CutStream,
     TokenRequest,
@@ -47,14 +45,14 @@ from hpctrain.errors import DataError, UsageError
 BLOCK_BYTES = 1 << 20
 
 
-class Reading(str, Enum):
-    """`headers`: the samples are not read. `content`: all are, once, for hashes and statistics."""
+class IndexReading(str, Enum):
+    """What is read: `headers`: no samples; `content`: all samples, once, for hashes and statistics."""
 
     HEADERS = "headers"
     CONTENT = "content"
 
 
-class Paths(str, Enum):
+class IndexPaths(str, Enum):
     """How the manifest names the files; relative ones can be moved together with the manifest."""
 
     ABSOLUTE = "absolute"
@@ -62,7 +60,7 @@ class Paths(str, Enum):
 
 
 class OldIndex(str, Enum):
-    """What happens to an index that is there already."""
+    """What to do with an index that already exists."""
 
     REFUSE = "refuse"
     REPLACE = "replace"
@@ -70,7 +68,7 @@ class OldIndex(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """The new dataset, and the files that are too short for a window and were left out."""
+    """The new dataset. too_short: paths of files that are shorter than one token window and were left out."""
 
     manifest: Manifest
     too_short: tuple[str, ...] = ()
@@ -83,23 +81,24 @@ def index_files(
     fields: str | Sequence[FieldRequest],
     samples: SampleIs | None = None,
     tokens: TokenRequest | None = None,
-    reading: Reading = Reading.HEADERS,
-    paths: Paths = Paths.ABSOLUTE,
+    reading: IndexReading = IndexReading.HEADERS,
+    paths: IndexPaths = IndexPaths.ABSOLUTE,
     old: OldIndex = OldIndex.REFUSE,
     block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Indexed:
-    """Write the manifest of `files` (names, globs, directories) into the directory `out`.
+    """Writes the manifest of `files` (names, globs, directories) into the directory `out`.
 
-    fields: as in `x=/images,y=/labels` (see `parse_fields`). samples: None chooses (see `sample_is`).
-    The files are neither copied nor changed; whoever reads the dataset later trusts them as long as size and
-    time of change are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
-    Raises UsageError; DataError, which names the file that cannot be indexed, or does not fit the others.
+    fields: as in `x=/images,y=/labels` (see `parse_field_paths`). samples: what one sample is; None: chosen from the
+    paths (see `sample_is`). tokens: cut the rows into token windows.
+    The files are neither copied nor changed. Readers of the dataset accept a file while its size and modification
+    time are the same. Collective over `comm`, whose ranks share the work; None: this process alone.
+    Raises UsageError for an invalid request; DataError that names the file that cannot be indexed or does not fit.
     """
     comm = comm or SerialWorld()
     out = Path(out)
-    requests = parse_fields(fields) if isinstance(fields, str) else tuple(fields)
+    requests = parse_field_paths(fields) if isinstance(fields, str) else tuple(fields)
     kind_of_sample = sample_is(requests, asked=samples)
     if tokens is not None:
         check_token_request(requests, samples=kind_of_sample)
@@ -118,7 +117,7 @@ def index_files(
     used = [stream for stream in streams if stream.samples]
     builder = _Builder(out=out, specs=specs, samples=kind_of_sample, paths=paths, block_bytes=block_bytes)
     contents: list[dict[str, Any]] = [{} for _ in used]
-    if reading is Reading.CONTENT:
+    if reading is IndexReading.CONTENT:
         contents = share_work(comm, used, builder.read, progress=progress)
     entries = [builder.entry(stream, content) for stream, content in zip(used, contents, strict=True)]
     windows = on_rank_0(comm, lambda: _write_windows(used, out=out), os_error=DataError)
@@ -140,12 +139,12 @@ def index_files(
 
 
 def _files(out: Path, *, files: Sequence[str], old: OldIndex) -> list[str]:
-    """The files; refuses to write where an index may not be written. An older one stays until the end."""
+    """Returns the paths of the files. Raises UsageError if `out` may not be overwritten; does not change it."""
     if (out / MANIFEST_NAME).exists():
         if not read_manifest(out).indexed:
             raise UsageError(f"{out} holds a packed dataset: index into another directory")
         if old is OldIndex.REFUSE:
-            raise UsageError(f"{out} holds an index already: --overwrite replaces it")
+            raise UsageError(f"{out} already holds an index: --overwrite replaces it")
     return list(find_files(files))
 
 
@@ -156,7 +155,7 @@ def _cut(
     samples: SampleIs,
     tokens: TokenRequest | None,
 ) -> tuple[dict[str, FieldSpec], list[CutStream]]:
-    """The fields of a sample, and how many samples each place has. Raises DataError."""
+    """Returns the fields of a sample, and the number of samples of each place. Raises DataError."""
     specs = combine(places, requests=requests, samples=samples)
     if tokens is None:
         counts = [num_samples(place, samples=samples) for place in places]
@@ -178,7 +177,7 @@ def _write_windows(streams: Sequence[CutStream], *, out: Path) -> dict[str, Any]
 
 
 class _Builder:
-    """Turns places into entries of the manifest, and adds up what their content has."""
+    """Makes the manifest's entries, and accumulates the statistics of their content."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class _Builder:
         out: Path,
         specs: dict[str, FieldSpec],
         samples: SampleIs,
-        paths: Paths,
+        paths: IndexPaths,
         block_bytes: int,
     ) -> None:
         self._out = os.path.abspath(out)
@@ -197,7 +196,7 @@ class _Builder:
         self._moments: dict[str, Moments] = {}
 
     def read(self, stream: CutStream) -> dict[str, Any]:
-        """The content of the fields of numbers of one place, as JSON. Raises DataError."""
+        """Reads the numeric fields of one place. Returns field -> `HashedContent.as_json()`. Raises DataError."""
         numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
         limit = None
         if stream.num_tokens:
@@ -211,7 +210,7 @@ class _Builder:
         return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
-        """The entry of one place. content: what `read` returned, or nothing."""
+        """Returns the manifest's entry of one place. content: what `read` returned, or {} without hashes."""
         file, fields = stream.place.file, stream.place.fields
         hashes: dict[str, tuple[str, ...]] = {}
         for name, document in content.items():
@@ -233,7 +232,7 @@ class _Builder:
                 member=found.member,
                 big_endian=found.big_endian,
             )
-        path = file.path if self._paths is Paths.ABSOLUTE else os.path.relpath(file.path, self._out)
+        path = file.path if self._paths is IndexPaths.ABSOLUTE else os.path.relpath(file.path, self._out)
         return ShardEntry(
             file=path,
             samples=stream.samples,
@@ -243,6 +242,6 @@ class _Builder:
         )
 
     def statistics(self) -> dict[str, FieldStatistics]:
-        """Of the fields whose content was read."""
+        """Returns the statistics of the fields whose content was read."""
         found = {name: moments.statistics() for name, moments in self._moments.items()}
         return {name: statistics for name, statistics in found.items() if statistics is not None}

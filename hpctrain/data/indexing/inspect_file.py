@@ -1,4 +1,4 @@
-"""Looks into one HDF5 file of others: where the asked datasets are, and what they hold."""
+"""Inspects one existing HDF5 file: finds the requested datasets, their layout and their content."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from hpctrain.data.format.manifest import DTYPES
+from hpctrain.data.hdf5.layout import class_texts
 from hpctrain.data.hdf5.read_elements import MissingFilter, read_elements
-from hpctrain.data.hdf5.string_classes import class_texts
 from hpctrain.data.indexing.hdf5_paths import matches, resolve
 from hpctrain.data.indexing.request import FieldRequest
 from hpctrain.errors import DataError
@@ -28,11 +28,11 @@ MAX_CLASSES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FoundDataset:
-    """One dataset (or a member of its compound).
+    """One dataset, or a member of its compound type.
 
-    shape: with the dimension of samples; of variable lengths without what varies. dtype: numpy name of the
-    elements, `str` for strings. longest: the longest sample of variable lengths, else 0. num_bytes: of the
-    elements, uncompressed. classes: the different strings, sorted.
+    shape: including the dimension of samples, without the variable dimension of kind "lengths". dtype: numpy name
+    of the elements, "str" for strings. longest: length of the longest sample of kind "lengths", else 0.
+    num_bytes: of the elements, uncompressed. classes: the distinct strings, sorted.
     """
 
     dataset: str
@@ -54,7 +54,7 @@ class FoundDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFile:
-    """One file: places is a list of field -> dataset, one of them unless the paths have a `*`."""
+    """One file. places: field -> dataset of each matching group; a single one unless the paths have a `*`."""
 
     path: str
     file_bytes: int
@@ -71,10 +71,10 @@ class FoundFile:
 
 
 def inspect_file(path: str, *, requests: Sequence[FieldRequest]) -> FoundFile:
-    """Find the datasets that are asked for. Reads headers alone, and what has variable lengths or strings.
+    """Finds the requested datasets. Reads only headers, and the content of strings and variable lengths.
 
-    Raises DataError, which names the file and the dataset: it is no HDF5 file, someone is writing it, it
-    changes meanwhile, a dataset is missing, empty, or such that no samples can be read from it.
+    Raises DataError that names the file and the dataset if the file is not HDF5, is open for writing or changes
+    meanwhile, or if a dataset is missing, empty, or of a kind that cannot be read.
     """
     with open_to_index(path) as file:
         before = os.stat(path)
@@ -84,15 +84,15 @@ def inspect_file(path: str, *, requests: Sequence[FieldRequest]) -> FoundFile:
             places = ({request.name: _look(file, request.path, request) for request in requests},)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise DataError(f"{path} changed while it was indexed: index it when nobody writes it")
+        raise DataError(f"{path} changed while it was indexed: index it when no program is writing it")
     return FoundFile(path=path, file_bytes=after.st_size, modified_ns=after.st_mtime_ns, places=places)
 
 
 @contextmanager
 def open_to_index(path: str) -> Iterator[h5py.File]:
-    """The file, opened such that a writer is noticed: by HDF5's lock, and by the mark writers leave in it.
+    """Opens a file and detects a concurrent writer, by HDF5's lock and by the flag that writers set in the file.
 
-    Raises DataError also for what HDF5 cannot read while it is open.
+    Raises DataError, also for errors of HDF5 within the `with` block.
     """
     try:
         file = _open_locked(path)
@@ -106,7 +106,7 @@ def open_to_index(path: str) -> Iterator[h5py.File]:
         text = str(error)
         if "lock file" in text or "already open" in text or "SWMR" in text or "consistency" in text:
             raise DataError(
-                f"{path} is open for writing by someone else, or was left so by a program that crashed: "
+                f"{path} is open for writing by another program, or was left so by a program that crashed: "
                 "index it when it is closed (after a crash: h5clear -s FILE)"
             ) from error
         raise DataError(f"{path} cannot be read as HDF5: {text}") from error
@@ -117,29 +117,29 @@ def _open_locked(path: str) -> h5py.File:
 
     try:
         return h5py.File(path, "r", locking="best-effort")
-    except (ValueError, TypeError):  # an HDF5 that cannot choose
+    except (ValueError, TypeError):  # this HDF5 does not support the option
         return h5py.File(path, "r")
     except OSError as error:
         if "locking flag values" not in str(error):
             raise
-        # A dataset of this process reads the file, without locks; HDF5 wants all to open it in one way.
+        # This process has the file open without locks, and HDF5 requires the same mode for every open.
         return h5py.File(path, "r", locking=False)
 
 
 def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[str, FoundDataset]]:
-    """What each group holds. All fields must be in all groups."""
+    """Yields field -> dataset of each group. Raises DataError unless all groups have all fields."""
     paths = {request.name: matches(file, request.parts) for request in requests}
     first = requests[0]
     keys = list(paths[first.name])
     if not keys:
-        raise DataError(f"{file.filename} holds nothing that fits {first.path} (field {first.name!r})")
+        raise DataError(f"{file.filename} holds nothing that matches {first.path} (field {first.name!r})")
     for request in requests[1:]:
         other = set(keys) ^ set(paths[request.name])
         if other:
             place = "/".join(min(other))
             raise DataError(
-                f"{file.filename}: {first.path} and {request.path} do not fit the same groups; "
-                f"{place!r} fits only one of them"
+                f"{file.filename}: {first.path} and {request.path} do not match the same groups; "
+                f"{place!r} matches only one of them"
             )
     for key in keys:
         yield {request.name: _look(file, paths[request.name][key], request) for request in requests}
@@ -158,16 +158,16 @@ def _look(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
         raise DataError(f"{where} is empty: it has no elements at all")
     plist = dataset.id.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
-        raise DataError(f"{where} is virtual, its data lie in other files: index those themselves")
+        raise DataError(f"{where} is virtual, its data are in other files: index those files")
     if plist.get_external_count():
-        raise DataError(f"{where} keeps its data in another file, which is no HDF5: copy it with h5repack")
+        raise DataError(f"{where} keeps its data in another file, which is not HDF5: copy it with h5repack")
     _refuse_pickled(dataset, where)
     dtype, shape = _element(dataset, request, where)
     offset = None
     if request.member is None and plist.get_layout() == h5py.h5d.CONTIGUOUS and not dtype.hasobject:
         offset = dataset.id.get_offset()
         if offset is not None and offset + dataset.nbytes > os.path.getsize(file.filename):
-            raise DataError(f"{where} ends behind the end of the file: the file is cut short")
+            raise DataError(f"{where} ends after the end of the file: the file is truncated")
     if 0 in shape:
         raise DataError(f"{where} is empty, its shape is {shape}: leave the file out")
     found = FoundDataset(
@@ -191,21 +191,21 @@ def _look(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
 def _element(
     dataset: h5py.Dataset, request: FieldRequest, where: str
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """dtype of the elements, and shape with what an array dtype adds."""
+    """Returns the dtype of the elements, and the shape including the dimensions of an array dtype."""
     dtype: np.dtype[Any] = dataset.dtype
     shape: tuple[int, ...] = tuple(dataset.shape)
     if dtype.names is not None:
         names = ", ".join(dtype.names)
         if request.member is None:
             raise DataError(
-                f"{where} is a table (compound) of {names}: say which, as in "
+                f"{where} is a table (compound) of {names}: choose a member, as in "
                 f"{request.name}={request.path}:{dtype.names[-1]}"
             )
         if request.member not in dtype.names:
             raise DataError(f"{where} has no member {request.member!r}; its members are {names}")
         dtype = dtype[request.member]
     elif request.member is not None:
-        raise DataError(f"{where} is no table (compound): leave out ':{request.member}'")
+        raise DataError(f"{where} is not a table (compound): leave out ':{request.member}'")
     if dtype.subdtype is not None:
         dtype, more = dtype.subdtype
         shape += more
@@ -215,7 +215,7 @@ def _element(
 def _refuse_pickled(dataset: h5py.Dataset, where: str) -> None:
     if dataset.attrs.get("PSEUDOATOM") in (b"object", "object"):
         raise DataError(
-            f"{where} holds pickled Python objects (pandas writes strings so in its fixed format), which are "
+            f"{where} holds pickled Python objects (as pandas writes strings in its fixed format), which are "
             "not read: write numbers, or strings with format='table'"
         )
 
@@ -232,7 +232,7 @@ def _check_number(dtype: np.dtype[Any], where: str) -> None:
 
 
 def _blocks(dataset: h5py.Dataset, member: str | None, *, rows: int) -> Iterator[Any]:
-    """All elements of a dataset in blocks of rows."""
+    """Yields all elements of a dataset in blocks of `rows` rows."""
     if not dataset.shape:
         yield np.asarray(read_elements(dataset, member=member))
         return
@@ -241,13 +241,13 @@ def _blocks(dataset: h5py.Dataset, member: str | None, *, rows: int) -> Iterator
 
 
 def read_blocks(dataset: h5py.Dataset, member: str | None, *, row_bytes: int) -> Iterator[Any]:
-    """All elements of a dataset in blocks of some megabytes."""
+    """Yields all elements of a dataset in blocks of about 8 MiB, at least one row each."""
     return _blocks(dataset, member, rows=max(1, _READ_BYTES // max(1, row_bytes)))
 
 
 def _with_strings(found: FoundDataset, dataset: h5py.Dataset, where: str) -> FoundDataset:
     if found.shape[1:]:
-        raise DataError(f"{where} has {found.shape[1:]} strings a sample; one is possible, as a label")
+        raise DataError(f"{where} has {found.shape[1:]} strings per sample; only one is possible, as a label")
     names: set[str] = set()
     try:
         for block in _blocks(dataset, found.member, rows=_READ_ROWS):
@@ -255,7 +255,7 @@ def _with_strings(found: FoundDataset, dataset: h5py.Dataset, where: str) -> Fou
             if len(names) > MAX_CLASSES:
                 raise DataError(f"{where} has over {MAX_CLASSES} different strings: that is text, not labels")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} has strings that are no UTF-8 ({error})") from None
+        raise DataError(f"{where} has strings that are not UTF-8 ({error})") from None
     return replace(found, dtype="str", kind="strings", classes=tuple(sorted(names)), big_endian=False)
 
 
@@ -264,18 +264,20 @@ def _with_lengths(
 ) -> FoundDataset:
     _check_number(base, where)
     if len(found.shape) != 1 or base.hasobject:
-        raise DataError(f"{where} has variable lengths in shape {found.shape}; one a sample is possible")
-    if base.newbyteorder("=") != base and base.itemsize > 1:
-        # h5py (3.16 seen) hands out their bytes as if they were of this machine's order.
         raise DataError(
-            f"{where} has variable lengths in the other byte order, which h5py reads wrong: write it again in this one"
+            f"{where} has variable lengths in shape {found.shape}; only one per sample is possible"
+        )
+    if base.newbyteorder("=") != base and base.itemsize > 1:
+        # h5py (seen with 3.16) returns their bytes as if they had this machine's byte order.
+        raise DataError(
+            f"{where} has variable lengths in the other byte order, which h5py reads wrong: write it in this one"
         )
     longest = elements = 0
     for block in _blocks(dataset, found.member, rows=_READ_LENGTHS):
         lengths = [len(row) for row in block]
         longest, elements = max(longest, *lengths), elements + sum(lengths)
     if not longest:
-        raise DataError(f"{where} holds {found.shape[0]} samples that are all empty")
+        raise DataError(f"{where} holds {found.shape[0]} samples, which are all empty")
     return replace(
         found,
         dtype=base.name,

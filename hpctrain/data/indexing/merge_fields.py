@@ -1,4 +1,4 @@
-"""What fields all files together make, and where they disagree. Pure."""
+"""Merges the fields of all files, and reports files that do not agree. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A file, or a group of one, as what makes an entry of the manifest."""
+    """A file, or a group of a file, that becomes one entry of the manifest."""
 
     file: FoundFile
     fields: dict[str, FoundDataset]
@@ -25,18 +25,19 @@ class FieldSource:
 
 
 def all_places(files: Sequence[FoundFile]) -> tuple[FieldSource, ...]:
+    """Returns one source per file, or per group of a file, in order."""
     return tuple(FieldSource(file=file, fields=fields) for file in files for fields in file.places)
 
 
 def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
-    """Samples of one place. Raises DataError if its fields do not have the same number."""
+    """Returns the number of samples of one place. Raises DataError if its fields have different numbers."""
     if samples is not SampleIs.ROWS:
         return 1
     counts: dict[str, int] = {}
     for name, found in place.fields.items():
         if not found.shape:
             raise DataError(
-                f"field {name!r}, {place.describe(name)}, is one number, not a row a sample: "
+                f"field {name!r}, {place.describe(name)}, is one number, not one row per sample: "
                 "--samples file makes each file one sample"
             )
         counts[name] = found.shape[0]
@@ -49,7 +50,7 @@ def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
 def combine(
     places: Sequence[FieldSource], *, requests: Sequence[FieldRequest], samples: SampleIs
 ) -> dict[str, FieldSpec]:
-    """The fields of one sample. Raises DataError that names the two places which differ, and how."""
+    """Returns the fields of one sample. Raises DataError that names two places that differ, and how."""
     return {request.name: _combine(places, request=request, samples=samples) for request in requests}
 
 
@@ -60,7 +61,7 @@ def _combine(places: Sequence[FieldSource], *, request: FieldRequest, samples: S
     if request.padded and (not whole or first.kind != "numbers" or not first.shape):
         raise DataError(
             f"--pad {name}: only datasets that are one sample each, with a first dimension, can be padded "
-            "(of variable lengths they are padded anyway)"
+            "(datasets of variable length are padded anyway)"
         )
     shapes = set()
     for place in places:
@@ -68,7 +69,7 @@ def _combine(places: Sequence[FieldSource], *, request: FieldRequest, samples: S
         if (found.dtype, found.kind) != (first.dtype, first.kind):
             raise DataError(
                 f"field {name!r} is {_what(first)} in {places[0].describe(name)}, "
-                f"but {_what(found)} in {place.describe(name)}: index them apart, or write one of them again"
+                f"but {_what(found)} in {place.describe(name)}: index them separately, or convert one of them"
             )
         shape, other = _sample_shape(found, whole=whole), _sample_shape(first, whole=whole)
         if shape != other and not (request.padded and len(shape) == len(other) and shape[1:] == other[1:]):
@@ -102,7 +103,7 @@ def _sample_shape(found: FoundDataset, *, whole: bool) -> tuple[int, ...]:
 def _advice(name: str, shape: tuple[int, ...], other: tuple[int, ...], *, whole: bool) -> str:
     if whole and shape and len(shape) == len(other) and shape[1:] == other[1:]:
         return f": --pad {name} pads the first dimension with zeros to the longest"
-    return ": samples of one dataset have one shape"
+    return ": all samples of a dataset must have the same shape"
 
 
 def _what(found: FoundDataset) -> str:
@@ -116,8 +117,8 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
         place = next(place for place in places if place.fields[name].shape)
         if int(np.prod(place.fields[name].shape)) != 1:
             raise DataError(
-                f"field {name!r}, {place.describe(name)}, has {place.fields[name].shape} strings a sample; "
-                "one is possible, as a label"
+                f"field {name!r}, {place.describe(name)}, has {place.fields[name].shape} strings per sample; "
+                "only one is possible, as a label"
             )
     names = sorted({text for place in places for text in place.fields[name].classes})
     if len(names) > MAX_CLASSES:

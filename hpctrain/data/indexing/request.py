@@ -1,4 +1,4 @@
-"""What is asked of an index: fields by their paths in the HDF5 files, what a sample is, and which files."""
+"""Parses the request for an index: fields by their paths in the HDF5 files, what a sample is, and the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUFFIXES = (".h5", ".hdf5", ".he5", ".nc")
 
 
 class SampleIs(str, Enum):
-    """What one sample is: a row of each dataset, a file, or a group of a file."""
+    """Unit of a sample: a row of each dataset, a file, or a group of a file."""
 
     ROWS = "rows"
     FILE = "file"
@@ -25,9 +25,9 @@ class SampleIs(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FieldRequest:
-    """Field `name` is at `path` of each file; a `*` in the path stands for part of a name, as in a shell.
+    """Field `name` is at `path` of each file; `*` matches any part of a name, as in a shell.
 
-    member: which member of a compound. padded: the first dimension may differ from sample to sample.
+    member: member of a compound type. padded: the first dimension may differ between samples.
     """
 
     name: str
@@ -44,8 +44,8 @@ class FieldRequest:
         return "*" in self.path
 
 
-def parse_fields(text: str, *, padded: Sequence[str] = ()) -> tuple[FieldRequest, ...]:
-    """The requests of `x=/images,y=/table:label`. Raises UsageError."""
+def parse_field_paths(text: str, *, padded: Sequence[str] = ()) -> tuple[FieldRequest, ...]:
+    """Parses `x=/images,y=/table:label`. padded: names of fields to pad. Raises UsageError."""
     requests: list[FieldRequest] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, place = part.partition("=")
@@ -61,33 +61,35 @@ def parse_fields(text: str, *, padded: Sequence[str] = ()) -> tuple[FieldRequest
         )
     names = [request.name for request in requests]
     if not names:
-        raise UsageError("--fields is empty: which datasets are the fields? as in x=/images,y=/labels")
+        raise UsageError("--fields is empty: name the datasets of the fields, as in x=/images,y=/labels")
     if len(set(names)) != len(names):
         raise UsageError(f"--fields {text!r} names a field twice")
     unknown = [name for name in padded if name not in names]
     if unknown:
-        raise UsageError(f"--pad {','.join(unknown)}: there is no such field, there are {', '.join(names)}")
+        raise UsageError(
+            f"--pad {','.join(unknown)}: there is no such field; the fields are {', '.join(names)}"
+        )
     return tuple(requests)
 
 
 def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> SampleIs:
-    """What a sample is: as asked, else groups if paths have a `*`, else rows. Raises UsageError."""
+    """Returns `asked` if given; else GROUPS if the paths have a `*`, else ROWS. Raises UsageError if they conflict."""
     wild = [request.has_wildcard for request in requests]
     if any(wild) != all(wild):
         raise UsageError("either all paths of --fields have a '*' for the groups, or none")
     if asked is SampleIs.GROUPS and not any(wild):
         raise UsageError("--samples groups needs paths with a '*', as in x=/*/image,y=/*/label")
     if asked is SampleIs.FILE and any(wild):
-        raise UsageError("--samples file means one sample a file: paths with '*' belong to --samples groups")
+        raise UsageError("--samples file means one sample per file: paths with '*' need --samples groups")
     if asked is not None:
         return asked
     return SampleIs.GROUPS if any(wild) else SampleIs.ROWS
 
 
 def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Absolute paths of the files that names, globs (`**` too) and directories stand for, each once.
+    """Returns the absolute paths of all files that match names, globs (also `**`) and directories, without repeats.
 
-    In the order of their names, numbers by value: f2 comes before f10. Raises DataError if there is none.
+    Sorted by name, numbers by value: f2 before f10. Raises DataError if a pattern matches no file.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -105,6 +107,6 @@ def find_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts names as people count: digits by their value."""
+    """Returns a sort key with which numbers within names are sorted by value."""
     parts = re.split(r"(\d+)", text)
     return tuple((1, int(part), part) if part.isdigit() else (0, 0, part) for part in parts)

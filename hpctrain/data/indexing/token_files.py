@@ -1,4 +1,4 @@
-"""Token windows of indexed files: how many each file gives, and where they begin if documents split them."""
+"""Token windows of indexed files: the number of windows per file, and their starts if documents split them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hpctrain.errors import DataError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRequest:
-    """Windows of window + 1 tokens, `stride` apart.
+    """Windows of window + 1 tokens that begin `stride` tokens apart. Raises UsageError if either is below 1.
 
-    documents: dataset of each file with the tokens at which documents begin; no window crosses one. None:
-    windows go on over the borders of documents.
+    documents: dataset of each file with the positions at which documents begin, which no window crosses. None:
+    windows may cross the borders of documents.
     """
 
     window: int
@@ -32,7 +32,7 @@ class TokenRequest:
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.stride < 1:
-            raise UsageError(f"windows of {self.window} tokens, {self.stride} apart: both are at least 1")
+            raise UsageError(f"windows of {self.window} tokens, {self.stride} apart: both must be at least 1")
 
     @property
     def windows(self) -> TokenWindows:
@@ -48,10 +48,10 @@ class TokenRequest:
 
 
 def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) -> None:
-    """Raises UsageError if the fields make no token stream."""
+    """Raises UsageError unless there is one field, named `tokens`, whose rows are the stream."""
     if [request.name for request in requests] != [TOKENS_FIELD]:
         raise UsageError(
-            f"--tokens needs one field of the name {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
+            f"--tokens needs exactly one field, named {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
         )
     if samples is not SampleIs.ROWS or requests[0].has_wildcard:
         raise UsageError("--tokens cuts each file's stream into samples: no '*' in the path, no --samples")
@@ -59,7 +59,10 @@ def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) 
 
 @dataclass(frozen=True, kw_only=True)
 class CutStream:
-    """One file's windows. starts: int64 (samples,) if documents split them. num_tokens: that are read."""
+    """Windows of one file. num_tokens: length of the part that windows use, 0 without --tokens.
+
+    starts: first token of each window, int64, shape (samples,), if documents split them, else None.
+    """
 
     place: FieldSource
     samples: int
@@ -68,17 +71,17 @@ class CutStream:
 
 
 def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
-    """The field of windows. `spec` is what the streams have in common. Raises DataError: no streams."""
+    """Returns the field of windows. spec: field of the streams' rows. Raises DataError unless rows are integers."""
     if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
         raise DataError(
-            f"{places[0].describe(TOKENS_FIELD)} is {spec.dtype} with rows of shape {spec.shape}, no stream of "
+            f"{places[0].describe(TOKENS_FIELD)} is {spec.dtype} with rows of shape {spec.shape}, not a stream of "
             "integers: without --tokens its rows are the samples"
         )
     return FieldSpec(dtype=spec.dtype, shape=(request.window + 1,))
 
 
 def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
-    """The windows of one file; `samples` is 0 if it is too short for any. Raises DataError."""
+    """Returns the windows of one file; `samples` is 0 if it is shorter than one window. Raises DataError."""
     num_tokens = place.fields[TOKENS_FIELD].shape[0]
     windows = request.windows
     if request.documents is None:
@@ -95,10 +98,12 @@ def _documents(path: str, name: str, *, num_tokens: int) -> NDArray[np.int64]:
         dataset = file[resolve(file, name)]
         shape, dtype = getattr(dataset, "shape", None), getattr(dataset, "dtype", None)
         if shape is None or len(shape) != 1 or dtype is None or dtype.kind not in "iu":
-            raise DataError(f"{name} of {path} is no list of integers, at which documents begin")
+            raise DataError(
+                f"{name} of {path} must be a list of integers, the positions at which documents begin"
+            )
         starts: NDArray[np.int64] = read_elements(dataset).astype(np.int64)
     if len(starts) and (np.any(np.diff(starts) < 0) or starts[0] < 0 or starts[-1] > num_tokens):
         raise DataError(
-            f"{name} of {path} is no list of places where documents begin: they ascend, from 0 to {num_tokens}"
+            f"{name} of {path} must hold the positions at which documents begin, ascending, from 0 to {num_tokens}"
         )
     return starts

@@ -1,18 +1,17 @@
-"""Work on many files, shared out to the ranks; what each finds goes to all of them."""
+"""Divides work on many files among the ranks, and returns all results on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json
 from hpctrain.data.order.epoch_order import rank_share
 from hpctrain.errors import DataError
 
 Item = TypeVar("Item")
 Progress = Callable[[int, int | None], None]
-"""Called with (done, total) of this rank's part."""
+"""Called with (done, total) items of this rank's part."""
 
 
 def share_work(
@@ -22,9 +21,9 @@ def share_work(
     *,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """`function` of each item, in order, on every rank; each rank works on its part. Collective.
+    """Calls `function` for each item, on one rank each; returns all results, in order. Collective over `comm`.
 
-    The ranks have the same items; what `function` returns is JSON. Where it fails, all ranks raise.
+    The items must be the same on all ranks; `function` returns JSON values. An error is raised on all ranks.
     """
     share = rank_share(0, len(items), rank=comm.rank, num_ranks=comm.num_ranks)
 

@@ -1,1 +1,1 @@
-"""Block hashes: checked while training and offline; damaged samples are skipped."""
+"""Checks block hashes, while training or offline, and skips damaged samples."""

@@ -1,4 +1,4 @@
-"""The blocks that a manifest has hashes of: which samples touch them, and their bytes in the file."""
+"""The blocks that a manifest has hashes of: maps them to samples, and reads their bytes from the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import Manifest, ShardEntry
@@ -25,6 +24,7 @@ from hpctrain.data.reading.chunked import ChunkedField
 from hpctrain.data.reading.field_reader import FieldName, Request
 from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError
+from hpctrain.storage import hash_of
 
 CACHE_BYTES = 32 << 20
 
@@ -33,7 +33,7 @@ CONTENT_DIFFERS = "the content differs from its hash"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Bytes start, ..., stop - 1 of a field of a shard, as the manifest hashes them: little-endian, row-major."""
+    """Hashed block: bytes start, ..., stop - 1 of a field of a shard, little-endian, row-major."""
 
     shard: int
     field: str
@@ -43,12 +43,12 @@ class Block:
 
 
 def is_hashed(manifest: Manifest, *, shard: int, field: str) -> bool:
-    """Whether there are hashes to compare with. Rows of variable length and strings have none."""
+    """True if the field has hashes. Rows of variable length and strings have none."""
     return bool(manifest.shards[shard].fields[field].hashes) and manifest.fields[field].kind == "array"
 
 
 def blocks_of(manifest: Manifest) -> Iterator[Block]:
-    """All hashed blocks of a dataset, in the order of the manifest."""
+    """Yields all hashed blocks of a dataset, in the order of the manifest."""
     for shard, entry in enumerate(manifest.shards):
         for field, stored in entry.fields.items():
             if is_hashed(manifest, shard=shard, field=field):
@@ -57,16 +57,16 @@ def blocks_of(manifest: Manifest) -> Iterator[Block]:
 
 
 def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block:
-    """Block number `index` of a field of a shard."""
+    """Returns block number `index` of a field of a shard."""
     start = index * manifest.block_bytes
     stop = min(start + manifest.block_bytes, manifest.shards[shard].fields[field].num_bytes)
     return Block(shard=shard, field=field, index=index, start=start, stop=stop)
 
 
 def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] | None) -> tuple[int, int]:
-    """First and last sample of the shard that touch the block; the nearest one if none does.
+    """Returns the first and last sample of the shard with bytes in the block; the nearest one if there is none.
 
-    windows: first token of each of the shard's windows, where they are listed.
+    windows: first token of each of the shard's windows, int64, if they are listed, else None.
     """
     last = manifest.shards[block.shard].samples - 1
     spec = manifest.fields[block.field]
@@ -84,9 +84,9 @@ def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] |
 def blocks_touched(
     manifest: Manifest, *, field: str, rows: NDArray[np.int64], windows: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Index of the first and of the last block that each sample `rows` of a shard touches; shapes as `rows`.
+    """Returns the indices of the first and of the last block with bytes of each sample: int64, shape of `rows`.
 
-    windows: as for `samples_of`.
+    rows: samples of a shard, int64, shape (n,). windows: as for `samples_of`.
     """
     spec = manifest.fields[field]
     if manifest.tokens is None:
@@ -98,11 +98,11 @@ def blocks_touched(
 
 
 class BlockFile:
-    """Blocks of one shard, read as batches are: at their place, out of chunks, or else through h5py. Safe in threads.
+    """Reads blocks of one shard as batches are read: directly, from chunks, or through h5py. Thread-safe.
 
-    path: a copy of the file to read instead of the one in `directory`. cache_bytes: decoded chunks that are kept,
-    since a chunk may reach into several blocks.
-    Raises DataError (see `check_shard`) and OSError when it is made. The file is closed with the last reference.
+    path: a copy of the file to read instead of the one in `directory`. cache_bytes: bytes of decoded chunks that are
+    kept, since a chunk may overlap several blocks.
+    The constructor raises DataError (see `check_shard`) or OSError. The file is closed with the last reference.
     """
 
     def __init__(
@@ -140,19 +140,19 @@ class BlockFile:
         return ChunkedField(source, cache=self._cache, shard=0, name=FieldName(path=self.path, field=name))
 
     def _is_in_place(self, name: str) -> bool:
-        """Whether the field's bytes lie in the file as they are hashed."""
+        """True if the file contains the field's bytes as they are hashed: contiguous, little-endian."""
         layout, spec = self._layouts[name], self._manifest.fields[name]
         return layout.offset is not None and spec.kind == "array" and layout.dtype == spec.stored_dtype
 
     @property
     def has_chunks(self) -> bool:
-        """Whether the structure's hash covers samples too: those that have no one place in the file."""
+        """True if the structure hash covers samples too, since a field is not contiguous in the file."""
         return any(stored.offset is None for stored in self._entry.fields.values())
 
     def structure_is_sound(self) -> bool:
-        """Whether the bytes outside of contiguous datasets are as written: HDF5's own, and chunks.
+        """True if the bytes outside contiguous datasets (HDF5 headers, chunks) match the structure hash.
 
-        A re-packed file has others: its content decides.
+        Also True if there is no such hash, or the file was rewritten with other HDF5 tools, which changes them.
         """
         entry = self._entry
         if entry.structure_hash is None:
@@ -169,9 +169,9 @@ class BlockFile:
         )
 
     def fault_of(self, block: Block) -> str | None:
-        """What is wrong with a block, in words; None: it is as the manifest says. Reads it from the file.
+        """Reads a block and compares it with its hash. Returns the fault as text, or None if it matches.
 
-        Raises MissingFilter, which says nothing about the block.
+        Raises MissingFilter if the block cannot be decoded here, which does not mean that it is damaged.
         """
         try:
             data = self._read(block)
@@ -183,12 +183,12 @@ class BlockFile:
             return f"cannot be read: {error.__cause__ or error}"
         if len(data) < block.stop - block.start:
             return f"the file ends {block.stop - block.start - len(data)} bytes before the block does"
-        if xxhash.xxh3_64_hexdigest(data) == self._entry.fields[block.field].hashes[block.index]:
+        if hash_of(data) == self._entry.fields[block.field].hashes[block.index]:
             return None
         return CONTENT_DIFFERS
 
     def _read(self, block: Block) -> memoryview | bytes:
-        """The block's bytes; fewer where the file ends before."""
+        """Returns the block's bytes; fewer if the file ends before the block does."""
         layout, stored = self._layouts[block.field], self._entry.fields[block.field]
         spec = self._manifest.fields[block.field]
         in_rows = not stored.whole or bool(layout.shape)
@@ -212,7 +212,7 @@ class BlockFile:
         return data[block.start - first * row_bytes : block.stop - first * row_bytes]
 
     def _some_rows(self, name: str, *, start: int, stop: int) -> NDArray[Any]:
-        """Rows start, ..., stop - 1 of the field's HDF5 dataset."""
+        """Returns rows start, ..., stop - 1 of the field's HDF5 dataset."""
         stored, layout = self._entry.fields[name], self._layouts[name]
         field = self._chunked.get(name)
         if field is None:
@@ -225,7 +225,7 @@ class BlockFile:
         return target
 
     def _read_at(self, offset: int, *, num_bytes: int) -> memoryview:
-        # One buffer a thread: fresh memory for each block would cost as much as hashing it.
+        # One buffer per thread: new memory for each block would cost as much as hashing it.
         buffer: memoryview | None = getattr(self._buffers, "buffer", None)
         if buffer is None or len(buffer) < num_bytes:
             buffer = self._buffers.buffer = memoryview(bytearray(num_bytes))
@@ -238,7 +238,7 @@ class BlockFile:
         return buffer[:done]
 
     def close(self) -> None:
-        """Close the file. May be called again."""
+        """Closes the file. May be called more than once."""
         self._file.close()
         if self._rows is not None:
             self._rows.close()

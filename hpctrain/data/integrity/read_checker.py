@@ -1,10 +1,9 @@
-"""Compares what is read with the manifest's hashes, while training.
+"""Compares the data with the manifest's hashes while it is read for training.
 
     check_while_reading(dataset, mode="first-epoch")
 
-`Dataset.gather` then shows each shard's rows to the checker before it trusts their bytes; the checker hashes the
-blocks that those rows touch. What is looked at is what is handed out: the file's pages, which a memory map
-shares.
+`Dataset.gather` then calls the checker before it reads rows of a shard; the checker reads and hashes the blocks that
+contain these rows. Both read the same pages of the page cache, also if the file is mapped.
 """
 
 from __future__ import annotations
@@ -45,36 +44,36 @@ class CheckMode(str, Enum):
     """When blocks are hashed while reading."""
 
     OFF = "off"
-    FIRST_EPOCH = "first-epoch"  # each block once a process, when it is first read
+    FIRST_EPOCH = "first-epoch"  # each block once per process, at its first read
     ALWAYS = "always"  # at every read
 
 
 class OnDamage(str, Enum):
-    """What becomes of samples in a damaged block."""
+    """What to do with samples in a damaged block."""
 
     STOP = "stop"  # the run ends
     SKIP = "skip"  # they are left out of their batch, and counted
 
 
 class DamagedData(DataError):
-    """A block differs from its hash. `damage` says where; its field is None if the whole shard is concerned."""
+    """Raised if a block differs from its hash. `damage` is its location."""
 
     def __init__(self, damage: Damage, *, directory: Path) -> None:
         super().__init__(
-            f"{directory} is damaged: {damage.describe()}. Restore the shard (hpctrain data verify lists all that "
-            'is damaged), or leave such samples out with data.on_damage = "skip"'
+            f"{directory} is damaged: {damage.describe()}. Restore the shard (hpctrain data verify lists all "
+            'damage), or leave such samples out with data.on_damage = "skip"'
         )
         self.damage = damage
 
 
 @final
 class BlockChecker:
-    """Hashes the blocks that samples touch. Safe in threads, and after a fork. Never communicates.
+    """Hashes the blocks that contain the samples to be read. Thread-safe, also after a fork. Never communicates.
 
-    damages: what was found so far, each damaged block once.
-    place_of: shard number -> the copy of its file that is read; None: the one in `directory` is.
-    What the manifest has no hashes of is not looked at: strings, rows of variable length. Raises DataError if it
-    has none of an array either.
+    damages: the damage found so far, each block once.
+    place_of: shard number -> path of the copy that is read; None: the file in `directory` is read.
+    Strings and rows of variable length, which have no hashes, are not checked. Raises DataError if an array has no
+    hashes.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class BlockChecker:
         self.mode = CheckMode(mode)
         self.damages: list[Damage] = []
         self._place_of = place_of
-        # What was decoded once is not what is on the disk now.
+        # Cached chunks would not show what is on the disk now.
         self._cache_bytes = 0 if self.mode is CheckMode.ALWAYS else CACHE_BYTES
-        # (num_shards + 1,): first sample of each shard, and the number of samples
+        # shape (num_shards + 1,): first sample of each shard, then the number of samples
         self._starts = np.concatenate([[0], np.cumsum([shard.samples for shard in manifest.shards])])
-        # (shard, field) -> (num_blocks,) of _UNKNOWN, _SOUND, _DAMAGED
+        # _states: (shard, field) -> _UNKNOWN, _SOUND or _DAMAGED per block, shape (num_blocks,)
         self._windows = read_windows(self.directory, manifest=manifest)
         self._states: dict[tuple[int, str], NDArray[np.uint8]] = {}
         self._whole: set[tuple[int, str]] = set()
@@ -107,19 +106,20 @@ class BlockChecker:
             for name, stored in entry.fields.items():
                 if stored.num_bytes and not stored.hashes and self.manifest.fields[name].kind == "array":
                     raise DataError(
-                        f"field {name!r} of shard {entry.file} of {self.directory} has no hashes to check what is "
-                        'read: index the files again with --hash, or set data.check = "off"'
+                        f"field {name!r} of shard {entry.file} of {self.directory} has no hashes, so it cannot be "
+                        'checked: index the files again with --hash, or set data.check = "off"'
                     )
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._files: OrderedDict[int, BlockFile] = OrderedDict()
-        self._pid = os.getpid()  # last: another thread may look at it, and use what is above
+        self._pid = os.getpid()  # last: a thread that reads it may use all of the above
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64]) -> None:
-        """Hash what samples `rows` of a shard touch of a field, as far as the mode asks for it.
+        """Checks the blocks of a field that contain samples `rows` of a shard, unless they were checked before.
 
-        Raises DamagedData for the first damaged block; DataError if the shard is missing or cut short.
+        rows: int64, shape (n,). Raises DamagedData for the first damaged block; DataError if the shard is missing or
+        truncated.
         """
         if self.mode is CheckMode.OFF or not len(rows):
             return
@@ -134,9 +134,10 @@ class BlockChecker:
             self._whole.add(key)
 
     def sound(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of the dataset's samples `indices` lie in no damaged block: bool, shape of `indices`.
+        """Returns for each sample True if it lies in no damaged block: bool, shape of `indices`.
 
-        Raises DataError if a shard is missing or cut short, DamagedData if its HDF5 headers are damaged.
+        indices: samples of the dataset, int64, shape (n,). Raises DataError if a shard is missing or truncated,
+        DamagedData if its HDF5 headers are damaged.
         """
         indices = np.asarray(indices, dtype=np.int64)
         sound = np.ones(len(indices), dtype=np.bool_)
@@ -165,7 +166,7 @@ class BlockChecker:
         return blocks_touched(self.manifest, field=field, rows=rows, windows=self._windows_of(shard))
 
     def _damaged(self, shard: int, field: str, *, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of `blocks` are damaged, ascending; those whose turn it is are read and hashed."""
+        """Returns the damaged ones of `blocks`, ascending. Reads and hashes those that are due in this mode."""
         key = (shard, field)
         states = self._states.get(key)
         if states is None:
@@ -224,12 +225,12 @@ class BlockChecker:
         with self._lock:
             self._files[shard] = file
             if len(self._files) > _MAX_OPEN:
-                # Only forgotten, not closed: another thread may be reading from it.
+                # Not closed, since another thread may be reading from it: closed with the last reference.
                 self._files.popitem(last=False)
         return file
 
     def _check_structure(self, shard: int, file: BlockFile) -> None:
-        # Where it covers chunks too it would mean reading the whole file: the content's hashes then decide.
+        # If the structure hash covers chunks, checking it would read the whole file: the blocks' hashes suffice.
         if not file.has_chunks and not file.structure_is_sound():
             raise self._damaged_headers(shard)
 
@@ -242,7 +243,7 @@ class BlockChecker:
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All blocks from `first[i]` to `last[i]`, each once, ascending."""
+    """Returns the union of the block ranges `first[i]` to `last[i]`, ascending, without repeats."""
     span = int((last - first).max())
     return np.unique(np.concatenate([np.minimum(first + step, last) for step in range(span + 1)]))
 
@@ -254,15 +255,15 @@ def make_checker(
     mode: CheckMode | str,
     place_of: Callable[[int], Path | None] = lambda shard: None,
 ) -> BlockChecker | None:
-    """The checker for `Dataset.checker`; None for mode `off`, which then costs nothing."""
+    """Returns a checker for `Dataset.checker`; None for mode "off"."""
     if CheckMode(mode) is CheckMode.OFF:
         return None
     return BlockChecker(directory, manifest, mode=mode, place_of=place_of)
 
 
 def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
-    """Have `dataset` compare what it reads with its hashes; where a locator gives it a copy, that one's bytes."""
-    # Weakly: a cycle would keep the files open for some time after the dataset is gone.
+    """Makes `dataset` compare its data with the hashes while reading; if a locator returns a copy, checks the copy."""
+    # A weak reference: a cycle would keep the files open for some time after the dataset was deleted.
     checked = weakref.ref(dataset)
 
     def place_of(shard: int) -> Path | None:

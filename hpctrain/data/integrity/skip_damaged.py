@@ -14,15 +14,15 @@ from hpctrain.data.order.batch_plan import BatchPlan
 
 T = TypeVar("T")
 
-# A disk that fails now and then: damage is met, but when one looks again all is sound.
+# For a disk that fails intermittently: the read finds damage, but a second check finds none.
 _TRIES = 3
 
 
 def without_damaged(plan: BatchPlan, *, sound: NDArray[np.bool_], keep_length: bool) -> BatchPlan:
-    """`plan` with its sound samples only, in their order; those left out are counted in `num_skipped`.
+    """Returns `plan` with only its sound samples, in their order; the others are counted in `num_skipped`.
 
-    sound: bool, shape of `plan.indices`. keep_length: sound samples are repeated, as ones that do not count, until
-    there are as many rows as before; none if no sample is sound.
+    sound: bool, shape of `plan.indices`. keep_length: sound samples are repeated as padding until there are as many
+    rows as before; no rows if no sample is sound.
     """
     real = plan.indices[: plan.num_samples][sound[: plan.num_samples]]
     padding = plan.indices[plan.num_samples :][sound[plan.num_samples :]]
@@ -44,11 +44,11 @@ def read_around_damage(
     sound: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
     keep_length: bool,
 ) -> tuple[BatchPlan, T]:
-    """What `read` gives for the sound samples of `plan`, and the plan of what was read.
+    """Reads the sound samples of `plan`. Returns the plan of the samples that were read, and the result of `read`.
 
-    sound: which of the samples lie in no damaged block, as `BlockChecker.sound` tells.
-    Raises DamagedData if the headers of a shard are damaged, or if reading fails again and again on samples that
-    are found to be sound; DataError if a shard is missing or cut short.
+    sound: returns for each sample if it lies in no damaged block, as `BlockChecker.sound`.
+    Raises DamagedData if the headers of a shard are damaged, or if reading fails three times on samples that are
+    found to be sound; DataError if a shard is missing or truncated.
     """
     tries = 0
     while True:

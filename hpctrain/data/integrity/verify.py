@@ -1,6 +1,6 @@
-"""Reads every byte of a dataset again and compares it with the hashes of the manifest.
+"""Reads every byte of a dataset and compares it with the hashes of the manifest.
 
-The blocks are divided over the ranks, without communication: the caller gathers what each rank found.
+The blocks are divided among the ranks, without communication: the caller gathers the damage that each rank found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One damaged stretch. Samples count within the shard; field is None if the whole shard is concerned."""
+    """A damaged range of samples, numbered within the shard. field: None if the whole shard is damaged."""
 
     shard: str
     field: str | None
@@ -32,6 +32,7 @@ class Damage:
     reason: str
 
     def describe(self) -> str:
+        """Returns shard, field, samples and reason as text, for messages."""
         where = "the whole shard" if self.field is None else f"field {self.field!r}"
         return f"{self.shard}, {where}, samples {self.first_sample} to {self.last_sample}: {self.reason}"
 
@@ -42,10 +43,10 @@ class Damage:
 def verify(
     directory: Path | str, *, rank: int = 0, num_ranks: int = 1, progress: Progress | None = None
 ) -> list[Damage]:
-    """Hash this rank's part of the blocks again; returns what differs, in the order of the manifest.
+    """Reads and hashes this rank's part of the blocks. Returns the damage found, in the order of the manifest.
 
-    Each block is read by just one of the ranks; a missing or unreadable shard is reported by every rank that
-    has a block of it (see `merge`). Raises DataError if the manifest itself cannot be used.
+    Each block is read by exactly one rank; a missing or unreadable shard is reported by every rank that has a
+    block of it (see `merge_damage`). Not collective. Raises DataError if the manifest cannot be used.
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
@@ -71,7 +72,7 @@ def verify(
             damages.append(_whole_shard(entry, str(error)))
             continue
         try:
-            # Whoever has the first block of a shard also looks at its headers.
+            # The rank that has the first block of a shard also checks its headers.
             first = shard_blocks[0]
             if first.start == 0 and first.field == next(iter(entry.fields)) and not file.structure_is_sound():
                 damages.append(_whole_shard(entry, HEADERS_DIFFER))
@@ -97,15 +98,15 @@ def verify(
                     progress(done, total)
         finally:
             file.close()
-    return merge(damages)
+    return merge_damage(damages)
 
 
 def _whole_shard(entry: ShardEntry, reason: str) -> Damage:
     return Damage(shard=entry.file, field=None, first_sample=0, last_sample=entry.samples - 1, reason=reason)
 
 
-def merge(damages: list[Damage]) -> list[Damage]:
-    """Join neighbouring and repeated stretches of the same field and reason; order is kept."""
+def merge_damage(damages: list[Damage]) -> list[Damage]:
+    """Joins adjacent and repeated ranges of the same shard, field and reason; keeps the order."""
     merged: list[Damage] = []
     for damage in damages:
         last = merged[-1] if merged else None
@@ -121,7 +122,7 @@ def merge(damages: list[Damage]) -> list[Damage]:
 
 
 def find_datasets(directory: Path | str) -> list[Path]:
-    """The dataset at `directory`, or those right below it (train, test). Raises DataError if none."""
+    """Returns the dataset at `directory`, or those directly below it (train, test). Raises DataError if none."""
     directory = Path(directory)
     if not (directory / MANIFEST_NAME).exists() and directory.is_dir():
         below = sorted(child for child in directory.iterdir() if (child / MANIFEST_NAME).exists())

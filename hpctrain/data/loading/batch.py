@@ -15,16 +15,16 @@ class Batch:
     """This rank's samples of one global batch.
 
     fields: name -> tensor of shape (num_samples + num_padded, *sample_shape).
-    num_samples: may be 0, the last batch of an epoch can have fewer samples than there are ranks.
-    num_padded: samples behind them that only fill the tensors (`LastBatch.PAD`); they repeat others, and must
-    not count: `real()` is the batch without them, `valid` tells them apart.
+    num_samples: may be 0: the last batch of an epoch can have fewer samples than there are ranks.
+    num_padded: number of padding rows at the end of the tensors (`LastBatch.PAD`). They repeat other samples and
+    must not be counted: `real()` returns the batch without them, `valid` is a mask of the other rows.
     start: position of the global batch in the epoch, in samples.
-    global_samples: samples of all ranks in the global batch, those that only fill it not counted.
-    num_skipped: samples of this rank that are left out, since they lie in damaged blocks (`OnDamage.SKIP`).
-    global_skipped: the same over all ranks; 0 until the ranks have told each other (`hpctrain.train.agreed_batches`).
+    global_samples: samples of all ranks in the global batch, without padding.
+    num_skipped: samples of this rank that are left out because they lie in damaged blocks (`OnDamage.SKIP`).
+    global_skipped: the same over all ranks; 0 until the ranks exchanged it (`hpctrain.train.loop.agreed_batches`).
 
-    A loss that is a mean over this rank's num_samples, times `weight`, summed over the ranks, is the mean over
-    the global batch, whatever the split.
+    The mean loss over this rank's num_samples, times `weight`, summed over the ranks, is the mean over the global
+    batch, however it was split.
     """
 
     fields: dict[str, torch.Tensor]
@@ -38,22 +38,22 @@ class Batch:
 
     @property
     def stop(self) -> int:
-        """Position in the epoch behind this global batch: where a run that stops here goes on."""
+        """Position in the epoch after this global batch, at which a run that stops here resumes."""
         return self.start + self.global_samples
 
     @property
     def weight(self) -> float:
-        """This rank's share of what is left of the global batch, num_samples / (global_samples - global_skipped)."""
+        """This rank's share of the global batch: num_samples / (global_samples - global_skipped)."""
         return self.num_samples / max(1, self.global_samples - self.global_skipped)
 
     @property
     def valid(self) -> torch.Tensor:
-        """Which of the tensors' rows are samples that count: bool, shape (num_samples + num_padded,)."""
+        """Mask of the rows that are not padding: bool, shape (num_samples + num_padded,)."""
         device = next((tensor.device for tensor in self.fields.values()), None)
         return torch.arange(self.num_samples + self.num_padded, device=device) < self.num_samples
 
     def real(self) -> Batch:
-        """The batch without the samples that only fill it: views of this one's tensors."""
+        """Returns the batch without padding; its tensors are views of this one's."""
         if not self.num_padded:
             return self
         fields = {name: tensor[: self.num_samples] for name, tensor in self.fields.items()}
@@ -67,13 +67,14 @@ class Batch:
         return self.fields[name]
 
     def split(self, num_parts: int) -> list[Batch]:
-        """Micro-batches, views of this batch; sizes differ by at most one, weights add up to `weight`.
+        """Returns `num_parts` micro-batches, views of this batch; sizes differ by at most one row.
 
-        With fewer samples than parts some are empty, so that every rank has the same number of parts. Of a
-        filled batch the tensors' rows are split: the last parts may hold nothing that counts.
+        Their weights add up to `weight`. With fewer rows than parts some are empty, so that every rank has the
+        same number of parts. Padding is split with the other rows: the last parts may hold nothing else.
+        Raises UsageError if `num_parts` is below 1.
         """
         if num_parts < 1:
-            raise UsageError(f"a batch was to be split into {num_parts} parts; at least 1 is possible")
+            raise UsageError(f"cannot split a batch into {num_parts} parts; at least 1 is needed")
         rows = self.num_samples + self.num_padded
         spans = [rank_share(0, rows, rank=part, num_ranks=num_parts) for part in range(num_parts)]
         return [self._part(span) for span in spans]
@@ -86,14 +87,14 @@ class Batch:
     def to(
         self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = True
     ) -> Batch:
-        """The batch on `device`; copies from pinned memory overlap with computation there.
+        """Returns the batch on `device`; copies from pinned memory overlap with computation there.
 
-        dtype: of all floating-point fields on `device`, as the model needs it; None: as they are. Integer and bool
-        fields keep theirs.
+        dtype: converts all floating-point fields; None: keeps their dtypes. Integer and bool fields are never
+        converted.
         """
         fields = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.fields.items()}
         if dtype is not None:
-            # After the copy: a copy that converts does so on the CPU, in memory that is not pinned.
+            # After the copy: a copy that also converts would convert on the CPU, into memory that is not pinned.
             fields = {
                 name: tensor.to(dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in fields.items()

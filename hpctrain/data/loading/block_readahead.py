@@ -1,8 +1,8 @@
-"""Asks the kernel for whole blocks before a block order needs them: large reads, in the background.
+"""Asks the kernel to read whole blocks ahead for a block order: large reads, in the background.
 
-What a window needs stands all over its blocks; read sample by sample it would be small reads again. So when the
-epoch enters a window, the bytes of the next one's blocks are asked for with posix_fadvise(WILLNEED), and lie in
-the page cache when their samples are wanted. Only a hint: it is never waited for, and what fails is read as usual.
+The samples of a window are scattered over its blocks, and reading them one by one would be small reads. So when
+the epoch enters a window, posix_fadvise(WILLNEED) requests the blocks of the next window, which are then in the page
+cache when their samples are read. This is only a hint: nothing waits for it, and errors of it are ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hpctrain.data.order.block_shuffle import BlockOrder
 from hpctrain.data.order.epoch_order import Order, Span
 from hpctrain.data.reading.dataset import Dataset
 
-# The kernel takes no more of one hint than a device's or its own readahead, which is 128 KiB by default.
+# The kernel limits each hint to the readahead size of the device, which is 128 KiB by default.
 _HINT_BYTES = 128 << 10
 
 
 class CachedRange(NamedTuple):
-    """Bytes of a file."""
+    """Byte range of a file of the dataset."""
 
     file: str
     offset: int
@@ -35,7 +35,7 @@ class CachedRange(NamedTuple):
 
 
 class ReadAhead:
-    """Hints for one epoch of one loader, from position `start` on. Safe in threads."""
+    """Read-ahead hints for one epoch of one loader, from position `start` on. Thread-safe."""
 
     def __init__(self, dataset: Dataset, *, order: BlockOrder, start: int = 0) -> None:
         self._directory = dataset.directory
@@ -46,20 +46,20 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def before(self, span: Span) -> None:
-        """Call before positions `span` of the epoch are read: asks for their windows and the next one."""
+        """Requests the windows of positions `span` and the next window. Call it before `span` is read."""
         reached = self._order.windows_of(*span)
         if not reached:
             return
         with self._lock:
-            # Threads may come out of order: what lies between is asked for by whoever comes first.
+            # Threads may call this out of order: the first caller requests all windows up to its own.
             first = self._next_window
             wanted = range(first, max(first, min(reached.stop + 1, self._order.num_windows)))
             self._next_window = wanted.stop
         for window in wanted:
-            _ask(self._directory, list(self.stretches(window)))
+            _ask(self._directory, list(self.byte_ranges(window)))
 
-    def stretches(self, window: int) -> Iterator[CachedRange]:
-        """Where the blocks of a window are, as far as they are contiguous in files. Pure."""
+    def byte_ranges(self, window: int) -> Iterator[CachedRange]:
+        """Yields the byte ranges of a window's blocks, for fields that are contiguous in files. Pure."""
         for block in self._order.blocks_of(window):
             shard = int(np.searchsorted(self._first_samples, block.start, side="right")) - 1
             while shard < len(self._manifest.shards) and self._first_samples[shard] < block.stop:
@@ -70,7 +70,7 @@ class ReadAhead:
 
 
 def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhead | None:
-    """None where there is nothing to gain: another order, or samples that are not read from files as they stand."""
+    """Returns None if read-ahead cannot help: no `BlockOrder`, or token windows that are split at documents."""
     if not isinstance(dataset, Dataset) or not isinstance(order, BlockOrder) or dataset.manifest.is_split:
         return None
     return ReadAhead(dataset, order=order, start=start)
@@ -92,9 +92,9 @@ def _rows_in(manifest: Manifest, *, shard: int, rows: Span) -> Iterator[CachedRa
         yield CachedRange(entry.file, stored.offset + skipped + rows.start * step, num_bytes)
 
 
-def _ask(directory: Path, stretches: list[CachedRange]) -> None:
-    for file, parts in itertools.groupby(sorted(stretches), key=lambda stretch: stretch.file):
-        with contextlib.suppress(OSError):  # reading itself tells what is wrong
+def _ask(directory: Path, byte_ranges: list[CachedRange]) -> None:
+    for file, parts in itertools.groupby(sorted(byte_ranges), key=lambda byte_range: byte_range.file):
+        with contextlib.suppress(OSError):  # the read that follows reports the error
             descriptor = os.open(directory / file, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for part in parts:
@@ -110,7 +110,7 @@ def _ask(directory: Path, stretches: list[CachedRange]) -> None:
 
 
 def _is_cached(descriptor: int, part: CachedRange) -> bool:
-    """Whether its first, middle and last byte are in the page cache. False where the filesystem cannot tell."""
+    """True if its first, middle and last byte are in the page cache; False if the filesystem does not support this."""
     byte = bytearray(1)
     try:
         for place in (0, part.num_bytes // 2, part.num_bytes - 1):

@@ -1,4 +1,4 @@
-"""Memory of batches, used again once a batch is gone: fresh pages cost more than filling them."""
+"""Reuses the memory of batches that were deleted: faulting in new pages costs more than filling them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Smaller ones come from the heap, which keeps its pages.
+# Smaller tensors are allocated on the heap, which keeps its pages.
 _SMALLEST_BYTES = 64 << 10
 
 
 class BatchMemory:
-    """Hands out tensors whose memory comes back when nothing refers to it any more. Safe in threads.
+    """Allocates tensors whose memory is reused when nothing refers to it any more. Thread-safe.
 
-    kept_bytes: unused memory that is kept; what is beyond it is freed.
+    kept_bytes: upper bound on unused memory that is kept.
     """
 
     def __init__(self, *, kept_bytes: int) -> None:
         self.kept_bytes = kept_bytes
-        # No lock: a tensor may die in the garbage collector, in a thread that is just here. deque has its own.
+        # No lock: the garbage collector may run `_take_back` in a thread that holds it. deque has its own lock.
         self._unused: dict[int, deque[NDArray[np.uint8]]] = {}
 
     def empty(self, shape: tuple[int, ...], *, dtype: np.dtype[np.generic]) -> torch.Tensor:
-        """An uninitialised tensor on the CPU."""
+        """Returns an uninitialised tensor on the CPU."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _SMALLEST_BYTES:
             return torch.from_numpy(np.empty(shape, dtype=dtype))
@@ -35,7 +35,7 @@ class BatchMemory:
             memory = unused.pop()
         except IndexError:
             memory = np.empty(num_bytes, dtype=np.uint8)
-        # The tensor's storage holds this very array, so it lives as long as any view of the tensor.
+        # The tensor's storage refers to this array object, which so lives as long as any view of the tensor.
         array = memory.view(dtype).reshape(shape)
         comes_back = weakref.finalize(array, self._take_back, memory)
         comes_back.atexit = False  # type: ignore[misc]  # typeshed takes it for a slot
@@ -45,7 +45,7 @@ class BatchMemory:
         unused = self._unused[memory.nbytes]
         sizes = list(self._unused.items())
         if sum(size * len(those) for size, those in sizes) + memory.nbytes > self.kept_bytes:
-            for size, those in sizes:  # of other lengths, which may not come again
+            for size, those in sizes:  # buffers of other sizes, which may not be needed again
                 if size != memory.nbytes:
                     those.clear()
         if (len(unused) + 1) * memory.nbytes <= self.kept_bytes:

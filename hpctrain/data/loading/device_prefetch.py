@@ -1,4 +1,4 @@
-"""Batches on a GPU before they are asked for: copied on a stream of their own while the last one is computed."""
+"""Copies each batch to the GPU in advance, on a separate stream, while the previous one is being processed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 def batches_on(
     device: torch.device | str, batches: Iterable[Batch], *, dtype: torch.dtype | None = None
 ) -> Iterator[Batch]:
-    """The batches on `device`, in order. dtype: of their floating-point fields, see `Batch.to`.
+    """Yields the batches on `device`, in order. dtype: of their floating-point fields, see `Batch.to`.
 
-    On a CUDA device the copy of batch k + 1 is under way, on a stream of its own, while the caller works on
-    batch k: one batch more is in the device's memory. The copies overlap with computation if the batches are
-    in pinned memory (`Loader(..., pin_memory=True)`). Elsewhere nothing is held back.
-    `Loader.position` counts batches taken from the loader: here it is one batch ahead. For a checkpoint use
-    `batch.stop` of the last batch that was worked on.
+    On a CUDA device batch k + 1 is copied on a separate stream while the caller works on batch k, so one more
+    batch takes device memory. The copies overlap with computation if the batches are in pinned memory
+    (`Loader(..., pin_memory=True)`). On other devices no batch is taken in advance.
+    `Loader.position` counts batches taken from the loader: on a CUDA device it is one batch ahead. For a checkpoint
+    use `batch.stop` of the last batch that was processed.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -29,7 +29,7 @@ def batches_on(
     copying = torch.cuda.Stream(device)
 
     def begin(batch: Batch) -> Batch:
-        # Pinned memory goes back to torch's pool only when the copies out of it have ended: nothing to hold.
+        # torch reuses the pinned memory only after the copies have ended: no reference to it is needed here.
         with torch.cuda.stream(copying):
             return batch.to(device, dtype=dtype, non_blocking=True)
 
@@ -37,17 +37,17 @@ def batches_on(
         computing = torch.cuda.current_stream(device)
         computing.wait_stream(copying)
         for tensor in batch.fields.values():
-            # Allocated on the copying stream: it may be used again only once the work here is done.
+            # Allocated on the copying stream: its memory must not be reused before the computing stream is done.
             tensor.record_stream(computing)
 
     return one_ahead(iter(batches), begin=begin, finish=finish)
 
 
 def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[[T], None]) -> Iterator[T]:
-    """What `begin` makes of each item; that of item k + 1 is begun before item k is handed out.
+    """Yields `begin(item)` for each item of `source`, calling it for item k + 1 before item k is yielded.
 
-    `finish` is called on what `begin` made, before the next is begun. An error of `source` or `begin` is
-    raised where its item would have come.
+    `finish` is called with each result of `begin`, before the next item is begun. An error of `source` or `begin`
+    is raised in place of its item.
     """
     ahead = _begun(source, begin)
     while True:
@@ -62,10 +62,10 @@ def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[
 
 
 def _begun(source: Iterator[T], begin: Callable[[T], T]) -> tuple[T] | Exception | None:
-    """None at the end of `source`."""
+    """Returns the result of `begin` for the next item, or the error that was raised; None at the end of `source`."""
     try:
         for item in source:
             return (begin(item),)
-    except Exception as error:  # handed on where its item would have come
+    except Exception as error:  # the caller raises it in place of the item
         return error
     return None

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpctrain.data.loading.batch import Batch
-from hpctrain.data.loading.lockstep import InStep
-from hpctrain.data.loading.prefetch import Prefetch
+from hpctrain.data.loading.prefetch import InStep, Prefetch
 from hpctrain.data.order.epoch_order import Order, Span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPlan:
-    """Which global batches of an epoch a rank reads. Pure.
+    """The global batches of an epoch that a rank reads. Pure.
 
-    order: which sample is at which position. start: position of the first batch, in samples over all ranks.
-    every: n takes each n-th batch only. global_batch: samples over all ranks in one batch. num_batches: how many.
+    order: maps positions to samples. start: position of the first batch, in samples over all ranks.
+    every: n takes each n-th batch only. global_batch: samples over all ranks in one batch.
+    num_batches: number of batches.
     """
 
     order: Order
@@ -44,8 +44,8 @@ class Batches:
     ) -> None:
         """Use `Loader.epoch`.
 
-        source: makes the batches. waited: called with the seconds that each call of `next` has waited, also if it
-        fails. handed_out: called with each batch before `next` returns it.
+        source: makes the batches. waited: called after each call of `next`, even if it fails, with the seconds that
+        it waited. handed_out: called with each batch before `next` returns it.
         """
         self._source = source
         self._waited = waited
@@ -69,7 +69,7 @@ class Batches:
         return batch
 
     def close(self) -> None:
-        """Ends the threads that prepare batches. May be called again."""
+        """Stops the threads that prepare batches. May be called more than once."""
         self._source.close()
 
     def __enter__(self) -> Batches:

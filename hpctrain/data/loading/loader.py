@@ -1,11 +1,12 @@
-"""Batches of a dataset for one rank, prepared ahead in threads, with bounded memory.
+"""Batches of a dataset for one rank, prefetched by threads within a bound of bytes.
 
     for batch in Loader(Dataset.open("digits/train"), global_batch=64).epoch(0):
         batch.fields["image"]
 
 The global batches of an epoch depend on order, seed, epoch and batch size only; a rank takes its contiguous
-part of each. The place in an epoch is counted in samples, so a run can go on from it with another number of
-ranks, or another batch size. Never communicates.
+part of each. The position in an epoch is counted in samples, so a run can resume with another number of
+ranks, or another batch size. Never communicates, unless the dataset is collective
+(`hpctrain.data.locality.collective_dataset`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from hpctrain.data.loading.block_readahead import read_ahead_for
 from hpctrain.data.loading.buffer_pool import BatchMemory
 from hpctrain.data.loading.epoch_iterator import Batches, EpochPlan
 from hpctrain.data.loading.loader_state import LoaderState
-from hpctrain.data.loading.lockstep import InStep
-from hpctrain.data.loading.prefetch import ByteBound, Prefetch
+from hpctrain.data.loading.prefetch import ByteBound, InStep, Prefetch
 from hpctrain.data.order.batch_plan import BatchPlan, plan_batch
 from hpctrain.data.order.cached_order import ahead_for
 from hpctrain.data.order.epoch_order import LastBatch, Order, Span, num_batches
@@ -41,10 +41,10 @@ MAX_BATCHES_AHEAD = 1024  # the bound in bytes counts only tensors
 
 
 class Samples(Protocol):
-    """What a loader reads from: `hpctrain.data.Dataset`, or something of the user's.
+    """Interface of a dataset that a loader can read: `hpctrain.data.Dataset`, or a class of the user's.
 
-    With `num_threads` above 1 `gather` is called from several threads; also with 1, by the loader's thread and the one
-    that waits, if it has an attribute `is_thread_safe` that is true.
+    `gather` is called from several threads if `num_threads` is above 1, or if the dataset has a true attribute
+    `is_thread_safe` (then the thread that waits for a batch also makes batches).
     """
 
     @property
@@ -56,22 +56,23 @@ class Samples(Protocol):
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> Mapping[str, NDArray[Any]]:
-        """Field -> array of shape (len(indices), *sample_shape); arrays given in `out` are filled."""
+        """Returns field -> array of shape (len(indices), *sample_shape); fills the arrays that `out` contains."""
 
 
 class Loader:
-    """Makes the iterators of epochs. One loader serves one rank.
+    """Makes one iterator of batches per epoch, for one rank.
 
-    global_batch: samples over all ranks in one step; the ranks' parts differ by at most one.
-    order: which sample when, see `hpctrain.data.order.order_spec`; `shuffle` is short for the two simplest ones.
-    last_batch: keep or drop the samples at the end of an epoch that fill no whole global batch, or fill it up.
-    on_damage: what becomes of samples in blocks that the dataset's checker finds damaged.
+    global_batch: samples over all ranks in one step; the ranks' parts differ by at most one sample.
+    order: order of the samples, see `hpctrain.data.order.order_spec`; without it `shuffle` selects Shuffled (True)
+    or Sequential (False).
+    last_batch: what to do with an incomplete global batch at the end of an epoch: keep, drop or pad it.
+    on_damage: what to do with samples in blocks that the dataset's checker finds damaged: stop, or skip them.
     transform: a function over the arrays of a batch, or its name "module:function", see
-    `hpctrain.data.transforms.transform`. workers: processes that do it; 0: the threads do.
-    prefetch_bytes: batches that are ready or being made ahead take at most this, but at least one is.
-    num_threads: threads that make batches; at least one for each worker.
-    pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with its work.
-    Raises RecipeError for a batch that cannot be split over the ranks, or that the dataset cannot fill.
+    `hpctrain.data.transforms.transform`. workers: number of processes that run it; 0: the loader's threads run it.
+    prefetch_bytes: upper bound on the bytes of batches that are ready or being made; one batch is always allowed.
+    num_threads: threads that make batches; raised to `workers` if that is larger.
+    pin_memory: put batches into page-locked memory, from which copies to a GPU overlap with computation.
+    Raises RecipeError if the options do not fit together, or do not fit the number of ranks or the dataset.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Loader:
         """Seconds that the consumer waited for a batch, over all epochs."""
         self.current_epoch = 0
         self.position = 0
-        """Samples of the current epoch, over all ranks, in the batches handed out so far."""
+        """Samples of the current epoch, over all ranks, in the batches returned so far."""
         self._goes_on = False
         self._check()
-        # The largest part that a rank gets decides: every rank prefetches alike.
+        # Computed from the largest part of any rank, so that all ranks prefetch the same number of batches.
         self.batch_bytes = -(-global_batch // num_ranks) * sum(
             int(np.prod(spec.shape, dtype=np.int64)) * torch_dtype(spec.dtype).itemsize
             for spec in dataset.fields.values()
@@ -136,18 +137,21 @@ class Loader:
             )
         if self.on_damage is OnDamage.SKIP and self.checker is None:
             raise RecipeError(
-                'damaged samples are to be skipped, but nothing looks for them: set check to "first-epoch" or "always"'
+                'on_damage is "skip", but nothing checks the data for damage: set check to "first-epoch" or "always"'
             )
-        self._order(0)  # raises where the order does not fit the dataset
+        self._order(0)  # raises an error if the order does not fit the dataset
 
     @property
     def checker(self) -> BlockChecker | None:
-        """What compares the dataset's blocks with their hashes while reading, if anything does."""
+        """The dataset's checker, which compares blocks with their hashes while reading; None if it has none."""
         return getattr(self.dataset, "checker", None)
 
     @property
     def may_help(self) -> bool:
-        """Whether the thread that waits for batches may make some: not where code of the user's expects one thread."""
+        """True if the thread that waits for batches may make some itself.
+
+        False with a transform, and for a dataset that may not be used from two threads.
+        """
         safe = self.num_threads > 1 or getattr(self.dataset, "is_thread_safe", False)
         return self._transformer is None and safe
 
@@ -156,7 +160,7 @@ class Loader:
 
     @property
     def num_positions(self) -> int:
-        """Length of an epoch, in samples over all ranks: the dataset's, but for orders that draw."""
+        """Length of an epoch, in samples over all ranks: that of the dataset, except for `Weighted` orders."""
         return self.order.num_positions(num_samples=self.dataset.num_samples)
 
     @property
@@ -164,22 +168,23 @@ class Loader:
         return self.remaining_batches(start=0)
 
     def remaining_batches(self, *, start: int) -> int:
-        """Global batches from position `start` (in samples) to the end of an epoch."""
+        """Returns the number of global batches from position `start` (in samples) to the end of an epoch."""
         return num_batches(
             self.num_positions, global_batch=self.global_batch, last_batch=self.last_batch, start=start
         )
 
     def epoch(self, epoch: int = 0, *, start: int = 0, every: int = 1) -> Batches:
-        """This rank's batches of an epoch from position `start` on, the samples already consumed there.
+        """Returns an iterator over this rank's batches of an epoch.
 
-        every: n takes each n-th batch only, the one at `start` first: n readers share an epoch so.
-        The threads start at once. To end before the last batch, close the iterator, or use a `with` block.
+        start: position of the first batch: samples of the epoch, over all ranks, that were consumed before.
+        every: n takes each n-th batch only, beginning with the one at `start`, so that n readers share an epoch.
+        The threads start at once. To stop before the last batch, close the iterator, or use a `with` block.
         Raises DataError if the epoch has fewer samples than `start`.
         """
         if not 0 <= start <= self.num_positions:
             raise DataError(
-                f"a run is to go on at sample {start} of an epoch, the dataset has "
-                f"{self.num_positions}: was it packed again since the checkpoint was written?"
+                f"the run should resume at sample {start} of an epoch, but the epoch has "
+                f"{self.num_positions} samples: was the dataset packed again since the checkpoint was written?"
             )
         self.current_epoch, self.position = epoch, start
         self._goes_on = False
@@ -192,7 +197,7 @@ class Loader:
         )
 
     def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
-        """Returns what makes the batches of `plan`, one after another; its threads start at once."""
+        """Returns an iterator that makes the batches of `plan`. Threads of a `Prefetch` start at once."""
         read_ahead = read_ahead_for(self.dataset, plan.order, start=plan.start)
         order = ahead_for(plan.order, num_ranks=self.num_ranks)
 
@@ -203,7 +208,7 @@ class Loader:
             return self.load(order, span=span)
 
         if getattr(self.dataset, "collective", False):
-            # All ranks read together: none may be ahead of the others, or left alone with a batch to read.
+            # Each read is a collective: all ranks must read the same batches in the same order.
             return InStep(make, num_items=plan.num_batches)
         return Prefetch(
             make, num_items=plan.num_batches, depth=MAX_BATCHES_AHEAD, bound=self.prefetch_bound(),
@@ -214,11 +219,11 @@ class Loader:
         self.wait_s += seconds
 
     def _move_to(self, batch: Batch) -> None:
-        """The position after `batch`, which is handed out."""
+        """Sets the position to the end of `batch`, which is about to be returned."""
         self.position = batch.stop
 
     def __iter__(self) -> Iterator[Batch]:
-        """Epoch 0, or what follows the place that `load_state_dict` set."""
+        """Iterates over epoch 0; after `load_state_dict`, over the rest of that epoch, or the next one if it ended."""
         if not self._goes_on:
             return iter(self.epoch(0))
         if self.remaining_batches(start=self.position) == 0:
@@ -226,7 +231,7 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch handed out, as plain JSON: the same on every rank."""
+        """Returns the position after the last batch returned, as JSON values. It is the same on every rank."""
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
@@ -236,15 +241,17 @@ class Loader:
         ).as_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a place that `state_dict` told, of a loader with any number of ranks and any batch size.
+        """Resumes at a position from `state_dict`; the number of ranks and the batch size may have changed.
 
-        The next `iter(loader)` begins there; the seed becomes the place's. Raises DataError for what is no
-        such state, or one of another order or another number of samples.
+        The next `iter(loader)` begins there, with the seed of the state. Raises DataError if `state` is not from
+        `state_dict`, or belongs to another order or another number of samples.
         """
         place = LoaderState.of_json(state)
         place.check_fits(order=self.order.name, num_samples=self.dataset.num_samples)
         if place.position > self.num_positions:
-            raise DataError(f"the saved position {place.position} is behind the epoch's {self.num_positions}")
+            raise DataError(
+                f"the saved position {place.position} is beyond the end of the epoch, sample {self.num_positions}"
+            )
         self.seed, self.current_epoch, self.position = place.seed, place.epoch, place.position
         self._goes_on = True
 
@@ -252,7 +259,7 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """What may be ready or being made: of transformed batches the size is known once one is made."""
+        """Returns the bound on prefetched bytes. The size of transformed batches is unknown until one was made."""
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,
@@ -262,7 +269,7 @@ class Loader:
         )
 
     def load(self, order: Order, *, span: Span) -> Batch:
-        """Read this rank's part of the global batch at positions `span`; the threads do this a batch."""
+        """Returns this rank's part of the global batch at positions `span`. Called once per batch, in the threads."""
         return self.read(
             plan_batch(
                 order, span=span, global_batch=self.global_batch, last_batch=self.last_batch, rank=self.rank,
@@ -271,7 +278,7 @@ class Loader:
         )  # fmt: skip
 
     def read(self, plan: BatchPlan) -> Batch:
-        """Gather a plan's samples into tensors."""
+        """Reads the samples of `plan`, applies the transform, and returns them as a batch."""
         checker = self.checker
         if checker is not None and self.on_damage is OnDamage.SKIP:
             plan, fields = read_around_damage(
@@ -295,8 +302,8 @@ class Loader:
         )
 
     def _tensors(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Field -> tensor of shape (len(indices), *sample_shape)."""
-        # What a transform is given is not what is copied to the GPU.
+        """Returns field -> tensor of shape (len(indices), *sample_shape)."""
+        # The input of a transform is not copied to the GPU, so it need not be pinned.
         pin = self._pin and self._transformer is None
         tensors, direct = {}, {}
         for name, spec in self.dataset.fields.items():

@@ -1,8 +1,8 @@
 """Makes items ahead of their consumer in threads: in order, bounded in number and in bytes.
 
-Threads, not processes: forked workers under MPI hang or corrupt (pytorch#13787, horovod#2898), and gathering
-from a memory map releases the interpreter lock for most of its time. Python that holds the lock has workers
-of its own (`hpctrain.data.transforms.worker_pool`), for which each of these threads waits.
+Threads, not processes: forked workers under MPI hang or corrupt data (pytorch#13787, horovod#2898), and gathering
+from a memory map releases the interpreter lock for most of the time. Python code that holds the lock runs in
+separate processes (`hpctrain.data.transforms.worker_pool`), for which each of these threads waits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class ByteBound(Generic[T]):
     """Bound on the bytes of the items that are ready or being made; one item is always allowed.
 
     max_bytes: the bound.
-    num_bytes: bytes of an item that is made.
-    expected_bytes: what an item takes at most; None if that is not known before one is made. Then the first
-    is made alone, and each later one is expected to be like the largest so far.
-    making_bytes: what an item takes beside itself only while it is made, such as the input of a transform.
+    num_bytes: returns the bytes of a finished item.
+    expected_bytes: upper bound on the size of an item; None if it is unknown before one is made. Then the first
+    is made alone, and each later one is expected to be as large as the largest so far.
+    making_bytes: additional bytes while an item is being made, such as the input of a transform.
 
-    Where items turn out larger than all before them, what is already being made may pass the bound by that
-    growth; nothing new is begun until it fits again.
+    If an item is larger than all before it, items already being made may exceed the bound by the difference;
+    no other item is begun until it fits again.
     """
 
     max_bytes: int
@@ -38,7 +38,7 @@ class ByteBound(Generic[T]):
 
 
 class _Shared(Generic[T]):
-    """What the consumer and its threads share. It does not know the consumer, which can so be collected."""
+    """State shared by the consumer and its threads. It has no reference to the consumer, which can be collected."""
 
     def __init__(
         self, make: Callable[[int], T], *, num_items: int, depth: int | None, bound: ByteBound[T] | None
@@ -48,15 +48,15 @@ class _Shared(Generic[T]):
         self.condition = threading.Condition()
         self.depth = num_items if depth is None else max(1, depth)
         self.bound = bound
-        self.largest_bytes = bound.expected_bytes if bound is not None else 0  # None: not known yet
-        self.held_bytes: dict[int, int] = {}  # of the items that were begun and not yet taken
-        self.total_bytes = 0  # their sum
+        self.largest_bytes = bound.expected_bytes if bound is not None else 0  # None: still unknown
+        self.held_bytes: dict[int, int] = {}  # item -> bytes, from when it is begun until it is taken
+        self.total_bytes = 0  # sum of held_bytes
         self.next_item = 0
         self.ready: dict[int, T | BaseException] = {}
         self.stopped = False
 
     def _reserve_bytes(self) -> int:
-        """What the next item may take while it is made."""
+        """Returns the bytes to reserve for the next item while it is made."""
         if self.bound is None:
             return 0
         return self.bound.making_bytes + (self.largest_bytes or 0)
@@ -75,14 +75,14 @@ class _Shared(Generic[T]):
         self.held_bytes[number] = num_bytes
 
     def claim(self) -> int | None:
-        """Wait for room, then take the next number: each number taken has room, none waits for another."""
+        """Waits until the next item fits the bound, then returns its number; None if no items remain or stopped."""
         with self.condition:
             while not self.stopped and self.next_item < self.num_items and not self._has_room():
                 self.condition.wait()
             return self._claim_now()
 
     def _claim_now(self) -> int | None:
-        """Under the lock."""
+        """Returns the next number if its item fits the bound now, else None. Call it with the lock held."""
         if self.stopped or self.next_item >= self.num_items or not self._has_room():
             return None
         self._hold(self.next_item, self._reserve_bytes())
@@ -90,6 +90,7 @@ class _Shared(Generic[T]):
         return self.next_item - 1
 
     def put(self, number: int, item: T | BaseException) -> None:
+        """Stores item `number`, or the error that was raised instead, for `take`."""
         num_bytes = 0
         if self.bound is not None and not isinstance(item, BaseException):
             num_bytes = self.bound.num_bytes(item)
@@ -101,7 +102,10 @@ class _Shared(Generic[T]):
             self.condition.notify_all()
 
     def take(self, number: int, *, help_make: bool) -> T | BaseException:
-        """Item `number`, once it is ready. help_make: until then this thread makes items too."""
+        """Waits for item `number` and returns it. help_make: this thread makes items while it waits.
+
+        Raises StopIteration after `stop`.
+        """
         while True:
             with self.condition:
                 if number in self.ready:
@@ -116,13 +120,13 @@ class _Shared(Generic[T]):
                     continue
             try:
                 item: T | BaseException = self.make(claimed)
-            except Exception as error:  # raised where the item would have come
+            except Exception as error:  # raised later, in place of item `claimed`
                 item = error
-            except BaseException:  # Ctrl-C: now, and nobody waits for this item any more
+            except BaseException:  # Ctrl-C is raised now
                 self.stop()
                 raise
             self.put(claimed, item)
-            del item  # an error would keep this frame, and so everything here, in a cycle
+            del item  # an error refers to this frame: the cycle would keep everything here alive
 
     def stop(self) -> None:
         with self.condition:
@@ -135,16 +139,16 @@ def _work(shared: _Shared[T]) -> None:
     while (number := shared.claim()) is not None:
         try:
             item: T | BaseException = shared.make(number)
-        except BaseException as error:  # everything goes to the consumer, which waits for this number
+        except BaseException as error:  # passed to the consumer, which waits for this number
             item = error
         shared.put(number, item)
         del item
 
 
 def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
-    """Stop the threads and wait for them."""
+    """Stops the threads and waits for them."""
     shared.stop()
-    # The garbage collector may run in one of them: it can only tell the others to stop.
+    # The garbage collector may run in one of the threads, which cannot join itself.
     if threading.current_thread() not in threads:
         for thread in threads:
             thread.join()
@@ -153,11 +157,10 @@ def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
 class Prefetch(Generic[T]):
     """Iterator over make(0), ..., make(num_items - 1), made ahead by threads.
 
-    At most `depth` items exist that the consumer has not taken yet, half-made ones included, and they take at
-    most what `bound` says. An exception of `make` is raised where its item would have come; nothing comes
-    after it. `close()` (also at the end of a `with` block, and when the iterator is collected) stops the
-    threads and waits for them. help_make: a consumer that waits makes items itself meanwhile: where making is
-    what all wait for, one core more does it, and items need not be handed from thread to thread.
+    At most `depth` items are ready or being made at any time, within `bound`. An exception of `make` is raised in
+    place of its item and ends the iteration. `close()` (also called at the end of a `with` block, and when the
+    iterator is collected) stops the threads and waits for them. help_make: a waiting consumer makes items itself,
+    which uses one more core and saves passing items between threads.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class Prefetch(Generic[T]):
             for number in range(min(max(1, num_threads), num_items))
         ]
         # Runs once: on close(), when this iterator is collected, or before the interpreter shuts down (later
-        # a thread could be frozen with the lock in its hands).
+        # a daemon thread could be frozen while it holds the lock).
         self._finalizer = weakref.finalize(self, _end, self._shared, self._threads)
         for thread in self._threads:
             thread.start()
@@ -201,7 +204,7 @@ class Prefetch(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Stop and join the threads. May be called again."""
+        """Stops and joins the threads. May be called more than once."""
         self._finalizer()
 
     def __enter__(self) -> Prefetch[T]:
@@ -209,3 +212,34 @@ class Prefetch(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class InStep(Generic[T]):
+    """Iterator over make(0), make(1), ...; the interface of `Prefetch`, without its threads."""
+
+    def __init__(self, make: Callable[[int], T], *, num_items: int) -> None:
+        self.wait_s = 0.0
+        self._make = make
+        self._num_items = num_items
+        self._next = 0
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._next >= self._num_items:
+            raise StopIteration
+        began = time.perf_counter()
+        try:
+            item = self._make(self._next)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.wait_s += time.perf_counter() - began
+        self._next += 1
+        return item
+
+    def close(self) -> None:
+        """Ends the iteration."""
+        self._num_items = 0

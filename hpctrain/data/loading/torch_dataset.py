@@ -1,11 +1,11 @@
-"""Datasets for `torch.utils.data`: scripts that have a DataLoader read shards through it.
+"""Adapters to `torch.utils.data`: scripts that use a DataLoader read shards through it.
 
     loader = DataLoader(torch_map_dataset("images", fields=["image", "label"]), batch_size=64, shuffle=True)
     loader = DataLoader(torch_iterable_dataset("images", global_batch=64), batch_size=None)
 
-The first gives samples, in the order that DataLoader's sampler chooses. The second gives the batches of a
-`Loader`: the same for any number of ranks, and with a state that can be kept. Both may be used with
-`num_workers`; under MPI that needs `multiprocessing_context="spawn"`, and no workers are faster.
+The first yields samples, in the order that DataLoader's sampler chooses. The second yields the batches of a
+`Loader`, which are the same for any number of ranks, and its state can be saved. Both may be used with
+`num_workers`; under MPI that needs `multiprocessing_context="spawn"`, and `num_workers=0` is faster.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset as TorchDataset, IterableDataset, get_worker_info
 
 from hpctrain.data.loading.loader import Loader, Samples
 from hpctrain.data.loading.loader_state import LoaderState
@@ -30,7 +29,7 @@ Sample = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 class _Source:
-    """Opens a dataset once a process: nothing opened is inherited through a fork, or sent."""
+    """Opens a dataset once per process: open files are neither inherited through a fork nor pickled."""
 
     def __init__(self, source: Path | str | Samples) -> None:
         self._given = Path(source) if isinstance(source, (Path, str)) else source
@@ -41,10 +40,11 @@ class _Source:
         return {"_given": self._given, "_opened": None, "_pid": 0}
 
     def samples(self) -> Samples:
+        """Returns the dataset; opens it at the first call in this process. Raises DataError."""
         if not isinstance(self._given, Path):
             return self._given
         if self._opened is None or self._pid != os.getpid():
-            # Sizes are checked by the process that opens it first; its workers need not ask every file again.
+            # The main process checks the sizes of all files; its workers need not repeat that.
             verify = Verify.SIZES if get_worker_info() is None else Verify.NOTHING
             self._opened, self._pid = Dataset.open(self._given, verify=verify), os.getpid()
         return self._opened
@@ -65,14 +65,14 @@ class TorchMapDataset(TorchDataset[Sample]):
         return self._source.samples().num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample. Raises IndexError outside, as sequences do; DataError if it cannot be read."""
+        """Returns one sample. Raises IndexError if it is out of range, DataError if it cannot be read."""
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} was asked of {len(self)}")
+            raise IndexError(f"sample {index} is out of range; number of samples: {len(self)}")
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Several samples, read together: DataLoader asks for a batch this way. They are views of one array."""
+        """Returns several samples, read together, which are views of one array. DataLoader calls this per batch."""
         arrays = self._source.samples().gather(np.asarray(indices, dtype=np.int64))
         tensors = {name: as_tensor(array) for name, array in arrays.items()}
         if self._fields is None:
@@ -87,10 +87,10 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._source = _Source(source)
         self._options = loader_options
         self._epoch = 0
-        self._position: int | None = None  # where this worker's next batch begins; None: at its first
-        self._is_restored = False  # by a state that no iterator has gone on from yet
+        self._position: int | None = None  # position of this worker's next batch; None: of its first
+        self._is_restored = False  # True from load_state_dict until the next __iter__
         self._made: tuple[int, Loader] | None = None
-        self._loader()  # raises here what does not fit
+        self._loader()  # raises an error now if the options do not fit
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
@@ -101,20 +101,20 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return self._made[1]
 
     def __len__(self) -> int:
-        """Batches of an epoch, over all workers."""
+        """Number of batches of an epoch, over all workers."""
         return self._loader().batches_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch `epoch` when iterated next, or go on in it if a state of it was loaded just now.
+        """Sets the epoch of the next iteration, which resumes within it if a state of that epoch was just loaded.
 
-        Without it epochs follow each other in this process; workers that DataLoader starts anew for each
-        epoch have to be told.
+        Without this call each iteration in this process is the next epoch. It is needed if DataLoader starts new
+        workers for each epoch (`persistent_workers=False`).
         """
         if not (self._is_restored and epoch == self._epoch):
             self._epoch, self._position = epoch, None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """This worker's batches: of W workers, worker w has batches w, w + W, ..., as DataLoader asks them."""
+        """Yields this worker's batches: of W workers, worker w has batches w, w + W, ..., as DataLoader expects."""
         loader = self._loader()
         number, count = _worker()
         self._is_restored = False
@@ -131,7 +131,7 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._epoch, self._position = self._epoch + 1, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the last batch, plain JSON. torchdata's StatefulDataLoader asks each worker."""
+        """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls it."""
         loader = self._loader()
         position = self._position
         place = LoaderState(
@@ -141,21 +141,21 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return {"place": place.as_json(), "begun": position is not None, "num_workers": _worker()[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called. The number of ranks may be another, that of workers not.
+        """Resumes at the position of `state`. The number of ranks may have changed, the number of workers may not.
 
-        Raises DataError for what is no such state, or one of another order, seed or number of samples.
+        Raises DataError if `state` is not from `state_dict`, or belongs to another order, seed or number of samples.
         """
         if not isinstance(state, Mapping) or not {"place", "begun", "num_workers"} <= set(state):
-            raise DataError("this is no state of a dataset: give what its state_dict() returned")
+            raise DataError("this is not a state of a dataset: pass what its state_dict() returned")
         loader = self._loader()
         place = LoaderState.of_json(state["place"])
         place.check_fits(order=loader.order.name, num_samples=loader.dataset.num_samples)
         if place.seed != loader.seed:
-            raise DataError(f"the state is of seed {place.seed}, the dataset has seed {loader.seed}")
+            raise DataError(f"the state was saved with seed {place.seed}, the dataset has seed {loader.seed}")
         if state["begun"] and state["num_workers"] != _worker()[1]:
             raise DataError(
-                f"the state was kept in the midst of an epoch by {state['num_workers']} workers, there are "
-                f"{_worker()[1]}: go on with as many"
+                f"the state was saved in the middle of an epoch by {state['num_workers']} workers, now there are "
+                f"{_worker()[1]}: use the same number of workers"
             )
         self._epoch, self._position = place.epoch, place.position if state["begun"] else None
         self._is_restored = True
@@ -164,23 +164,23 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
 def torch_map_dataset(
     source: Path | str | Samples, *, fields: Sequence[str] | None = None
 ) -> TorchMapDataset:
-    """A map-style dataset of a directory of shards, or of an opened dataset.
+    """Returns a map-style dataset of a directory of shards, or of an opened dataset.
 
     Samples are dicts of tensors; with `fields`, tuples in that order.
-    Raises DataError if the dataset cannot be opened, UsageError for a field that it has not.
+    Raises DataError if the dataset cannot be opened, UsageError if it has no field of that name.
     """
     return TorchMapDataset(source, fields=fields)
 
 
 def torch_iterable_dataset(source: Path | str | Samples, **loader_options: Any) -> TorchIterableDataset:
-    """An iterable dataset of whole batches, dicts of tensors: give DataLoader `batch_size=None`.
+    """Returns an iterable dataset of whole batches, dicts of tensors: pass `batch_size=None` to DataLoader.
 
-    loader_options: as for `hpctrain.data.Loader`: global_batch, rank, num_ranks, seed, transform, ...
+    loader_options: arguments of `hpctrain.data.Loader`: global_batch, rank, num_ranks, seed, transform, ...
     """
     return TorchIterableDataset(source, **loader_options)
 
 
 def _worker() -> tuple[int, int]:
-    """Number of this DataLoader worker, and how many there are; (0, 1) outside of one."""
+    """Returns the index of this DataLoader worker and the number of workers; (0, 1) outside of a worker."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)

@@ -1,7 +1,7 @@
 """All ranks read their parts of a global batch together, through collective MPI-IO.
 
 For filesystems that serve few large requests better than many small ones, and for orders that read whole
-blocks. MPI sees all requests for a file at once, and may read what lies between them only once.
+blocks. MPI has all requests for a file at once, and can combine them (two-phase I/O).
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.comm.collectives.agreement import agreed, check_same, raise_together
-from hpctrain.comm.interface.collective_files import CollectiveFiles
-from hpctrain.comm.interface.communicator import ReduceOp, World
+from hpctrain.comm import CollectiveFiles, ReduceOp, World, agreed, check_same, raise_together
 from hpctrain.data.format.manifest import FieldSpec, Manifest, ShardEntry
-from hpctrain.data.format.shard_file import read_fully
+from hpctrain.data.format.shard_file import read_bytes
 from hpctrain.data.reading.dataset import Dataset
 from hpctrain.errors import DataError, HpctrainError
 
-# MPI counts are 32-bit: a rank reads at most this of a file in one operation.
+# MPI counts are 32-bit: a rank reads at most this number of bytes of a file in one operation.
 _ROUND_BYTES = 1 << 30
 _COMPARED_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretches:
-    """What a rank needs of a file, each byte once.
+class ByteRanges:
+    """Extents of a file that a rank reads, each byte once.
 
-    offsets, lengths: ascending stretches of the file, apart from each other, shape (n,). places: where each
-    piece that was asked for begins in the stretches laid end to end.
+    offsets, lengths: disjoint extents in ascending order, in bytes, int64, shape (n,). places: offset of each
+    requested piece in the concatenated extents, int64, shape (pieces,).
     """
 
     offsets: NDArray[np.int64]
@@ -46,25 +44,25 @@ class Stretches:
         return int(self.lengths.sum())
 
     def rounds(self, *, max_bytes: int = _ROUND_BYTES) -> list[list[tuple[int, int]]]:
-        """The stretches (offset, length) in portions of at most `max_bytes`; long ones are cut."""
+        """Returns the extents (offset, length) in portions of at most `max_bytes`; splits long extents."""
         portions: list[list[tuple[int, int]]] = []
-        room = 0
+        free_bytes = 0
         for offset, length in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
             while length:
-                if room == 0:
+                if free_bytes == 0:
                     portions.append([])
-                    room = max_bytes
-                part = min(length, room)
+                    free_bytes = max_bytes
+                part = min(length, free_bytes)
                 portions[-1].append((offset, part))
-                offset, length, room = offset + part, length - part, room - part
+                offset, length, free_bytes = offset + part, length - part, free_bytes - part
         return portions
 
 
-def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> Stretches:
-    """Join pieces of a file that touch or overlap, in any order. starts, lengths: shape (n,). Pure."""
+def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> ByteRanges:
+    """Merges pieces of a file that touch or overlap. starts, lengths: bytes, int64, shape (n,), any order. Pure."""
     if not len(starts):
         nothing = np.empty(0, dtype=np.int64)
-        return Stretches(offsets=nothing, lengths=nothing, places=nothing)
+        return ByteRanges(offsets=nothing, lengths=nothing, places=nothing)
     order = np.argsort(starts, kind="stable")
     begins = starts[order]
     ends = np.maximum.accumulate(begins + lengths[order])
@@ -74,15 +72,15 @@ def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> St
     joined = ends[last] - offsets
     laid = np.concatenate([[0], np.cumsum(joined)[:-1]])
     inside = np.searchsorted(offsets, starts, side="right") - 1
-    return Stretches(offsets=offsets, lengths=joined, places=laid[inside] + starts - offsets[inside])
+    return ByteRanges(offsets=offsets, lengths=joined, places=laid[inside] + starts - offsets[inside])
 
 
 @final
 class CollectiveDataset:
-    """A dataset whose `gather` all ranks call together; a `Samples` for the loader.
+    """A dataset for the loader (`Samples`) whose `gather` is collective over all ranks.
 
-    The loader sees `collective` and makes each batch when the loop asks for it, on every rank at the same
-    step: no batch is read ahead by one rank only, and none has to be taken back where an epoch is left early.
+    Because of `collective` the loader makes each batch on demand, on every rank at the same step: no rank reads ahead
+    of the others, and an epoch can be left early.
     """
 
     collective: Final = True
@@ -99,10 +97,10 @@ class CollectiveDataset:
 
     @classmethod
     def open(cls, world: World, dataset: Dataset) -> CollectiveDataset:
-        """Collective over all ranks of the run.
+        """Opens the files of `dataset` for collective reads. Collective over all ranks of the run.
 
-        Raises DataError on every rank: for chunked, ragged or otherwise scattered data, for a checker that
-        looks at blocks while reading, and for a backend without MPI.
+        Raises DataError on every rank if fields are not contiguous arrays, `dataset` has a checker, the ranks have
+        different datasets, or the backend does not use MPI.
         """
         agreed(world, lambda: _check_readable(dataset), os_error=DataError)
         check_same(
@@ -111,7 +109,7 @@ class CollectiveDataset:
         files = world.collective_files()
         if files is None:
             raise DataError(
-                f"reading together needs MPI, the backend {world.backend} runs without it: start the run with "
+                f"collective reading needs MPI, which the backend {world.backend} does not use: start the run with "
                 'mpirun or srun, or set io = "read"',
                 agreed=True,
             )
@@ -132,27 +130,27 @@ class CollectiveDataset:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """As `Dataset.gather`, for all ranks at once: collective, each with its own samples, or with none.
+        """As `Dataset.gather`, but collective over all ranks; each rank passes its own samples, or none.
 
-        Raises on every rank what any rank met: DataError for an index outside, a file that is missing or has
-        another size, and bytes that are not the file's; CommunicationError where MPI fails.
+        Raises on every rank, if it fails on any: DataError if an index is out of range, a file is missing or has
+        another size, or MPI returned wrong bytes; CommunicationError if MPI fails.
         """
         if self._files is None:
-            raise DataError("samples were asked of a dataset that is closed")
+            raise DataError("samples were requested from a dataset that is closed")
         indices = np.asarray(indices, dtype=np.int64)
         error: HpctrainError | None = None
-        needed: dict[int, tuple[NDArray[np.int64], Stretches]] = {}
+        needed: dict[int, tuple[NDArray[np.int64], ByteRanges]] = {}
         try:
             needed = self._plan(indices)
         except HpctrainError as caught:
             error = caught
         raise_together(self._world, error)
 
-        portions = {number: stretches.rounds() for number, (_, stretches) in needed.items()}
+        portions = {number: byte_ranges.rounds() for number, (_, byte_ranges) in needed.items()}
         num_rounds = torch.zeros(len(self.manifest.shards), dtype=torch.int32)
         for number, rounds in portions.items():
             num_rounds[number] = len(rounds)
-        # Every rank takes part in every reading of any rank, with nothing to read if need be.
+        # Every rank takes part in every read of any rank, if necessary with an empty request.
         self._world.all_reduce(num_rounds, op=ReduceOp.MAX)
 
         given = out or {}
@@ -161,8 +159,8 @@ class CollectiveDataset:
             for name, spec in self.fields.items()
         }
         for number in np.flatnonzero(num_rounds.numpy()).tolist():
-            places, stretches = needed.get(number, (None, None))
-            buffer = np.zeros(stretches.num_bytes if stretches else 0, dtype=np.uint8)
+            places, byte_ranges = needed.get(number, (None, None))
+            buffer = np.zeros(byte_ranges.num_bytes if byte_ranges else 0, dtype=np.uint8)
             filled = 0
             for turn in range(int(num_rounds[number])):
                 mine = portions.get(number, [])
@@ -182,41 +180,44 @@ class CollectiveDataset:
                             read=buffer[filled : filled + num_bytes],
                         )
                 except DataError as caught:
-                    error = caught  # told when all have read: the others are on their way to the next shard
+                    error = caught  # raised after the last read, since the other ranks continue with the next shard
                 filled += num_bytes
-            if places is not None and stretches is not None:
-                self._unpack(number, buffer, stretches=stretches, places=places, arrays=arrays)
+            if places is not None and byte_ranges is not None:
+                self._unpack(number, buffer, byte_ranges=byte_ranges, places=places, arrays=arrays)
         raise_together(self._world, error)
         return arrays
 
     def _check_end(
         self, entry: ShardEntry, *, portion: list[tuple[int, int]], read: NDArray[np.uint8]
     ) -> None:
-        """Compare the end of what MPI read with the file: there Open MPI's faulty modules leave bytes out."""
+        """Compares the end of the bytes that MPI read with the file, since faulty Open MPI modules omit bytes there.
+
+        Raises DataError if they differ.
+        """
         offset, length = portion[-1]
         length = min(length, _COMPARED_BYTES)
         offset += portion[-1][1] - length
         try:
             descriptor = os.open(self._path(entry), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                expected = read_fully(descriptor, length, offset=offset)
+                expected = read_bytes(descriptor, length, offset=offset)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise DataError(f"shard {self._path(entry)} cannot be read: {error}") from error
         if read[len(read) - length :].tobytes() != expected:
             raise DataError(
-                f"MPI says that it has read bytes {offset} to {offset + length - 1} of {self._path(entry)} on rank "
-                f"{self._world.rank}, and gave others. Known of Open MPI's modules vulcan and dynamic: set "
+                f"MPI reported that it read bytes {offset} to {offset + length - 1} of {self._path(entry)} on rank "
+                f"{self._world.rank}, but returned others. A known error of Open MPI's modules vulcan and dynamic: set "
                 'OMPI_MCA_fcoll=two_phase,individual before the start, or io = "read"'
             )
 
-    def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], Stretches]]:
-        """Shard -> places of its samples in the batch, and what is needed of its file."""
+    def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:
+        """Returns shard -> positions of its samples in the batch, and the extents to read from its file."""
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
-                f"samples {indices.min()} to {indices.max()} were asked of {self.dataset.directory}, "
-                f"which has 0 to {self.num_samples - 1}"
+                f"samples {indices.min()} to {indices.max()} were requested from {self.dataset.directory}, "
+                f"which has samples 0 to {self.num_samples - 1}"
             )
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
         needed = {}
@@ -234,7 +235,7 @@ class CollectiveDataset:
         return needed
 
     def _check_size(self, entry: ShardEntry) -> None:
-        """Look before each reading: MPI-IO (Open MPI 4.1 seen) says it has read what lies behind the end."""
+        """Raises DataError if the file's size differs: MPI-IO (Open MPI 4.1) reports success beyond its end."""
         path = self._path(entry)
         try:
             found = path.stat().st_size
@@ -250,27 +251,27 @@ class CollectiveDataset:
         return self.dataset.directory / entry.file
 
     def _unpack(
-        self, number: int, buffer: NDArray[np.uint8], *, stretches: Stretches, places: NDArray[np.int64],
+        self, number: int, buffer: NDArray[np.uint8], *, byte_ranges: ByteRanges, places: NDArray[np.int64],
         arrays: Mapping[str, NDArray[Any]],
     ) -> None:  # fmt: skip
         entry = self.manifest.shards[number]
         for index, (name, spec) in enumerate(self.fields.items()):
             dtype = np.dtype(spec.dtype).newbyteorder(">" if entry.fields[name].big_endian else "<")
-            begins = stretches.places[index * len(places) : (index + 1) * len(places)]
+            begins = byte_ranges.places[index * len(places) : (index + 1) * len(places)]
             for place, begin in zip(places.tolist(), begins.tolist(), strict=True):
                 arrays[name][place] = np.ndarray(spec.shape, dtype=dtype, buffer=buffer, offset=begin)
 
     def close(self) -> None:
-        """Close the files. Collective. May be called again."""
+        """Closes the files. Collective over all ranks. May be called more than once."""
         if self._files is not None:
             files, self._files = self._files, None
             files.close()
 
 
 def _bytes_of_rows(manifest: Manifest, *, entry: ShardEntry, name: str) -> tuple[int, int, int]:
-    """Of a field: place of the shard's first sample in the file, from sample to sample, bytes of one."""
+    """Returns, in bytes, the file offset of the shard's first sample of a field, the stride, and the sample size."""
     stored, spec = entry.fields[name], manifest.fields[name]
-    assert stored.offset is not None  # checked when it was opened
+    assert stored.offset is not None  # checked by `open`
     if manifest.tokens is None:
         skipped = 0 if stored.whole else stored.first_row * spec.sample_bytes
         return stored.offset + skipped, spec.sample_bytes, spec.sample_bytes
@@ -282,16 +283,20 @@ def _bytes_of_rows(manifest: Manifest, *, entry: ShardEntry, name: str) -> tuple
 def _check_readable(dataset: Dataset) -> None:
     manifest = dataset.manifest
     if getattr(dataset, "checker", None) is not None:
-        raise DataError('reading together does not look at hashes: set check = "off", or io = "read"')
+        raise DataError('collective reading does not check hashes: set check = "off", or io = "read"')
     if manifest.is_split:
-        raise DataError('windows that end at documents are not read together: set io = "read"')
+        raise DataError(
+            'collective reading does not support windows that are split at documents: set io = "read"'
+        )
     for name, spec in manifest.fields.items():
         if spec.kind != "array":
-            raise DataError(f'field {name!r} is of kind {spec.kind}, and not read together: set io = "read"')
+            raise DataError(
+                f'field {name!r} of kind {spec.kind} cannot be read collectively: set io = "read"'
+            )
     for entry in manifest.shards:
         for name, stored in entry.fields.items():
             if stored.offset is None:
                 raise DataError(
-                    f"field {name!r} of shard {entry.file} is not in one piece (chunked or compressed), and not "
-                    'read together: set io = "read"'
+                    f"field {name!r} of shard {entry.file} is not contiguous (chunked or compressed), so it cannot be "
+                    'read collectively: set io = "read"'
                 )

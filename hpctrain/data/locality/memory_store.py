@@ -1,7 +1,7 @@
-"""A dataset spread over the memory of all ranks: read from the file system once, then from each other.
+"""A dataset distributed over the memory of all ranks: read from the filesystem once, then from other ranks.
 
-Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI's one-sided reads).
-Any rank gathers any samples without the help of the rank that holds them.
+Each rank holds a contiguous part of the samples in memory that all ranks may read (MPI one-sided reads).
+Any rank gathers any samples without participation of the rank that holds them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.comm.collectives.agreement import agreed, check_same
-from hpctrain.comm.interface.communicator import World
-from hpctrain.comm.interface.remote_memory import RemoteMemory
+from hpctrain.comm import RemoteMemory, World, agreed, check_same
 from hpctrain.data.format.manifest import FieldSpec
 from hpctrain.data.loading.loader import Samples
 from hpctrain.data.order.epoch_order import Span, rank_share
@@ -29,13 +27,13 @@ Progress = Callable[[int, int], None]
 
 _LINE_BYTES = 64
 _FILL_BYTES = 8 << 20
-# Reads under way at once: enough to hide the network's latency.
+# Maximum number of reads in flight: enough to hide the network's latency.
 _READS_UNDER_WAY = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """One array of the samples: a field, or what a dataset gives beside it."""
+    """dtype and sample shape of one array that the dataset returns, such as a field or its lengths."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -47,10 +45,9 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLayout:
-    """Which rank holds which samples, and where in its memory. Pure.
+    """Distribution of the samples over the ranks, and their offsets in the memory of each rank. Pure.
 
-    Rank r holds the contiguous share that `rank_share` gives it; there the arrays follow each other, each
-    beginning on a cache line.
+    Rank r holds the contiguous share of `rank_share`: all arrays one after another, each aligned to a cache line.
     """
 
     arrays: Mapping[str, Stored]
@@ -61,11 +58,11 @@ class StoreLayout:
         return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
 
     def num_bytes(self, rank: int) -> int:
-        """Memory that rank `rank` gives."""
+        """Returns the memory of rank `rank` that the store uses, in bytes."""
         return self._place(rank, name=None)
 
     def offset(self, rank: int, *, name: str) -> int:
-        """First byte of array `name` in the memory of `rank`."""
+        """Returns the offset in bytes of array `name` in the memory of `rank`."""
         return self._place(rank, name=name)
 
     def _place(self, rank: int, *, name: str | None) -> int:
@@ -77,7 +74,7 @@ class StoreLayout:
         return place
 
     def holders(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rank that holds each sample, shape (n,)."""
+        """Returns the rank that holds each sample: int64, shape (n,). indices: int64, shape (n,)."""
         share, extra = divmod(self.num_samples, self.num_ranks)
         larger = extra * (share + 1)
         return np.where(
@@ -86,7 +83,7 @@ class StoreLayout:
 
 
 def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the stretches of neighbouring samples with one holder: one read each. Pure."""
+    """Yields (start, stop) of the runs of consecutive samples on one rank, which take one read each. Pure."""
     broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
     yield from itertools.pairwise(edges)
@@ -94,9 +91,9 @@ def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[
 
 @final
 class MemoryStore:
-    """The samples of a dataset in the ranks' memory; a `Samples` for the loader.
+    """The samples of a dataset in the ranks' memory; a dataset for the loader (`Samples`).
 
-    `gather` may be called by several threads, each rank at its own time. `load` and `close` are collective.
+    `gather` is thread-safe and not collective. `load` and `close` are collective.
     """
 
     is_thread_safe: Final = True
@@ -114,11 +111,11 @@ class MemoryStore:
 
     @classmethod
     def load(cls, world: World, dataset: Samples, *, progress: Progress | None = None) -> MemoryStore:
-        """Read each rank's part of `dataset` into its memory. Collective over all ranks of the run.
+        """Reads each rank's part of `dataset` into its memory. Collective over all ranks of the run.
 
-        Each rank needs its share of the samples as they are in a batch: ragged fields padded, overlapping
-        token windows apart. Raises on every rank: DataError if a part cannot be read, or the backend has no
-        memory that ranks can read; CommunicationError if a node has too little of it.
+        A rank's memory holds its samples as in a batch: ragged fields are padded, overlapping token windows are
+        stored separately. Raises on every rank: DataError if a part cannot be read, or the backend has no one-sided
+        reads; CommunicationError if a node has too little memory.
         """
         layout = agreed(world, lambda: _layout(dataset, num_ranks=world.num_ranks), os_error=DataError)
         described = {name: [str(s.dtype), list(s.shape)] for name, s in layout.arrays.items()}
@@ -129,15 +126,15 @@ class MemoryStore:
         memory = world.remote_memory(layout.num_bytes(world.rank))
         if memory is None:
             raise DataError(
-                f"the memory store needs MPI, the backend {world.backend} runs without it: start the run with "
-                "mpirun or srun, or do without the memory store",
+                f"the memory store needs MPI, which the backend {world.backend} does not use: start the run with "
+                "mpirun or srun, or do not use the memory store",
                 agreed=True,
             )
         store = cls(world=world, source=dataset, memory=memory, layout=layout)
         try:
             agreed(world, lambda: store._fill(progress), os_error=DataError)
         except HpctrainError:
-            store.close()  # every rank is here
+            store.close()  # collective: the error was raised on every rank
             raise
         memory.publish()
         return store
@@ -167,7 +164,7 @@ class MemoryStore:
 
     @property
     def local_bytes(self) -> int:
-        """Memory that this rank gives to the store."""
+        """Memory of this rank that the store uses, in bytes."""
         return self.layout.num_bytes(self._world.rank)
 
     def gather(
@@ -175,12 +172,12 @@ class MemoryStore:
     ) -> dict[str, NDArray[Any]]:
         """As `hpctrain.data.Dataset.gather`. Not collective.
 
-        Raises DataError for an index outside, and after `close`; CommunicationError when a read fails.
+        Raises DataError if an index is out of range, and after `close`; CommunicationError if a read fails.
         """
         with self._idle:
             memory = self._memory
             if memory is None:
-                raise DataError("samples were asked of a memory store that is closed")
+                raise DataError("samples were requested from a memory store that is closed")
             self._gathers += 1
         try:
             return self._gather(memory, indices, given=out or {})
@@ -195,14 +192,14 @@ class MemoryStore:
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
-                f"samples {indices.min()} to {indices.max()} were asked of a memory store, "
-                f"which has 0 to {self.num_samples - 1}"
+                f"samples {indices.min()} to {indices.max()} were requested from a memory store, "
+                f"which has samples 0 to {self.num_samples - 1}"
             )
         arrays, filled = {}, {}
         for name, stored in self.layout.arrays.items():
             new = np.empty((len(indices), *stored.shape), stored.dtype) if name not in given else None
             arrays[name] = given[name] if new is None else new
-            # Reads go straight into the batch, where its memory is in one piece.
+            # Reads write directly into the batch if its memory is contiguous.
             filled[name] = (
                 arrays[name] if arrays[name].flags.c_contiguous else np.empty_like(arrays[name], order="C")
             )
@@ -211,7 +208,7 @@ class MemoryStore:
                 self._copy(memory, indices, arrays=filled)
             except BaseException:
                 with contextlib.suppress(Exception):
-                    memory.flush()  # what is under way writes into memory that would be given back
+                    memory.flush()  # reads in flight write into memory that would be freed
                 raise
         for name, array in arrays.items():
             if filled[name] is not array:
@@ -238,7 +235,7 @@ class MemoryStore:
             if begun >= _READS_UNDER_WAY:
                 memory.flush()
                 begun = 0
-        # One's own samples are copied while the others' are on their way.
+        # The samples of this rank are copied while the reads are in flight.
         here = np.flatnonzero(holders == mine)
         rows = indices[here] - self.layout.share(mine).start
         for name, array in arrays.items():
@@ -250,7 +247,7 @@ class MemoryStore:
             memory.flush()
 
     def _place(self, holder: int) -> tuple[int, dict[str, int]]:
-        """First sample of a rank, and where each array begins in its memory."""
+        """Returns the first sample of a rank, and the offset in bytes of each array in its memory."""
         place = self._places.get(holder)
         if place is None:
             offsets = {name: self.layout.offset(holder, name=name) for name in self.layout.arrays}
@@ -258,28 +255,28 @@ class MemoryStore:
         return place
 
     def close(self) -> None:
-        """Give the memory back. Collective. Waits for gathers of this rank's threads. May be called again."""
+        """Frees the memory, after the gathers of this rank's threads. Collective. May be called more than once."""
         with self._idle:
             if self._memory is None:
                 return
             memory, self._memory = self._memory, None
             while self._gathers:
                 self._idle.wait()
-        # A rank that is still reading is waited for here, where the deadline of the run holds.
+        # Other ranks may still be reading this rank's memory; the barrier is subject to the run's time limit.
         self._world.barrier()
         self._local = {}
         memory.close()
 
 
 def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
-    """From one sample as the dataset gives it: also what it gives beside the fields."""
+    """Returns the layout, from the arrays that the dataset returns for one sample, including lengths."""
     first = dataset.gather(np.zeros(1, dtype=np.int64))
     arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
     return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)
 
 
 def _views(memory: NDArray[np.uint8], *, layout: StoreLayout, rank: int) -> dict[str, NDArray[Any]]:
-    """Each array's part of this rank's memory, shape (samples of the rank, *sample_shape)."""
+    """Returns a view of each array in this rank's memory, shape (samples of the rank, *sample_shape)."""
     samples = layout.share(rank).num_samples
     views = {}
     for name, stored in layout.arrays.items():

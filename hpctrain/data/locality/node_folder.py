@@ -1,7 +1,7 @@
 """The folder on node-local storage in which the ranks of a node share copies of shards.
 
-Whoever uses it holds a lock on it (flock), which the kernel drops when the process ends, however it ends: a
-folder that nobody has locked is a leftover, and is removed.
+Each process that uses it holds a lock on it (flock), which the kernel releases when the process ends for any reason.
+A folder without a lock is a leftover, and is removed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-import xxhash
-
 from hpctrain.data.format.manifest import Manifest, ShardEntry, write_manifest
 from hpctrain.errors import DataError
+from hpctrain.storage import hash_of
 
 PREFIX = "hpctrain-stage-"
 COPYING = ".copying-"
@@ -30,7 +29,7 @@ _STAGER_LOCK = ".stager.lock"
 
 @dataclass(frozen=True, kw_only=True)
 class StagedFile:
-    """One file of the dataset: its place, its name in the folder, and the entries that lie in it."""
+    """One file of the dataset: its path, its name in the folder, and the entries of the manifest that are in it."""
 
     source: Path
     name: str
@@ -42,7 +41,7 @@ class StagedFile:
 
 
 def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile], list[int]]:
-    """The files of a dataset, each once, and for each shard which file it lies in. Pure."""
+    """Returns the files of a dataset, each once, and for each shard the index of its file. Pure."""
     numbers: dict[str, int] = {}
     entries: list[list[ShardEntry]] = []
     file_of = []
@@ -64,7 +63,7 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """The manifest with the names that the files have in the folder. Pure."""
+    """Returns the manifest with the names of the files in the folder. Pure."""
     shards = tuple(
         entry.model_copy(update={"file": files[number].name})
         for entry, number in zip(manifest.shards, file_of, strict=True)
@@ -74,7 +73,7 @@ def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of:
 
 @final
 class StageFolder:
-    """A folder for one dataset, locked as in use by this process. Every rank of a node opens the same one."""
+    """The folder of one dataset, locked by this process while in use. All ranks of a node open the same folder."""
 
     def __init__(self, path: Path, *, users: int) -> None:
         """Use `open`. users: descriptor that holds the shared lock."""
@@ -84,9 +83,12 @@ class StageFolder:
 
     @classmethod
     def open(cls, root: Path, *, source: Path, manifest: Manifest, staged: Manifest) -> StageFolder:
-        """Make the folder below `root`, or join those who use it. Raises DataError if that is not possible."""
+        """Makes or joins the folder of the dataset below `root`. Raises DataError if that is not possible.
+
+        source: directory of the dataset. staged: the manifest with the names of the copies, see `staged_manifest`.
+        """
         identity = f"{manifest.fingerprint} {source.resolve()}"
-        path = root / f"{PREFIX}{os.getuid()}-{xxhash.xxh3_64_hexdigest(identity.encode())}"
+        path = root / f"{PREFIX}{os.getuid()}-{hash_of(identity.encode())}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             while True:
@@ -96,7 +98,7 @@ class StageFolder:
                     break
             folder = cls(path, users=users)
             if folder.become_stager():
-                # The one that copies also writes the manifest: the others wait for neither.
+                # The stager also writes the manifest; the other processes do not wait for it.
                 for leftover in path.glob(f"{COPYING}*"):
                     leftover.unlink(missing_ok=True)
                 if staged.windows is not None:
@@ -111,20 +113,20 @@ class StageFolder:
         return folder
 
     def become_stager(self) -> bool:
-        """Whether this process is the one that copies files here; there is one at a time."""
+        """Tries to make this process the stager, the only one that copies files here. Returns True if it is."""
         if self._stager is None:
             with contextlib.suppress(FileNotFoundError):
                 self._stager = _lock(self.path / _STAGER_LOCK, shared=False, wait=False)
         return self._stager is not None
 
     def names(self) -> set[str]:
-        """Files that are there, complete."""
+        """Returns the names of the complete files."""
         with contextlib.suppress(FileNotFoundError):
             return {name for name in os.listdir(self.path) if not name.startswith(".")}
         return set()
 
     def num_bytes(self) -> int:
-        """What the files take, also those that are being copied or leave."""
+        """Returns the size of all files in bytes, including those that are being copied or removed."""
         total = 0
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
             for entry in found:
@@ -133,7 +135,7 @@ class StageFolder:
         return total
 
     def close(self) -> None:
-        """Leave. The last one removes the folder. May be called again."""
+        """Leaves the folder; the last process removes it. May be called more than once."""
         if self._users is None:
             return
         if self._stager is not None:
@@ -144,7 +146,7 @@ class StageFolder:
 
 
 def clean_up(root: Path) -> list[Path]:
-    """Remove the folders of this user below `root` that no living process uses; which they were."""
+    """Removes this user's folders below `root` that no running process uses. Returns their paths."""
     found = sorted(root.glob(f"{PREFIX}{os.getuid()}-*")) if root.is_dir() else []
     return [path for path in found if _remove_unused(path)]
 
@@ -155,7 +157,7 @@ def _remove_unused(path: Path) -> bool:
         if lock is None:
             return False
         try:
-            # The lock's own file goes last: who waits for it sees that it is gone, and makes a new one.
+            # The lock file is deleted last: a process that waits for it detects this and makes a new folder.
             for name in os.listdir(path):
                 if name != _USERS_LOCK:
                     (path / name).unlink(missing_ok=True)
@@ -164,20 +166,20 @@ def _remove_unused(path: Path) -> bool:
         finally:
             os.close(lock)
     except OSError:
-        # Somebody else removes it, or came in just now.
+        # Another process is removing it, or has just joined it.
         return not path.exists()
     return True
 
 
 def hold(path: Path) -> int | None:
-    """A descriptor that keeps a staged file from being removed; None if it is not there, or about to go."""
+    """Returns a descriptor with a lock that prevents removal of a staged file; None if it is missing or removed."""
     with contextlib.suppress(OSError):
         return _lock(path, shared=True, wait=False, create=False)
     return None
 
 
 def remove_unread(path: Path) -> bool:
-    """Remove a staged file unless a process holds it."""
+    """Removes a staged file unless a process holds it. Returns True if it was removed."""
     with contextlib.suppress(OSError):
         lock = _lock(path, shared=False, wait=False, create=False)
         if lock is not None:
@@ -188,7 +190,7 @@ def remove_unread(path: Path) -> bool:
 
 
 def _lock(path: Path, *, shared: bool, wait: bool = True, create: bool = True) -> int | None:
-    """A descriptor with a lock on the file at `path`; None if it is taken, or the file was replaced meanwhile."""
+    """Returns a descriptor with a lock on `path`; None if another process has it, or the file was replaced."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     try:
         descriptor = os.open(path, flags, 0o600)

@@ -1,4 +1,4 @@
-"""The background thread that copies files of a dataset to a node's own storage, within a bound."""
+"""Background thread that copies files of a dataset to node-local storage, within a bound of bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FULL_DISK_PAUSE_S = 10.0
 
 @final
 class Stager:
-    """Copies the files in turn, from the one on that was wanted last. Failures never end the run.
+    """Copies the files in order, starting at the file that was requested last. Failures never end the run.
 
-    Files stay until the room is needed. Then the one goes that was not read for longest: if it was read at
-    all since it came, nobody has read it for `idle_s`, and nobody holds it.
-    problems: why files were not copied, by file name.
+    Copies are kept until disk space is needed. Then the least recently read one is removed, provided that it was read
+    at least once, not within `idle_s` seconds, and that no process holds it.
+    problems: file name -> reason why it was not copied.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Stager:
         max_bytes: int,
         idle_s: float,
     ) -> None:
-        """folder: this process is its stager."""
+        """folder: this process must be its stager. max_bytes: bound on all copies. Starts the thread."""
         self.problems: dict[str, str] = {}
         self.copied_bytes = 0
         self.wanted: int | None = None
-        """Number of a file without a copy that a reader of this process has just read from; readers set it."""
+        """Number of a file without a copy that this process has just read; set by the readers."""
         self._next = 0
         self._folder = folder
         self._files = files
@@ -56,7 +56,7 @@ class Stager:
                 pause_s = self._step()
             except CopyStopped:
                 return
-            except OSError as error:  # the folder itself: somebody may have removed it
+            except OSError as error:  # of the folder, which may have been removed
                 self.problems[str(self._folder.path)] = str(error)
                 pause_s = _FULL_DISK_PAUSE_S
             if pause_s is None:
@@ -64,7 +64,7 @@ class Stager:
             self._stop.wait(pause_s)
 
     def _step(self) -> float | None:
-        """Copy for a while; seconds until the next time, None if all that can be there is there."""
+        """Copies files for a short time. Returns the seconds to wait before the next call; None if all are copied."""
         there = self._folder.names()
         missing = [
             number
@@ -73,23 +73,23 @@ class Stager:
         ]
         if not missing:
             return None
-        # On from where samples are read now; else in turn, so that what just went does not come back first.
+        # Continue at the file that is read now; else in order, so that a file that was just removed is not next.
         if self.wanted is not None:
             self._next, self.wanted = self.wanted, None
         first, began = self._next, time.monotonic()
-        room = self._max_bytes - self._folder.num_bytes()
+        free_bytes = self._max_bytes - self._folder.num_bytes()
         for number in sorted(missing, key=lambda number: (number - first) % len(self._files)):
             file = self._files[number]
             if file.num_bytes > self._max_bytes:
                 self.problems[file.name] = f"{file.num_bytes} bytes, more than the bound of {self._max_bytes}"
                 continue
-            if room < file.num_bytes:
-                room = self._make_room(file.num_bytes)
-            if room < file.num_bytes:
+            if free_bytes < file.num_bytes:
+                free_bytes = self._make_room(file.num_bytes)
+            if free_bytes < file.num_bytes:
                 return _LOOK_AGAIN_S
             self._next = (number + 1) % len(self._files)
             if self._copy(file):
-                room -= file.num_bytes
+                free_bytes -= file.num_bytes
             if self.wanted is not None or time.monotonic() - began > _LOOK_AGAIN_S:
                 break
         return 0.0
@@ -109,11 +109,11 @@ class Stager:
         return True
 
     def _make_room(self, num_bytes: int) -> int:
-        """Bytes that fit the bound, after what may go for `num_bytes` more has gone."""
+        """Removes idle copies until `num_bytes` more fit the bound, if possible. Returns the unused bytes of it."""
         path = self._folder.path
         for leaving in path.glob(f"{LEAVING}*"):
-            remove_unread(leaving)  # its readers let it go one by one
-        room = self._max_bytes - self._folder.num_bytes()
+            remove_unread(leaving)  # removed once all its readers have released it
+        free_bytes = self._max_bytes - self._folder.num_bytes()
         leaving_bytes = sum(leaving.stat().st_size for leaving in path.glob(f"{LEAVING}*"))
         idle = []
         now = time.time()
@@ -125,18 +125,18 @@ class Stager:
             if 0 < used < now - self._idle_s:
                 idle.append((used, file))
         for _, file in sorted(idle, key=lambda pair: pair[0]):
-            if room + leaving_bytes >= num_bytes:
+            if free_bytes + leaving_bytes >= num_bytes:
                 break
-            # Without its name nobody finds it any more; who has it open reads on from it.
+            # After the rename no process opens it; processes that have it open can still read it.
             gone = path / f"{LEAVING}{file.name}"
             (path / file.name).rename(gone)
             if remove_unread(gone):
-                room += file.num_bytes
+                free_bytes += file.num_bytes
             else:
                 leaving_bytes += file.num_bytes
-        return room
+        return free_bytes
 
     def close(self) -> None:
-        """End the thread, also in the middle of a file. May be called again."""
+        """Ends the thread, also in the middle of a file. May be called more than once."""
         self._stop.set()
         self._thread.join()

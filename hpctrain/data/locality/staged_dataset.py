@@ -1,9 +1,9 @@
-"""Reads a dataset from copies on the node's own storage, as soon as they are there; else from its own place.
+"""Reads a dataset from copies on node-local storage as soon as they exist, and from the original until then.
 
     dataset = StagedDataset.open(Dataset.open("/scratch/images"), directory="/local/tmp", max_bytes=200 << 30)
 
-One process a node copies files in the background, compares them with the manifest's hashes, and keeps them
-within `max_bytes`. All ranks of the node read the copies. Nothing communicates: the ranks meet in the folder.
+One process per node copies files in the background, compares them with the manifest's hashes, and keeps the copies
+within `max_bytes`. All ranks of the node read the copies. Never communicates: the ranks coordinate through the folder.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.errors import DataError, RecipeError
 
 _LOOK_EVERY_S = 0.25
-# Looking for new files may take at most this share of the time.
+# Listing the folder may take at most this share of the time.
 _LOOK_SHARE = 0.02
 _IDLE_S = 10.0
-# Files that a process keeps from going, each by a descriptor; then it lets go of all, and holds what it reads next.
+# Maximum number of copies that a process protects from removal, by a locked descriptor each; then it releases all.
 _MAX_HELD = 256
 
 
 def open_verified_when_read(folder: Path) -> Dataset:
-    """The copies as a dataset: each is looked at when it is first read, since most are not there yet."""
+    """Opens the copies as a dataset; each is checked when it is first read, since most do not exist yet."""
     return Dataset.open(folder, verify=Verify.NOTHING)
 
 
 class _Copies:
-    """The copies that are being read. Files that may go have a lock, dropped with the last reader."""
+    """The opened copies. held: file number -> descriptor with a lock that prevents removal, closed with the object."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -51,9 +51,9 @@ class _Copies:
 
 @final
 class StagedDataset:
-    """A `Samples` for the loader: the dataset, read from staged copies where there are some.
+    """A dataset for the loader (`Samples`) that reads from staged copies if they exist.
 
-    `gather` is safe in threads. Each rank opens its own and closes it at the end.
+    `gather` is thread-safe. Each rank opens its own and closes it at the end.
     """
 
     is_thread_safe: Final = True
@@ -65,9 +65,9 @@ class StagedDataset:
         """Use `open`."""
         self.original = original
         self.staged_samples = 0
-        """Samples read from copies so far."""
+        """Number of samples read from copies so far."""
         self.read_samples = 0
-        """Samples read so far."""
+        """Number of samples read so far."""
         manifest = original.manifest
         files, file_of = plan_files(original.directory, manifest=manifest)
         self._files = files
@@ -80,7 +80,7 @@ class StagedDataset:
         self._max_bytes = max_bytes
         self._idle_s = idle_s
         self._reopen = reopen
-        # Copies never have to make room for others where all find room.
+        # If all files fit, copies are never removed to make room, and need no locks.
         self._all_fit = sum(file.num_bytes for file in files) <= max_bytes
         self._lock = threading.Lock()
         self._copies: _Copies | None = None
@@ -101,15 +101,15 @@ class StagedDataset:
         idle_s: float = _IDLE_S,
         reopen: Callable[[Path], Dataset] = open_verified_when_read,
     ) -> StagedDataset:
-        """Begin to stage `original` below `directory`, on storage of this node. Not collective.
+        """Starts to stage `original` below `directory`, on storage of this node. Not collective.
 
-        max_bytes: what the copies may take. idle_s: a copy that was read must not have been for so long before
-        it makes room for another. reopen: opens the folder with the copies as a dataset, with the options that
-        the original has. Leftovers of runs that were killed are removed from `directory`.
-        Raises DataError if the directory cannot be used, RecipeError for a bound that is none.
+        max_bytes: upper bound on the size of all copies. idle_s: a copy may be removed to make room if it was not
+        read for this number of seconds. reopen: opens the folder of the copies as a dataset, with the options of
+        the original. Removes leftovers of killed runs from `directory`.
+        Raises DataError if the directory cannot be used, RecipeError if `max_bytes` is below 1.
         """
         if max_bytes < 1:
-            raise RecipeError(f"staging within {max_bytes} bytes: at least 1 byte is needed")
+            raise RecipeError(f"max_bytes for staging is {max_bytes} bytes: at least 1 byte is needed")
         root = Path(directory)
         try:
             clean_up(root)
@@ -149,46 +149,49 @@ class StagedDataset:
 
     @property
     def directory(self) -> Path:
-        """Where the dataset has its own place."""
+        """Directory of the original dataset."""
         return self.original.directory
 
     @property
     def checker(self) -> Any:
-        """The original's: what is left out of batches where data is damaged."""
+        """Checker of the original, with which the loader leaves damaged samples out of batches; None if it has none."""
         return getattr(self.original, "checker", None)
 
     @property
     def folder(self) -> Path:
-        """Where the copies are."""
+        """Folder of the copies."""
         return self._folder.path
 
     @property
     def is_stager(self) -> bool:
-        """Whether this process copies the files for its node."""
+        """True if this process copies the files for its node."""
         return self._stager is not None
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why files were not staged, as far as this process knows: file name -> reason."""
+        """File name -> reason why it was not staged; empty unless this process copies the files."""
         return dict(self._stager.problems) if self._stager is not None else {}
 
     @property
     def staged_share(self) -> float:
-        """Share of the files that have copies, as last looked."""
+        """Share of the files that had copies at the last poll of the folder."""
         return float(self._staged.mean())
 
     def place_of(self, entry: ShardEntry) -> Path:
-        """The file that a shard is read from now: its copy, if there is one, or the original."""
+        """Returns the file that a shard is read from now: its copy if it exists, or the original.
+
+        Raises DataError if `entry` is not a shard of this dataset.
+        """
         for file in self._files:
             if file.entries[0].file == entry.file:
                 copy = self._folder.path / file.name
                 return copy if copy.exists() else file.source
-        raise DataError(f"{entry.file} is no shard of {self.directory}")
+        raise DataError(f"{entry.file} is not a shard of {self.directory}")
 
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """As `Dataset.gather`. A copy that cannot be read is passed over for the original."""
+        """As `Dataset.gather`. Reads the original if a copy cannot be read."""
         indices = np.asarray(indices, dtype=np.int64)
         try:
             return self._gather(indices, out=out)
@@ -204,7 +207,7 @@ class StagedDataset:
         files = self._file_of[np.searchsorted(self._starts, indices, side="right") - 1]
         try:
             copies, usable = self._take(np.unique(files))
-        except DataError:  # the folder was cleared by somebody
+        except DataError:  # the folder was deleted or emptied
             return self.original.gather(indices, out=out)
         near = usable[files]
         self.read_samples += len(indices)
@@ -233,7 +236,10 @@ class StagedDataset:
         return arrays
 
     def _take(self, files: NDArray[np.int64]) -> tuple[_Copies | None, NDArray[np.bool_]]:
-        """The copies to read from, and which of all files can be read there."""
+        """Returns the copies to read from, or None, and for each file of the dataset if its copy can be read.
+
+        files: file numbers needed by a batch, int64, shape (n,). Returned mask: bool, shape (files of the dataset,).
+        """
         with self._lock:
             usable = self._staged.copy()
             wanted = files[~usable[files]]
@@ -259,7 +265,7 @@ class StagedDataset:
             return self._copies, usable
 
     def _look(self) -> None:
-        """See now and then which copies have come, and which are to go."""
+        """Polls the folder, at limited rate, for new copies and for copies that are being removed."""
         began = time.monotonic()
         if began < self._look_at or self._closed or not self._lock.acquire(blocking=False):
             return
@@ -271,7 +277,7 @@ class StagedDataset:
                     staged[number] = True
             self._staged = staged
             if self._copies is not None and any(not staged[number] for number in self._copies.held):
-                # Somebody wants room: what this process has open is dropped, and opened again as needed.
+                # The stager needs disk space: this process closes its copies and reopens them as needed.
                 self._copies = None
             if not self._all_fit:
                 now = time.time_ns()
@@ -290,7 +296,7 @@ class StagedDataset:
             self._lock.release()
 
     def wait_until_staged(self, *, timeout_s: float) -> float:
-        """Wait until every file that can be has a copy, or for `timeout_s`; the share of files that have one."""
+        """Waits until every file has a copy, at most `timeout_s`. Returns the share of the files that have one."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._look_at = 0.0
@@ -301,9 +307,9 @@ class StagedDataset:
         return self.staged_share
 
     def close(self) -> None:
-        """End the copying, and leave the folder: the last process to leave removes it. May be called again."""
+        """Stops copying and leaves the folder, which the last process removes. May be called more than once."""
         with self._lock:
-            self._closed = True  # first: nobody takes over the copying any more
+            self._closed = True  # first: prevents this process from taking over the copying
             self._copies = None
         if self._stager is not None:
             self._stager.close()

@@ -1,4 +1,4 @@
-"""Copies one shard's file, and compares it with the manifest's hashes on the way."""
+"""Copies one shard's file, and compares it with the manifest's hashes while copying."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from pathlib import Path
 import xxhash
 
 from hpctrain.data.format.manifest import Manifest, ShardEntry
-from hpctrain.data.format.shard_file import block_ranges, read_fully, write_fully
+from hpctrain.data.format.shard_file import block_ranges, read_bytes
 from hpctrain.errors import DataError
+from hpctrain.storage import hash_of, write_fully
 
 _PIECE_BYTES = 1 << 20
 
 
 class CopyStopped(Exception):
-    """The copy was to end before it was complete."""
+    """Raised if `stop` was set before the copy was complete."""
 
 
 def copy_file(
     source: Path, target: Path, *, manifest: Manifest, entries: Sequence[ShardEntry], stop: threading.Event
 ) -> None:
-    """Copy a file of a dataset to `target`, with its time of change. On an error nothing is left there.
+    """Copies a file of a dataset to `target`, with its modification time. Removes `target` on an error.
 
-    entries: those of the manifest that lie in the file. Contiguous, hashed fields are compared with their
-    hashes block by block, HDF5's own bytes with theirs, as they go by. Then the copy is read back and compared
-    with what was read from the source, which is all there is to compare for chunks and for what has no hashes.
-    Raises DataError if the content differs, OSError if a file system refuses, CopyStopped.
+    entries: entries of the manifest that are in the file. While copying, contiguous hashed fields are compared with
+    their hashes block by block, and the HDF5 headers with the structure hash. Then the copy is read back and compared
+    with the bytes read from the source; this is the only check for chunks and for fields without hashes.
+    Raises DataError if the content differs, OSError after an error of a filesystem, CopyStopped if `stop` was set.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -41,10 +42,10 @@ def copy_file(
             raise DataError(f"{source} was changed since it was indexed: index it again")
         written = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # A full disk is met here, not in the middle of the copy.
+            # A full disk raises an error here, not in the middle of the copy.
             os.posix_fallocate(written, 0, status.st_size)
             _copy(descriptor, written, source=source, manifest=manifest, entries=entries, stop=stop)
-            # The time of use is 0 until somebody reads it: see `hpctrain.data.locality.stage_copier`.
+            # Access time 0: the copy was not read since it was made, see `hpctrain.data.locality.stage_copier`.
             os.utime(written, ns=(0, status.st_mtime_ns))
         except BaseException:
             target.unlink(missing_ok=True)
@@ -65,12 +66,12 @@ def _copy(
     for start, stop_byte, expected in _pieces(blocks or [], file_bytes=entries[0].file_bytes):
         if stop.is_set():
             raise CopyStopped
-        data = read_fully(descriptor, stop_byte - start, offset=start)
+        data = read_bytes(descriptor, stop_byte - start, offset=start)
         if len(data) < stop_byte - start:
             raise DataError(f"{source} ends at byte {start + len(data)}, while it is copied")
         if expected is None:
             structure.update(data)
-        elif xxhash.xxh3_64_hexdigest(data) != expected:
+        elif hash_of(data) != expected:
             raise DataError(f"{source} is damaged: bytes {start} to {stop_byte - 1} differ from their hash")
         whole.update(data)
         write_fully(written, memoryview(data), offset=start)
@@ -80,17 +81,17 @@ def _copy(
     for start in range(0, entries[0].file_bytes, _PIECE_BYTES):
         if stop.is_set():
             raise CopyStopped
-        again.update(read_fully(written, min(_PIECE_BYTES, entries[0].file_bytes - start), offset=start))
+        again.update(read_bytes(written, min(_PIECE_BYTES, entries[0].file_bytes - start), offset=start))
     if again.digest() != whole.digest():
         raise DataError(f"the copy of {source} differs from what was written")
 
 
 Piece = tuple[int, int, str | None]
-"""First byte, byte behind the last, and the hash that the bytes must have; None: no hash of their own."""
+"""(start, stop, expected hash) of a byte range; the hash is None if the range has none."""
 
 
 def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list[Piece] | None:
-    """The hashed blocks of the file by their place; None if not all its fields have some, or they overlap."""
+    """Returns the hashed blocks of the file, sorted by offset; None if a field has none, or blocks overlap."""
     blocks: list[Piece] = []
     for entry in entries:
         for name, stored in entry.fields.items():
@@ -107,7 +108,7 @@ def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list
 
 
 def _pieces(blocks: Sequence[Piece], *, file_bytes: int) -> Iterator[Piece]:
-    """The whole file in order: the blocks, and what lies between them in pieces of bounded size."""
+    """Yields the whole file in order: the blocks, and the bytes between them in pieces of bounded size."""
     position = 0
     for start, stop, expected in [*blocks, (file_bytes, file_bytes, None)]:
         while position < start:

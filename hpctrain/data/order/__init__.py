@@ -1,1 +1,1 @@
-"""Which sample comes when, and which rank reads it: pure functions of seed, epoch, position and rank."""
+"""Order of the samples, and the ranks that read them: pure functions of seed, epoch, position and rank."""

@@ -1,4 +1,4 @@
-"""What one rank reads for one global batch. Pure: an order and numbers in, sample indices out."""
+"""Computes the sample indices that one rank reads for one global batch. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hpctrain.data.order.epoch_order import LastBatch, Order, Span, rank_share
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BatchPlan:
-    """indices: int64, shape (num_samples + num_padded,): this rank's samples, then the repeated ones.
+    """One rank's part of a global batch.
 
-    start, global_samples: place and length of the global batch in the epoch, repeated samples not counted.
-    num_skipped: samples of this rank that were left out, since they are damaged.
+    indices: int64, shape (num_samples + num_padded,): this rank's samples, then repeated samples as padding.
+    start, global_samples: position and length of the global batch in the epoch, in samples, without padding.
+    num_skipped: samples of this rank that were left out because they are damaged.
     """
 
     epoch: int
@@ -33,10 +34,10 @@ class BatchPlan:
 def plan_batch(
     order: Order, *, span: Span, global_batch: int, last_batch: LastBatch, rank: int, num_ranks: int
 ) -> BatchPlan:
-    """This rank's part of the global batch at positions `span` of the epoch.
+    """Returns this rank's part of the global batch at positions `span` of the epoch.
 
-    With LastBatch.PAD the batch is filled up to `global_batch` by its own samples, over again from its first;
-    then the ranks take their parts of the full batch.
+    With LastBatch.PAD a shorter batch is filled up to `global_batch` by repeating its samples from the first on,
+    and then divided among the ranks.
     """
     length = global_batch if last_batch is LastBatch.PAD else span.num_samples
     share = rank_share(span.start, span.start + length, rank=rank, num_ranks=num_ranks)
@@ -57,7 +58,7 @@ def plan_batch(
 
 
 def _over_again(order: Order, *, span: Span, first: int, count: int) -> NDArray[np.int64]:
-    """Samples first, ..., first + count - 1 of the samples of `span`, repeated for ever."""
+    """Returns elements first, ..., first + count - 1 of the endlessly repeated samples of `span`."""
     if count >= span.num_samples:
         return order.at(*span)[np.arange(first, first + count) % span.num_samples]
     begin = span.start + first % span.num_samples

@@ -1,9 +1,9 @@
-"""Shuffling by blocks within a window: large reads, and nearly the mixing of a full shuffle.
+"""Shuffles by blocks within a window: large reads, and nearly the mixing of a full shuffle.
 
-The dataset is cut into blocks of consecutive samples. The blocks are shuffled, and taken `window_blocks` at a
-time; the samples of these few blocks are shuffled among each other. So whoever reads along the epoch needs the
-blocks of one window at a time, each of them whole, and comes back to none of them in this epoch.
-Everything is evaluated, nothing stored. How well it mixes is measured in docs/guides/data-order.md.
+The dataset is cut into blocks of consecutive samples. The blocks are shuffled and divided into windows of
+`window_blocks` blocks; the samples of each window are shuffled among each other. So an epoch reads the blocks of one
+window at a time, each of them completely, and each only once.
+The order is computed, never stored. docs/guides/data-order.md measures how well it mixes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _BLOCKS, _SAMPLES = 1, 2  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOrder:
-    """One epoch in blocks of `block_samples` (the last may be smaller), mixed within `window_blocks` of them."""
+    """Order of one epoch in blocks of `block_samples` samples (the last may be smaller).
+
+    Samples are mixed within windows of `window_blocks` blocks. Raises RecipeError if either is below 1.
+    """
 
     num_samples: int
     block_samples: int
@@ -37,8 +40,8 @@ class BlockOrder:
         )
         if self.block_samples < 1 or self.window_blocks < 1:
             raise RecipeError(
-                f"an order in blocks of {self.block_samples} samples, mixed within {self.window_blocks} blocks, was "
-                "asked: both must be at least 1"
+                f"an order in blocks of {self.block_samples} samples, mixed within {self.window_blocks} blocks: "
+                "both must be at least 1"
             )
 
     @property
@@ -67,29 +70,29 @@ class BlockOrder:
         return self._blocks_in(slots) * self.block_samples + offsets
 
     def windows_of(self, start: int, stop: int) -> range:
-        """The windows that positions start, ..., stop - 1 lie in."""
+        """Returns the numbers of the windows that contain positions start, ..., stop - 1."""
         if start >= stop:
             return range(0)
         slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
         return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
 
     def blocks_of(self, window: int) -> list[Span]:
-        """The samples of each block of a window, as spans of the dataset, lowest first: what is read for it."""
+        """Returns the blocks of a window as spans of samples of the dataset, in ascending order."""
         first = window * self.window_blocks
         slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
         starts = np.sort(self._blocks_in(slots)) * self.block_samples
         return [Span(int(at), min(int(at) + self.block_samples, self.num_samples)) for at in starts]
 
-    # A slot is a block's number in the epoch. All blocks have `block_samples` but the dataset's last one.
+    # A slot is the index of a block in the epoch. All blocks have `block_samples` samples, except the dataset's last.
 
     @cached_property
     def _missing(self) -> int:
-        """Samples by which the dataset's last block is smaller than the others."""
+        """Number of samples by which the dataset's last block is smaller than the others."""
         return self.num_blocks * self.block_samples - self.num_samples
 
     @cached_property
     def _short_slot(self) -> int:
-        """Where in the epoch the dataset's last block comes."""
+        """Slot of the dataset's last block."""
         last = np.array([self.num_blocks - 1])
         key = epoch_key(self.seed, self.epoch, purpose=_BLOCKS)
         return int(permute(last, num_values=self.num_blocks, key=key, direction=Direction.INVERSE)[0])
@@ -99,12 +102,12 @@ class BlockOrder:
         return permute(slots, num_values=self.num_blocks, key=key)
 
     def _slots_at(self, where: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Slot of each position, and the place within its block."""
+        """Returns the slot of each position, and the offset within its block."""
         behind_short = (self._short_slot + 1) * self.block_samples - self._missing
         slots, offsets = np.divmod(where + self._missing * (where >= behind_short), self.block_samples)
         return slots, offsets
 
     def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The position at which a window begins; of the window behind the last, the end of the epoch."""
+        """Returns the position at which each window begins; the end of the epoch for the window after the last."""
         slots = np.minimum(windows * self.window_blocks, self.num_blocks)
         return slots * self.block_samples - self._missing * (slots > self._short_slot)

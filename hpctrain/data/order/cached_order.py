@@ -1,4 +1,4 @@
-"""An order evaluated some thousand positions at a time: a few at a time cost more calls than arithmetic."""
+"""Evaluates an order 4096 positions at a time: for a few positions the calls cost more than the arithmetic."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from hpctrain.data.order.epoch_order import Order
 
 _BLOCK_POSITIONS = 4096
-# Batches are made by several threads, around the border of two blocks.
+# Several threads make batches, so positions on both sides of a block border are needed.
 _KEPT_BLOCKS = 3
-# With more ranks, most of a block is other ranks'.
+# With more ranks, each needs only a small part of a block.
 _MOST_RANKS = 4
 
 
 def ahead_for(order: Order, *, num_ranks: int) -> Order:
-    """The same order, evaluated ahead where one of `num_ranks` ranks needs enough of what that gives."""
+    """Returns the order, wrapped in `OrderAhead` if there are so few ranks that it saves time."""
     return OrderAhead(order) if num_ranks <= _MOST_RANKS else order
 
 
 class OrderAhead:
-    """Another order's positions, the last blocks of them kept: 32 KiB each. Safe in threads."""
+    """Caches another order in blocks of 4096 positions, 32 KiB each, and keeps the last 3 made. Thread-safe."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

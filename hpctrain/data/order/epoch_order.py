@@ -1,7 +1,7 @@
-"""Which sample when: a pure function of seed, epoch and position, the same for any number of ranks.
+"""Order of the samples: a pure function of seed, epoch and position, the same for any number of ranks.
 
-Here: what an order is, the full shuffle, and how positions become batches and ranks' parts. The other orders
-are in `block_shuffle`, `weighted` and `stratified`; `order_spec` says which one a run uses.
+This module has the interface of orders, the full shuffle, and the division of positions into batches and ranks' parts.
+The other orders are in `block_shuffle`, `weighted` and `stratified`; `order_spec` selects the order of a run.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from numpy.typing import NDArray
 
 from hpctrain.data.order.permutation import MAX_VALUES, epoch_key, permute
 from hpctrain.errors import DataError, RecipeError
+from hpctrain.storage import part_of
 
-# A checkpoint that keeps a place in the data can record this: positions of another order mean other samples.
+# Recorded in checkpoints with the position, since a position is another sample in another order.
 ORDER_NAME = "feistel-1"
 
 
 class Order(Protocol):
-    """The order of one epoch: which sample is at which position. A pure value; equal on every rank."""
+    """Order of one epoch: maps positions to samples. Immutable; equal on every rank."""
 
     @property
     def num_samples(self) -> int:
-        """Positions in the epoch. A sample may be at several of them, or at none, in a weighted order."""
+        """Number of positions in the epoch. In a weighted order a sample may have several positions, or none."""
 
     @property
     def epoch(self) -> int: ...
 
     def at(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Sample indices at positions start, ..., stop - 1 of the epoch: int64, shape (stop - start,).
+        """Returns the sample indices at positions start, ..., stop - 1: int64, shape (stop - start,).
 
-        Time and memory grow with stop - start only. Raises DataError if the span leaves the epoch.
+        Time and memory depend on stop - start only. Raises DataError if the range is not within the epoch.
         """
 
 
 class LastBatch(str, Enum):
-    """What becomes of the samples that do not fill a whole global batch at the end of an epoch."""
+    """What to do with an incomplete global batch at the end of an epoch."""
 
     KEEP = "keep"  # a smaller batch
-    DROP = "drop"
-    PAD = "pad"  # a full batch: samples of it are repeated, and weigh nothing
+    DROP = "drop"  # leave it out
+    PAD = "pad"  # a full batch: its samples are repeated, with weight 0
 
 
 class Span(NamedTuple):
-    """Positions start, ..., stop - 1."""
+    """Range of positions start, ..., stop - 1."""
 
     start: int
     stop: int
@@ -58,23 +59,23 @@ class Span(NamedTuple):
 
 
 def check_order(*, num_samples: int, seed: int, epoch: int, max_samples: int = MAX_VALUES) -> None:
-    """Raises DataError or RecipeError for an order that cannot be."""
+    """Raises DataError if `num_samples` is out of range, RecipeError if `seed` or `epoch` is negative."""
     if not 0 <= num_samples <= max_samples:
-        raise DataError(f"an order of {num_samples} samples was asked, 0 to {max_samples} are possible")
+        raise DataError(f"an order of {num_samples} samples is not possible: 0 to {max_samples} are")
     if seed < 0 or epoch < 0:
         raise RecipeError(f"seed {seed} and epoch {epoch} must not be negative")
 
 
 def positions(start: int, stop: int, *, num_samples: int) -> NDArray[np.int64]:
-    """start, ..., stop - 1. Raises DataError if that leaves the epoch."""
+    """Returns start, ..., stop - 1 as int64. Raises DataError if the range is not within the epoch."""
     if not 0 <= start <= stop <= num_samples:
-        raise DataError(f"positions {start} to {stop} were asked of an epoch of {num_samples} samples")
+        raise DataError(f"positions {start} to {stop} were requested from an epoch of {num_samples} samples")
     return np.arange(start, stop, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOrder:
-    """The order of the samples in one epoch. Shuffled, it is another permutation for each (seed, epoch)."""
+    """Order of all samples in one epoch: a permutation that depends on (seed, epoch), or as stored."""
 
     num_samples: int
     seed: int = 0
@@ -93,20 +94,19 @@ class EpochOrder:
 
 
 def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> Span:
-    """This rank's contiguous part of positions start, ..., stop - 1.
+    """Returns this rank's contiguous part of positions start, ..., stop - 1.
 
-    The parts of ranks 0, 1, ... follow each other, and their sizes differ by at most one (the first ranks
-    have the larger ones). With fewer positions than ranks some are empty.
+    The parts of ranks 0, 1, ... are consecutive, and their sizes differ by at most one (the first ranks have the
+    larger ones). With fewer positions than ranks some are empty. Raises DataError if `rank` is out of range.
     """
     if not 0 <= rank < num_ranks:
         raise DataError(f"rank {rank} is not one of {num_ranks} ranks")
-    share, extra = divmod(stop - start, num_ranks)
-    first = start + rank * share + min(rank, extra)
-    return Span(first, first + share + (rank < extra))
+    first, last = part_of(stop - start, part=rank, num_parts=num_ranks)
+    return Span(start + first, start + last)
 
 
 def num_batches(num_samples: int, *, global_batch: int, last_batch: LastBatch, start: int = 0) -> int:
-    """Global batches from position `start` to the end of the epoch."""
+    """Returns the number of global batches from position `start` to the end of the epoch."""
     whole, rest = divmod(num_samples - start, global_batch)
     return whole + (rest > 0 and last_batch is not LastBatch.DROP)
 
@@ -114,10 +114,10 @@ def num_batches(num_samples: int, *, global_batch: int, last_batch: LastBatch, s
 def batch_spans(
     num_samples: int, *, global_batch: int, last_batch: LastBatch, start: int = 0
 ) -> Iterator[Span]:
-    """The positions of each global batch from `start` on. Independent of the number of ranks.
+    """Yields the positions of each global batch from `start` on. Independent of the number of ranks.
 
-    `start` counts samples, not batches, so that a run may go on with another batch size. The last span is
-    the same for `keep` and `pad`: the positions of the epoch that are left.
+    `start` counts samples, not batches, so that a run can resume with another batch size. The last span is the same
+    for `keep` and `pad`: the remaining positions of the epoch.
     """
     count = num_batches(num_samples, global_batch=global_batch, last_batch=last_batch, start=start)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Which order a run uses: values that make the order of each epoch, and have a name for its checkpoints."""
+"""Specifications of orders: each makes the order of every epoch, and has a name that checkpoints record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from hpctrain.data.order.block_shuffle import BlockOrder
@@ -14,23 +13,24 @@ from hpctrain.data.order.epoch_order import ORDER_NAME, EpochOrder, Order
 from hpctrain.data.order.stratified import Strata, StratifiedOrder
 from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
 from hpctrain.errors import DataError, RecipeError
+from hpctrain.storage import hash_of
 
 BLOCK_BYTES = 4 << 20
-"""Of a block whose samples nobody counted: a disk that seeks 8 ms and reads 150 MB/s loses a quarter to seeks."""
+"""Default size of a block: a disk with 8 ms per seek and 150 MB/s then spends a quarter of the time seeking."""
 
 
 class OrderSpec(Protocol):
-    """What `Loader(order=...)` takes. Equal on every rank."""
+    """Interface of the argument of `Loader(order=...)`. It must be equal on every rank."""
 
     @property
     def name(self) -> str:
-        """Tells orders apart: a place in one order means nothing in another. With all that it depends on."""
+        """Name that identifies the order with all its parameters, since positions are valid for one order only."""
 
     def num_positions(self, *, num_samples: int) -> int:
-        """Length of an epoch over a dataset of that many samples."""
+        """Returns the length of an epoch over a dataset of `num_samples` samples."""
 
     def for_epoch(self, epoch: int, *, num_samples: int, seed: int) -> Order:
-        """The order of an epoch. Raises DataError where it does not fit a dataset of that many samples."""
+        """Returns the order of an epoch. Raises DataError if it does not fit a dataset of `num_samples` samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Shuffled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequential:
-    """All samples as they are stored."""
+    """All samples in the order in which they are stored."""
 
     @property
     def name(self) -> str:
@@ -86,9 +86,10 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples drawn with replacement. weights: shape (samples in the dataset,), not negative.
+    """Samples drawn with replacement. weights: numbers, shape (samples in the dataset,), not negative.
 
-    num_draws: length of an epoch; as many as there are samples if absent. Keeps 8 bytes a sample.
+    num_draws: length of an epoch; None: the number of samples. Keeps 8 bytes per sample in memory.
+    Raises RecipeError if `num_draws` is below 1, DataError if the weights are not valid.
     """
 
     weights: InitVar[NDArray[np.generic]]
@@ -98,7 +99,7 @@ class Weighted:
 
     def __post_init__(self, weights: NDArray[np.generic]) -> None:
         if self.num_draws is not None and self.num_draws < 1:
-            raise RecipeError(f"an epoch of {self.num_draws} draws was asked: at least 1 is needed")
+            raise RecipeError(f"an epoch cannot have {self.num_draws} draws: at least 1 is needed")
         object.__setattr__(self, "_sums", cumulative_weights(weights))
         draws = "" if self.num_draws is None else f" {self.num_draws} draws"
         object.__setattr__(self, "name", f"weighted-1{draws} by {_content(self._sums)}")
@@ -114,9 +115,10 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stratified:
-    """All samples, each batch with the classes in the dataset's proportions.
+    """All samples, with the classes in the dataset's proportions in each batch.
 
-    classes: shape (samples in the dataset,), whole numbers. Keeps 4 bytes a sample (8 from 2**32 samples on).
+    classes: integers or bool, shape (samples in the dataset,). Keeps 4 bytes per sample in memory (8 from 2**32
+    samples on). Raises DataError for other arrays.
     """
 
     classes: InitVar[NDArray[np.generic]]
@@ -138,7 +140,7 @@ class Stratified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """The same order in every epoch: that of epoch 0 and seed 0 of another one. For held-out data."""
+    """Uses the order of epoch 0 and seed 0 of another specification in every epoch. For held-out data."""
 
     of: OrderSpec
 
@@ -155,7 +157,7 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Renamed:
-    """An order that counts as another epoch's."""
+    """An order with another epoch number."""
 
     order: Order
     epoch: int
@@ -169,17 +171,17 @@ class _Renamed:
 
 
 def block_samples_for(sample_bytes: int) -> int:
-    """Samples that make a block of about BLOCK_BYTES."""
+    """Returns the number of samples of a block of about BLOCK_BYTES, at least 1."""
     return max(1, BLOCK_BYTES // max(1, sample_bytes))
 
 
 def _content(array: NDArray[np.generic]) -> str:
-    return str(xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).data))
+    return hash_of(np.ascontiguousarray(array).data)
 
 
 def _check_count(what: str, *, found: int, num_samples: int) -> None:
     if found != num_samples:
         raise DataError(
-            f"there are {found} {what} for a dataset of {num_samples} samples: one for each is needed, in the "
+            f"there are {found} {what} for a dataset of {num_samples} samples: one for each sample is needed, in the "
             "dataset's order"
         )

@@ -1,7 +1,7 @@
-"""Permutations that are evaluated, never stored: constant memory at any index of any size.
+"""Permutations that are computed, never stored: constant memory for any index and size.
 
 A generalised Feistel cipher on Z_a x Z_b with a * b just above the number of values, and cycle walking for the
-few values beyond it. All arithmetic is on unsigned 64-bit integers, so every machine gets the same.
+few values beyond it. All arithmetic is on unsigned 64-bit integers, so the result is the same on every machine.
 Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002: its generalised-Feistel
 and its cycle-walking cipher. The round function is the finaliser of splitmix64 (Steele, Lea, Flood, "Fast
 Splittable Pseudorandom Number Generators", OOPSLA 2014).
@@ -20,15 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_VALUES = 1 << 62
-"""Of one permutation of its own (`permute`)."""
+"""Maximum number of values of `permute`."""
 MAX_GROUP_VALUES = 1 << 48
-"""Of each of many permutations evaluated together (`permute_groups`)."""
+"""Maximum number of values of each permutation of `permute_groups`."""
 
-# Few values leave a round little to mix: small sets get more rounds, or some permutations would be favoured.
+# A round mixes few values less well: small sets need more rounds, or some permutations would be more likely.
 _ROUNDS_LARGE = 10
 _ROUNDS_SMALL = 24
 _SMALL = 1 << 16
-# Up to so many values tables of the rounds' functions, 8 bytes x rounds x their root, are worth their memory: 320 KB.
+# Up to this number of values the round functions are tabulated: 8 bytes x rounds x its square root, at most 320 KB.
 _TABLE_VALUES = 1 << 24
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -44,39 +44,39 @@ class Direction(Enum):
 
 
 def mix(values: Values) -> Values:
-    """splitmix64's finaliser, elementwise; arithmetic is modulo 2**64."""
+    """Returns splitmix64's finaliser of each value, uint64; arithmetic is modulo 2**64."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 def epoch_key(seed: int, epoch: int, *, purpose: int = 0) -> Values:
-    """A 64-bit key, shape (1,). purpose: tells the keys of one order's several permutations apart."""
+    """Returns a 64-bit key, uint64, shape (1,). purpose: gives each permutation of one order its own key."""
     seed_key = mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     key = mix(seed_key ^ np.array([epoch & _MASK], dtype=np.uint64))
     return mix(key + np.uint64(purpose)) if purpose else key
 
 
 def hashes(key: Values, numbers: NDArray[Any]) -> Values:
-    """Independent uniform 64-bit integers, one for each of `numbers`: a pure function of key and number."""
+    """Returns independent uniform uint64 values, one for each of `numbers`: a pure function of key and number."""
     return mix(mix(key + numbers.astype(np.uint64) * np.uint64(_GOLDEN)) ^ key)
 
 
 def _round_keys(key: Values, *, rounds: int) -> Values:
-    """Independent keys for each round: shape (rounds,) of one key, (rounds, n) of n."""
+    """Returns independent keys for each round: shape (rounds,) for one key, (rounds, n) for n keys."""
     steps = np.arange(1, rounds + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix(key + steps) if len(key) == 1 else mix(key + steps[:, None])
 
 
 def _below(hashed: Values, bound: Any) -> Values:
-    """Map 64-bit hashes to [0, bound), bound <= 2**32, by a multiplication instead of a division."""
+    """Maps 64-bit hashes to [0, bound), bound <= 2**32, with a multiplication instead of a division."""
     return ((hashed >> np.uint64(32)) * bound) >> np.uint64(32)
 
 
 def _encrypt(
     values: Values, *, a: Any, b: Any, keys: Values, which: NDArray[np.intp] | None = None
 ) -> Values:
-    """One pass of the network: a bijection of [0, a * b). a, b: uint64, one for all values or one each.
+    """Applies the network once: a bijection of [0, a * b). a, b: uint64, scalar or one per value.
 
     keys: shape (rounds,); or, with `which`, (rounds, groups): value i has the keys of group which[i].
     """
@@ -93,7 +93,7 @@ def _encrypt(
 
 
 def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
-    """Of each round of `_encrypt` what it adds: shape (b,) in even rounds, by right; (a,) in odd ones, by left."""
+    """Returns the summand of each round of `_encrypt`: shape (b,), indexed by right, if even; (a,), by left, if odd."""
     numbers = np.arange(max(a, b), dtype=np.uint64)
     return [
         _below(mix(numbers[:b] + key), np.uint64(a))
@@ -111,7 +111,7 @@ def _kept_tables(num_values: int, key: int) -> list[Values]:
 
 
 def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) -> Values:
-    """As `_encrypt`, with each round looked up: a third of its time where tables are small."""
+    """As `_encrypt`, with tables for the rounds: takes a third of its time if the tables are small."""
     left, right = values % a, values // a
     for number, table in enumerate(tables):
         if number % 2 == 0:
@@ -124,7 +124,7 @@ def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) 
 
 
 def _sides(num_values: int) -> tuple[int, int]:
-    """a and b of a permutation of [0, num_values)."""
+    """Returns a and b for a permutation of [0, num_values)."""
     a = math.isqrt(num_values - 1) + 1
     return a, -(-num_values // a)
 
@@ -134,7 +134,7 @@ def _rounds(num_values: int) -> int:
 
 
 def _decrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
-    """The inverse of `_encrypt`."""
+    """Computes the inverse of `_encrypt`."""
     left, right = values % a, values // a
     for number in reversed(range(len(keys))):
         if number % 2 == 0:
@@ -149,7 +149,7 @@ def _decrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
 def permute(
     values: NDArray[Any], *, num_values: int, key: Values, direction: Direction = Direction.FORWARD
 ) -> NDArray[np.int64]:
-    """Where one permutation of [0, num_values) sends `values`, which are inside. key: of `epoch_key`."""
+    """Applies a permutation of [0, num_values) to `values`, shape (n,), all in that range. key: of `epoch_key`."""
     a, b = map(np.uint64, _sides(num_values))
     network: Callable[[Values], Values]
     if direction is Direction.FORWARD and num_values <= _TABLE_VALUES:
@@ -162,7 +162,7 @@ def permute(
             _encrypt if direction is Direction.FORWARD else _decrypt, a=a, b=b, keys=keys
         )
     found = network(values.astype(np.uint64))
-    # Walk along the cycle until back inside: about 2 / sqrt(num_values) of the values need it at most.
+    # Cycle walking: apply the network until the value is in range. At most about 2 / sqrt(num_values) need it.
     outside = np.flatnonzero(found >= num_values)
     while outside.size:
         found[outside] = network(found[outside])
@@ -173,19 +173,20 @@ def permute(
 def permute_groups(
     values: NDArray[Any], *, groups: NDArray[Any], num_values: NDArray[Any], key: Values
 ) -> NDArray[np.int64]:
-    """Many permutations at once: value i moves within [0, num_values[i]) by the permutation of groups[i].
+    """Applies many permutations at once: to value i the one of groups[i], a permutation of [0, num_values[i]).
 
-    values, groups, num_values: shape (n,); num_values at most MAX_GROUP_VALUES, the same for equal groups.
+    values, groups, num_values: integers, shape (n,); num_values at most MAX_GROUP_VALUES, the same for equal groups.
+    Returns int64, shape (n,).
     """
     sizes = num_values.astype(np.uint64)
-    # The smallest a with a * a >= size; the float's square root may be one off either way.
+    # The smallest a with a * a >= size; the square root in float64 may be off by one.
     a = np.sqrt(sizes.astype(np.float64)).astype(np.uint64)
     one = np.uint64(1)
     a = np.where(a * a < sizes, a + one, a)
     a = np.where((a - one) * (a - one) >= sizes, a - one, a)
     b = (sizes + a - one) // a
     distinct, which = np.unique(groups, return_inverse=True)
-    # One key alone would be taken for a key of all values: two at least.
+    # At least two: `_round_keys` treats a single key as that of all values.
     group_keys = hashes(key, np.append(distinct, distinct[-1:]))
     keys = _round_keys(group_keys, rounds=_ROUNDS_SMALL)  # (rounds, groups)
     which = which.reshape(-1)

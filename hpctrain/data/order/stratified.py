@@ -1,10 +1,10 @@
-"""Each sample once per epoch, with the classes in the dataset's proportions in any stretch of it.
+"""Each sample once per epoch, with the classes in the dataset's proportions in any run of positions.
 
-Sample j of the n of a class (in the class's own shuffled order) is given the key (j + u) / n, where u in [0, 1)
-is drawn for the class and the epoch; the epoch is the samples by rising key. Between keys s and t lie n (t - s)
-samples of each class, give or take one. So any B positions in a row, with any number of ranks and any batch
-size, hold within 1 + K n / N of the B n / N that are a class's due (K classes, N samples).
-A position needs no sorted list of the epoch: the keys near it are computed from its number.
+Sample j of the n samples of a class (in the class's own shuffled order) has the key (j + u) / n, where u in [0, 1)
+is drawn for the class and the epoch; the epoch is sorted by key. Between keys s and t there are n (t - s) samples
+of each class, plus or minus one. So the number of samples of a class among any B consecutive positions, with any number
+of ranks and any batch size, differs from B n / N by at most 1 + K n / N (K classes, N samples).
+No sorted list of the epoch is needed: the keys near a position are computed from its number.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Strata:
-    """The samples of each class: members[starts[c] : starts[c + 1]]. 8 bytes a sample (4 below 2**32)."""
+    """The samples of each class c: members[starts[c] : starts[c + 1]]. 8 bytes per sample (4 below 2**32 samples)."""
 
     members: NDArray[np.integer]
     starts: NDArray[np.int64]
 
     @classmethod
     def of(cls, classes: NDArray[np.generic]) -> Strata:
-        """classes: shape (n,), an integer or boolean for each sample. Raises DataError for anything else."""
+        """classes: integers or bool, shape (n,), one for each sample. Raises DataError for other arrays."""
         values = np.asarray(classes)
         if values.ndim != 1 or values.dtype.kind not in "biu" or not len(values):
             raise DataError(
-                f"strata are {values.dtype.name} of shape {values.shape}: one whole number a sample is needed"
+                f"strata are {values.dtype.name} of shape {values.shape}: one integer per sample is needed"
             )
         members = np.argsort(values, kind="stable")
         _, counts = np.unique(values, return_counts=True)
@@ -48,13 +48,13 @@ class Strata:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Samples of each class."""
+        """Number of samples of each class, int64."""
         return np.diff(self.starts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StratifiedOrder:
-    """One epoch over `strata`. A span costs as many keys as it has positions, and some for each class."""
+    """Order of one epoch over `strata`. `at` computes one key per position, and a few for each class."""
 
     strata: Strata
     seed: int = 0
@@ -76,13 +76,13 @@ class StratifiedOrder:
         numbers = np.arange(len(counts))
         drawn = hashes(epoch_key(self.seed, self.epoch, purpose=_PHASES), numbers)
         phases = (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        # Of N samples N t, give or take one a class, have a key below t: so these keys lie around the span.
+        # N t of N samples, plus or minus one per class, have a key below t: these bounds enclose the range.
         slack = len(counts) + 1
         before = _members_below((start - slack) / self.num_samples, counts=counts, phases=phases)
         until = _members_below((stop + slack) / self.num_samples, counts=counts, phases=phases)
         near = until - before
         classes = np.repeat(numbers, near)
-        # j of each class: before, ..., until - 1
+        # j in each class: before, ..., until - 1
         within = np.arange(len(classes)) - np.repeat(np.cumsum(near) - near, near) + before[classes]
         keys = (within + phases[classes]) / counts[classes]
         chosen = np.lexsort((classes, keys))[start - int(before.sum()) :][: stop - start]
@@ -99,9 +99,9 @@ class StratifiedOrder:
 def _members_below(
     key: float, *, counts: NDArray[np.int64], phases: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """How many members of each class have a key below `key`: exact, as the keys themselves are compared."""
+    """Returns the exact number of members of each class whose key is below `key`: int64, shape (classes,)."""
     guess = np.clip(np.ceil(key * counts - phases), 0, counts).astype(np.int64)
-    # The product is rounded otherwise than the quotient: the guess may be one off either way.
+    # The product and the quotient are rounded differently: the guess may be off by one.
     guess -= (guess > 0) & ((guess - 1 + phases) / counts >= key)
     guess += (guess < counts) & ((guess + phases) / counts < key)
     return guess

@@ -1,1 +1,1 @@
-"""Sources into a dataset directory: which rank makes which shard, resuming, the manifest last."""
+"""Packs sources into a dataset directory: assigns shards to ranks, resumes, and writes the manifest last."""

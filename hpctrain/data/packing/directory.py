@@ -1,4 +1,4 @@
-"""The directory that a dataset is packed into: what may be replaced, what is kept, and the end of it all."""
+"""Prepares the directory that a dataset is packed into, and finishes the dataset with its manifest."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from hpctrain.data.packing.resume_record import (
 )
 from hpctrain.errors import DataError, UsageError
 
-# An attribute that is not known before a stream was read.
+# An attribute that is unknown until a stream was read.
 FOUND_WHILE_PACKING = "stream_tokens"
 
 
 class Existing(str, Enum):
-    """What to do with a dataset that is already there."""
+    """What to do with a dataset that already exists."""
 
     REFUSE = "refuse"
     REPLACE = "replace"
-    RESUME = "resume"  # go on with an interrupted packing of the same; keep a finished dataset of the same
+    RESUME = "resume"  # resume an interrupted packing with the same plan; keep a finished dataset with the same plan
 
 
 def prepare_directory(
     directory: Path, *, existing: Existing = Existing.REFUSE, plan: Plan | None = None
 ) -> None:
-    """Make `directory`, or empty it of a dataset that may be replaced. Only a dataset's files are removed.
+    """Makes `directory`, or removes a dataset that may be replaced. Removes only files of a dataset.
 
-    plan: is noted in the directory; with RESUME it must be that of the interrupted packing.
-    Raises UsageError if it is not empty, holds anything else, or was packed by another plan; DataError if the
-    file system refuses.
+    plan: written into the directory; with RESUME it must be that of the interrupted packing.
+    Raises UsageError if `existing` does not permit it, the directory has other files, or the plan is another one;
+    DataError after an error of the filesystem.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def prepare_directory(
 
 
 def check_free(directory: Path, *, existing: Existing) -> None:
-    """Raise as `prepare_directory` would, and change nothing. RESUME is looked at when the plan is known."""
+    """Raises the errors of `prepare_directory`, but changes nothing. Does not compare plans (RESUME)."""
     try:
         if not directory.exists():
             return
@@ -87,7 +87,7 @@ def _check_names(directory: Path, *, names: list[str], existing: Existing) -> No
     foreign = [name for name in names if name not in OWN_NAMES and not is_shard_name(name)]
     if foreign:
         raise UsageError(
-            f"{directory} holds files that belong to no dataset ({', '.join(foreign[:5])}): "
+            f"{directory} holds files that do not belong to a dataset ({', '.join(foreign[:5])}): "
             "choose another directory, they are not removed"
         )
     if Existing(existing) is Existing.REFUSE:
@@ -100,25 +100,27 @@ def _check_names(directory: Path, *, names: list[str], existing: Existing) -> No
 
 def _remove(directory: Path, *, names: list[str], existing: Existing) -> None:
     _check_names(directory, names=names, existing=existing)
-    # The manifest goes first: what is left after an interruption is seen to be unfinished.
+    # The manifest is deleted first: if this is interrupted, the dataset is seen to be unfinished.
     for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
         (directory / name).unlink()
 
 
 def check_resumable(directory: Path, *, plan: Plan) -> None:
-    """Raise UsageError unless `directory` holds an interrupted packing of `plan`."""
+    """Raises UsageError unless `directory` holds an interrupted packing with `plan`."""
     before = read_plan(directory)
     if before is None:
-        raise UsageError(f"{directory} holds no packing that can go on (no {PLAN_NAME}): --overwrite it")
+        raise UsageError(
+            f"{directory} holds no packing that can be resumed (no {PLAN_NAME}): use --overwrite"
+        )
     if (difference := plan.difference(before)) != "":
         raise UsageError(f"{directory} was packed differently ({difference}): pack as before, or --overwrite")
 
 
 def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | None:
-    """The manifest of a dataset that was finished before, when a packing goes on; None if it is unfinished.
+    """Returns the manifest if the dataset in `directory` is finished already, for RESUME; None if it is not.
 
-    like: keys of the manifest's JSON and their values as this packing would write them.
-    Raises UsageError if the finished dataset is another one.
+    like: keys of the manifest's JSON, with the values that this packing would write.
+    Raises UsageError if the manifest has other values.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -128,7 +130,8 @@ def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | 
     wanted = Plan(document=dict(like))
     if (difference := wanted.difference({key: found.get(key) for key in like})) != "":
         raise UsageError(f"{directory} holds another dataset ({difference}): choose another, or --overwrite")
-    _tidy(directory, keep=frozenset(entry.file for entry in manifest.shards))  # what the end left undone
+    # The packing may have been interrupted after it wrote the manifest.
+    _tidy(directory, keep=frozenset(entry.file for entry in manifest.shards))
     return manifest
 
 
@@ -143,10 +146,10 @@ def finish(
     window_starts: NDArray[np.int64] | None,
     attributes: Mapping[str, JsonValue] | None,
 ) -> Manifest:
-    """Write the manifest from the records of the shards: from here on the dataset exists.
+    """Writes the manifest from the records of the shards, which makes the dataset valid. Returns it.
 
-    files: all shards, in any order. window_starts: of boundaries `split`, shape (samples,).
-    Raises DataError if a shard is not to be seen here, or shards do not fit together.
+    files: names of all shards, in any order. window_starts: for boundaries "split", int64, shape (samples,).
+    Raises DataError if this process does not see a shard, the shards have different fields, or writing fails.
     """
     records = []
     for file in sorted(files, key=shard_number):
@@ -198,7 +201,7 @@ def _describe(spec: FieldSpec | None) -> str:
 
 
 def _tidy(directory: Path, *, keep: frozenset[str]) -> None:
-    """Records go, and shards of an interrupted packing that the dataset does not have."""
+    """Deletes the plan, the records, and shards that are not in `keep`."""
     for name in sorted(child.name for child in directory.iterdir()):
         is_left_over = name == PLAN_NAME or (name in OWN_NAMES and name.endswith(PARTIAL_SUFFIX))
         if is_left_over or (is_shard_name(name) and name not in keep):

@@ -1,6 +1,6 @@
 """Packs arrays, token streams and iterators into a dataset directory: shards first, the manifest last.
 
-Every function here is collective over `comm`, if one is given: the ranks share the work, and the directory.
+Functions with a `comm` are collective if it is given: the ranks share the work, and must share the directory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.comm.collectives.agreement import agreed, check_same
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, SerialWorld, agreed, check_same
 from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
 from hpctrain.data.format.manifest_entries import Boundaries
 from hpctrain.data.hdf5.encode import ShardCompression
@@ -68,11 +66,12 @@ def pack_arrays(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Pack arrays of equal first dimension: field name -> array of shape (num_samples, *sample_shape).
+    """Packs arrays of equal first dimension: field name -> array of shape (num_samples, *sample_shape).
 
     A shard holds `shard_samples`, or as many samples as fit into `shard_bytes` (at least one). Arrays may be
-    memory maps: one shard at a time is held in memory.
-    Raises DataError for arrays that make no dataset, UsageError if the directory is not free.
+    memory maps: one shard at a time is held in memory. Collective over `comm`, if given.
+    Returns the manifest. Raises DataError if the arrays are not valid fields, UsageError if `existing` does not
+    permit what is in the directory.
     """
     return pack_rows(
         directory,
@@ -101,7 +100,7 @@ def pack_rows(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Pack samples that are read by position, as `pack_arrays` does."""
+    """Packs samples that are read by position; otherwise as `pack_arrays`."""
     comm = comm or SerialWorld()
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
@@ -144,13 +143,13 @@ def pack_tokens(
     existing: Existing = Existing.REFUSE,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Pack a stream of tokens; samples are windows of window + 1 tokens that begin `stride` tokens apart.
+    """Packs a stream of tokens; samples are windows of window + 1 tokens that begin `stride` tokens apart.
 
-    chunks: arrays of shape (n,), concatenated to the stream; held in memory up to about `shard_bytes`.
+    chunks: integer arrays of shape (n,), concatenated to the stream; about `shard_bytes` are held in memory.
     stride: `window` unless given, so that each token is predicted once. Tokens after the last whole window
     are dropped (fewer than `stride`). A shard repeats the tokens that its last window shares with the next
-    shard, so that every window lies in one file. One process; for several ranks see `pack_documents`.
-    Raises DataError if the stream is shorter than one window.
+    shard, so that every window lies in one file. For one process; `pack_documents` works with several ranks.
+    Returns the manifest. Raises DataError if the stream is shorter than one window.
     """
     check_token_dtype(dtype)
     windows = _windows(window=window, stride=stride)
@@ -189,12 +188,12 @@ def pack_documents(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Pack documents one behind the other, as `pack_tokens` does, and note in each shard where they begin.
+    """Packs concatenated documents, as `pack_tokens` does, and records in each shard where documents begin.
 
-    boundaries: `ignore` cuts windows from the stream; `split` cuts each document by itself, so that no window
-    has tokens of two. Tokens behind a document's last window, and documents shorter than window + 1, are then
-    in no sample.
-    Raises DataError if no window fits.
+    boundaries: "ignore" cuts windows from the concatenated stream; "split" cuts each document separately, so that
+    no window has tokens of two documents. Tokens after a document's last window, and documents shorter than
+    window + 1, are then in no sample. Collective over `comm`, if given.
+    Returns the manifest. Raises DataError if no window fits.
     """
     comm = comm or SerialWorld()
     windows = _windows(window=window, stride=stride).model_copy(
@@ -254,16 +253,16 @@ def pack_iterator(
     progress: Progress | None = None,
     comm: Collective | None = None,
 ) -> Manifest:
-    """Pack samples as an iterator yields them: dicts of field name -> array or number, all of one form.
+    """Packs samples from iterators: dicts of field name -> array or number, with equal dtypes and shapes.
 
-    open_part: makes the iterator over part 0, ..., num_parts - 1; rank r packs the parts p with
-    p % num_ranks == r. The dataset is the same for any number of ranks, given num_parts.
-    To go on with an interrupted packing the iterators run again from the start.
-    Raises DataError for samples that differ in form, and for what an iterator raises.
+    open_part: returns the iterator over part p, 0 <= p < num_parts; rank r packs the parts p with
+    p % num_ranks == r. The dataset depends on num_parts, but not on the number of ranks.
+    With Existing.RESUME the iterators run again from the start. Collective over `comm`, if given.
+    Returns the manifest. Raises DataError if samples differ in dtype or shape, or an iterator raises an error.
     """
     comm = comm or SerialWorld()
     if num_parts < 1:
-        raise UsageError(f"{num_parts} parts were asked: there is at least one")
+        raise UsageError(f"{num_parts} is not a valid number of parts: at least 1 is needed")
     _check_sizes(shard=shard_samples if shard_samples is not None else shard_bytes, block=block_bytes)
     maker = IteratorShards(
         open_part,
@@ -296,4 +295,4 @@ def _windows(*, window: int, stride: int | None) -> TokenWindows:
 
 def _check_sizes(*, shard: int, block: int) -> None:
     if shard < 1 or block < 1:
-        raise UsageError(f"a shard of {shard} and blocks of {block} bytes were asked; both are at least 1")
+        raise UsageError(f"shard size {shard} and block size {block} in bytes must both be at least 1")

@@ -1,4 +1,4 @@
-"""From the name of a source to finished dataset directories: what `hpctrain data pack` does."""
+"""Packs a named source into dataset directories, for `hpctrain data pack`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from hpctrain.comm.backends.serial_world import SerialWorld
-from hpctrain.comm.collectives.agreement import agreed, on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, SerialWorld, agreed, on_rank_0
 from hpctrain.data.format.manifest import FieldSpec, Manifest
 from hpctrain.data.format.manifest_entries import Boundaries
 from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
@@ -29,7 +27,7 @@ from hpctrain.data.sources.text import TextDocuments, TextSource
 from hpctrain.errors import DataError, UsageError
 
 DEFAULT_WINDOW = 128
-# A chunk is what is read and decoded for one sample; smaller ones compress worse.
+# Default size of a chunk, which is read and decoded as a whole; smaller ones compress worse.
 _CHUNK_BYTES = 1 << 18
 
 
@@ -51,18 +49,18 @@ def pack_source(
     progress: Callable[[Path], Progress] | None = None,
     comm: Collective | None = None,
 ) -> dict[Path, Manifest]:
-    """Pack a source (see `open_source`) into `out`/train and `out`/test, or `out` if nothing is held out.
+    """Packs a source (see `open_source`) into `out`/train and `out`/test, or `out` if nothing is held out.
 
-    window, stride, boundaries: of token streams (128, the window, `ignore`); refused for samples.
-    codec: compresses; chunk_samples: samples a chunk, as many as fill 256 KiB unless given.
-    progress: makes the progress callback of each dataset directory. Collective over `comm`, if given.
-    Returns dataset directory -> manifest. Raises UsageError, DataError.
+    window, stride, boundaries: for text sources only; defaults: 128, the window, "ignore".
+    codec: compression, None for none. chunk_samples: samples per chunk; default: as many as fill 256 KiB.
+    progress: returns the progress callback for a dataset directory. Collective over `comm`, if given.
+    Returns dataset directory -> manifest. Raises UsageError or DataError, on all ranks.
     """
     comm = comm or SerialWorld()
     existing = Existing(existing)
     if chunk_samples is not None and codec is None:
         raise UsageError("--chunk-samples is for compressed shards: choose --compress gzip or zstd")
-    # Everyone raises together, and only then: what comes next is collective.
+    # An error of one rank is raised on all ranks, since collectives follow.
     opened = agreed(
         comm,
         lambda: open_source(source, held_out=held_out, seed=seed, shuffle=shuffle, options=options),
@@ -105,7 +103,7 @@ def pack_source(
                 **shared,
             )
         elif isinstance(opened, IteratorSource):
-            # What a sample takes is not known before the first comes.
+            # The size of a sample is unknown before the first one was read.
             manifests[directory] = pack_iterator(
                 directory,
                 opened.open_part,
@@ -136,7 +134,7 @@ def pack_source(
 
 
 def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
-    """For the tasks that ask for it: of the one field with named classes."""
+    """Returns the attribute `num_classes`, which tasks read, if exactly one field has named classes."""
     counts = [len(spec.classes) for spec in fields.values() if spec.classes]
     return {"num_classes": counts[0]} if len(counts) == 1 else {}
 
@@ -152,7 +150,7 @@ def _compression(
 
 
 def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
-    """Every directory is looked at before the first is written: nothing is replaced by half."""
+    """Raises UsageError if one of the directories may not be written, before any of them is changed."""
     if out not in directories and out.is_dir():
         foreign = sorted(child.name for child in out.iterdir() if child not in directories)
         if foreign:

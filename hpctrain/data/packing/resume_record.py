@@ -1,7 +1,7 @@
-"""What an unfinished packing leaves beside its shards, so that it can go on: the plan, a record a shard.
+"""Files with which an interrupted packing can be resumed: the plan, and one record per shard.
 
-Both are JSON and go when the manifest is written. A record counts only with the plan it was made for, and its
-shard only if every byte is as recorded.
+Both are JSON, next to the shards, and deleted when the manifest is written. A record is valid only for the plan it
+was made for, and its shard only if every byte matches the record.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from numpy.typing import NDArray
 from pydantic import JsonValue, ValidationError
 
@@ -20,9 +19,10 @@ from hpctrain.data.format.field_statistics import Moments, moments_of
 from hpctrain.data.format.manifest import MANIFEST_NAME, PARTIAL_SUFFIX, FieldSpec, ShardEntry
 from hpctrain.data.format.shard_file import record_name
 from hpctrain.data.format.token_windows import WINDOWS_NAME
+from hpctrain.storage import hash_of, replace_file
 
 PLAN_NAME = ".packing.json"
-# What a dataset's directory may hold beside shards and their records.
+# Files of a dataset's directory other than shards and their records.
 OWN_NAMES = (
     MANIFEST_NAME,
     f".{MANIFEST_NAME}{PARTIAL_SUFFIX}",
@@ -35,7 +35,7 @@ OWN_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What decides the content of a dataset's shards, as JSON, and the hash that says so in each record."""
+    """Everything that determines the content of a dataset's shards, as JSON. Each record contains its hash."""
 
     document: Mapping[str, JsonValue]
 
@@ -44,7 +44,7 @@ class Plan:
         return _hash_of(self.document)
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """The keys in which another plan differs, with both values."""
+        """Returns the keys in which another plan differs, with both values, as text; "" if none does."""
         mine = json.loads(json.dumps(self.document))
         keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
         return "; ".join(f"{key} was {_short(other.get(key))}, now {_short(mine.get(key))}" for key in keys)
@@ -52,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """A finished shard: its entry for the manifest, its fields, and what the statistics are added up from."""
+    """A finished shard: its entry for the manifest, its fields, and its part of the statistics."""
 
     entry: ShardEntry
     fields: dict[str, FieldSpec]
@@ -62,7 +62,10 @@ class ShardRecord:
 def make_record(
     entry: ShardEntry, *, fields: Mapping[str, FieldSpec], arrays: Mapping[str, NDArray[Any]]
 ) -> ShardRecord:
-    """The record of a shard just written. Numbers that name something (tokens, classes) have no statistics."""
+    """Returns the record of a shard just written. Fields with classes have no statistics.
+
+    arrays: of the fields that statistics are computed from; token fields are not among them.
+    """
     moments = {
         name: moments_of(array)
         for name, array in arrays.items()
@@ -72,18 +75,18 @@ def make_record(
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
-    """Note what is being packed. Raises OSError."""
+    """Writes the plan into `directory`. Raises OSError."""
     _write_json(directory / PLAN_NAME, {"plan": dict(plan.document)})
 
 
 def read_plan(directory: Path) -> dict[str, Any] | None:
-    """The plan of the packing that was interrupted in `directory`; None if there is none to be read."""
+    """Returns the plan of the packing that was interrupted in `directory`; None if it is missing or unreadable."""
     document = _read_json(directory / PLAN_NAME)
     return document["plan"] if document is not None and isinstance(document.get("plan"), dict) else None
 
 
 def write_record(directory: Path, record: ShardRecord, *, plan: Plan) -> None:
-    """Say that a shard is finished. Raises OSError."""
+    """Writes the record of a finished shard. Raises OSError."""
     document = {
         "plan": plan.hash,
         "entry": record.entry.model_dump(mode="json"),
@@ -94,7 +97,7 @@ def write_record(directory: Path, record: ShardRecord, *, plan: Plan) -> None:
 
 
 def read_record(directory: Path, file: str, *, plan: Plan) -> ShardRecord | None:
-    """The record of shard `file`; None if there is none, of this plan, that can be read."""
+    """Returns the record of shard `file`; None if it is missing, unreadable, or of another plan."""
     document = _read_json(directory / record_name(file))
     if document is None or document.get("plan") != plan.hash:
         return None
@@ -111,14 +114,13 @@ def read_record(directory: Path, file: str, *, plan: Plan) -> ShardRecord | None
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
     partial = path.with_name(f"{path.name if path.name.startswith('.') else '.' + path.name}{PARTIAL_SUFFIX}")
-    with partial.open("w", encoding="utf-8") as file:
-        # Not synced: one that a power failure cuts short has another checksum, and its shard is made again.
-        json.dump({**document, "checksum": _hash_of(document)}, file)
-    partial.rename(path)
+    # Not durable: if a power failure truncates it, the checksum does not match and the shard is written again.
+    content = json.dumps({**document, "checksum": _hash_of(document)})
+    replace_file(path, content.encode(), partial=partial)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """None if the file is not there, or was not written by `_write_json` as it is."""
+    """Returns the document; None if the file is missing, or its checksum does not match."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -130,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _hash_of(document: Mapping[str, Any]) -> str:
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return str(xxhash.xxh3_64_hexdigest(text.encode()))
+    return hash_of(text.encode())
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Which rank makes which shard of a dataset, of what; and writing them, in step with the other ranks.
+"""Assigns the shards of a dataset to ranks, makes their content, and writes them in step with the other ranks.
 
-Where the samples are known beforehand, shard i is made by rank i % num_ranks, and the dataset is the same for
-any number of ranks.
+If the samples are known in advance, shard i is made by rank i % num_ranks, and the dataset is the same for any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, agreed, all_gather_json
 from hpctrain.data.format.manifest import TOKENS_FIELD, FieldSpec, TokenWindows
 from hpctrain.data.format.shard_file import is_as_written, shard_name, write_shard
 from hpctrain.data.format.token_windows import split_windows
@@ -27,36 +26,36 @@ from hpctrain.data.sources.row_source import Rows
 from hpctrain.errors import DataError
 
 Progress = Callable[[int, int | None], None]
-"""Called with (done, total) samples of all ranks after each shard; total is None when it is not known."""
+"""Called with (done, total) samples of all ranks after each shard; total is None if it is unknown."""
 
 DOCUMENTS_DATASET = "documents"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """What goes into one shard. beside: datasets that are no fields."""
+    """Content of one shard. other_datasets: additional HDF5 datasets that are not fields."""
 
     samples: int
     fields: Mapping[str, FieldSpec]
     arrays: Mapping[str, NDArray[Any]]
-    beside: Mapping[str, NDArray[Any]]
+    other_datasets: Mapping[str, NDArray[Any]]
 
 
 class ShardMaker(Protocol):
-    """The shards of one rank, one after the other: `begin`, then `make` or `skip`, until there is none."""
+    """Makes the shards of one rank in order. Call `begin`, then `make` or `skip`, until `begin` returns None."""
 
     def begin(self) -> str | None:
-        """File name of the next shard; None after the last."""
+        """Returns the file name of the next shard; None after the last."""
 
     def make(self) -> ShardContent:
-        """The content of the shard that was begun. Raises DataError."""
+        """Returns the content of the current shard. Raises DataError."""
 
     def skip(self, samples: int) -> None:
-        """Go behind the shard that was begun, which has so many samples and is there already."""
+        """Skips the current shard, which exists already and has `samples` samples."""
 
 
 class RowShards:
-    """Shards of `shard_samples` samples of `rows`."""
+    """Makes shards of `shard_samples` samples each from `rows`."""
 
     def __init__(self, rows: Rows, *, shard_samples: int, rank: int, num_ranks: int) -> None:
         self._rows = rows
@@ -72,7 +71,9 @@ class RowShards:
         positions = np.arange(start, min(start + self._shard_samples, self._rows.num_samples))
         self.skip(len(positions))
         arrays = self._rows.read(positions)
-        return ShardContent(samples=len(positions), fields=self._rows.fields, arrays=arrays, beside={})
+        return ShardContent(
+            samples=len(positions), fields=self._rows.fields, arrays=arrays, other_datasets={}
+        )
 
     def skip(self, samples: int) -> None:
         self._next += self._num_ranks
@@ -84,11 +85,11 @@ class RowShards:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan:
-    """Which windows of a stream of documents each shard holds: a stretch of tokens with whole windows.
+    """Assignment of the windows of a token stream to shards; each shard is a range of tokens with whole windows.
 
-    first: first token of each shard, stop: the token behind its last; counts: windows of each.
-    starts: where each window of the dataset begins, counted from the first token of its shard; None if that
-    is just the stride.
+    first, stop: token range of each shard, `stop` excluded; counts: windows of each shard. int64, shape (shards,).
+    starts: first token of each window of the dataset, relative to its shard, int64, shape (samples,); None if the
+    windows are `stride` tokens apart.
     """
 
     first: NDArray[np.int64]
@@ -104,9 +105,10 @@ class WindowPlan:
 def plan_windows(
     documents: Documents, *, window: int, stride: int, shard_tokens: int, split: bool
 ) -> WindowPlan:
-    """Cut a stream into shards of at most `shard_tokens` tokens (one window at least). Raises DataError.
+    """Cuts a stream into shards of at most `shard_tokens` tokens, but at least one window.
 
     split: no window crosses the beginning of a document; documents shorter than window + 1 are left out.
+    Raises DataError if no window fits.
     """
     borders = documents.starts
     num_tokens = int(borders[-1])
@@ -124,7 +126,7 @@ def plan_windows(
 
 
 def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowPlan:
-    """Needs memory for the shards, not for the windows."""
+    """Returns the plan for windows at a fixed stride. Needs memory per shard, not per window."""
     shard_samples = max(1, windows.windows_in(shard_tokens))
     begins = np.arange(0, samples, shard_samples, dtype=np.int64)
     counts = np.minimum(shard_samples, samples - begins)
@@ -147,7 +149,7 @@ def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -
 
 
 class DocumentShards:
-    """Shards of token windows of `documents`, each with a dataset of where documents begin in it."""
+    """Makes shards of token windows, each with a dataset of the positions at which documents begin in it."""
 
     def __init__(
         self, documents: Documents, *, plan: WindowPlan, window: int, rank: int, num_ranks: int
@@ -171,7 +173,7 @@ class DocumentShards:
             samples=samples,
             fields=self._fields,
             arrays={TOKENS_FIELD: read_stream(self._documents, start=first, stop=stop)},
-            beside={DOCUMENTS_DATASET: inside.astype(np.int64)},
+            other_datasets={DOCUMENTS_DATASET: inside.astype(np.int64)},
         )
 
     def skip(self, samples: int) -> None:
@@ -181,7 +183,7 @@ class DocumentShards:
 def make_shards(
     maker: ShardMaker, *, directory: Path, plan: Plan, block_bytes: int, compression: ShardCompression | None
 ) -> Iterator[ShardRecord]:
-    """Write the shards of one rank; those that an earlier packing of the same plan finished are kept."""
+    """Writes the shards of one rank and yields their records. Keeps shards that were finished with the same plan."""
     while (file := maker.begin()) is not None:
         record = read_record(directory, file, plan=plan)
         if record is not None and is_as_written(directory, entry=record.entry, block_bytes=block_bytes):
@@ -193,11 +195,11 @@ def make_shards(
                 file=file,
                 samples=content.samples,
                 arrays=content.arrays,
-                beside=content.beside,
+                other_datasets=content.other_datasets,
                 block_bytes=block_bytes,
                 compression=compression,
             )
-            named = {} if TOKENS_FIELD in content.arrays and content.beside else content.arrays
+            named = {} if TOKENS_FIELD in content.arrays and content.other_datasets else content.arrays
             record = make_record(entry, fields=content.fields, arrays=named)
             write_record(directory, record, plan=plan)
         yield record
@@ -206,9 +208,10 @@ def make_shards(
 def write_together(
     records: Iterator[ShardRecord], *, comm: Collective, total: int | None, progress: Progress | None
 ) -> list[str]:
-    """Run every rank's iterator to its end, a shard at a time; file names of all ranks' shards. Collective.
+    """Runs every rank's iterator to its end, one shard at a time. Collective over `comm`.
 
-    An error of one rank is raised on all after the shard that they are at.
+    Returns the file names of all ranks' shards. An error of one rank is raised on all ranks after their current
+    shard.
     """
     mine: list[str] = []
     done = 0

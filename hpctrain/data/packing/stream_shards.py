@@ -1,4 +1,4 @@
-"""Shards of what is only known by going through it: token chunks, and iterators over samples."""
+"""Makes shards from sources that can only be read sequentially: token chunks, and iterators over samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sample = Mapping[str, Any]
 
 
 class StreamShards:
-    """Shards of a stream of token chunks, concatenated. Holds about one shard in memory."""
+    """Makes shards from concatenated token chunks. Holds about one shard in memory."""
 
     def __init__(
         self, chunks: Iterable[NDArray[Any]], *, windows: TokenWindows, dtype: str, shard_samples: int
@@ -32,7 +32,7 @@ class StreamShards:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that came so far."""
+        """Number of tokens read so far."""
         return self._stream.read_tokens
 
     def begin(self) -> str | None:
@@ -46,7 +46,7 @@ class StreamShards:
         samples = self._windows.windows_in(len(tokens))
         arrays = {TOKENS_FIELD: tokens[: self._windows.tokens_for(samples)]}
         self.skip(samples)
-        return ShardContent(samples=samples, fields=self._fields, arrays=arrays, beside={})
+        return ShardContent(samples=samples, fields=self._fields, arrays=arrays, other_datasets={})
 
     def skip(self, samples: int) -> None:
         self._next += 1
@@ -54,7 +54,7 @@ class StreamShards:
 
 
 class _Stream:
-    """A cursor over concatenated chunks that keeps only what was peeked at and not skipped."""
+    """A cursor over concatenated chunks. Keeps in memory only tokens that were returned by `peek` and not skipped."""
 
     def __init__(self, chunks: Iterable[NDArray[Any]], *, dtype: str) -> None:
         self._chunks: Iterator[NDArray[Any]] = iter(chunks)
@@ -64,7 +64,7 @@ class _Stream:
         self.read_tokens = 0
 
     def peek(self, num_tokens: int) -> NDArray[Any]:
-        """The next `num_tokens` tokens, fewer at the end of the stream."""
+        """Returns the next `num_tokens` tokens, fewer at the end of the stream, without moving the cursor."""
         parts, length = [self._held], len(self._held)
         while length < num_tokens:
             chunk = next(self._chunks, None)
@@ -80,21 +80,21 @@ class _Stream:
         return self._held[:num_tokens]
 
     def skip(self, num_tokens: int) -> None:
-        """Go on by `num_tokens`, also beyond what was peeked at."""
+        """Moves the cursor by `num_tokens`, which may be more than `peek` returned."""
         self._to_skip += max(0, num_tokens - len(self._held))
         self._held = self._held[num_tokens:]
 
     def drain(self) -> None:
-        """Count what is left."""
+        """Reads the remaining chunks only to count their tokens."""
         for chunk in self._chunks:
             self.read_tokens += len(chunk)
 
 
 class IteratorShards:
-    """Shards of samples (dicts of arrays and numbers) from an iterator, or from one for each of several parts.
+    """Makes shards from samples (dicts of arrays and numbers) of one iterator per part.
 
-    open_part: the iterator over a part. parts: those of this rank. The first sample of a part says what the
-    fields are; arrays of one shard are held in memory.
+    open_part: returns the iterator over a part. parts: numbers of this rank's parts. The first sample of a part
+    determines the fields; the arrays of one shard are held in memory.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class IteratorShards:
         taken = self._samples.take(at_most)
         self._index += 1
         arrays = {name: np.stack([sample[name] for sample in taken]) for name in fields}
-        return ShardContent(samples=len(taken), fields=fields, arrays=arrays, beside={})
+        return ShardContent(samples=len(taken), fields=fields, arrays=arrays, other_datasets={})
 
     def skip(self, samples: int) -> None:
         assert self._samples is not None
@@ -142,7 +142,7 @@ class IteratorShards:
 
 
 class _Checked:
-    """An iterator over samples of which each has the fields of the first."""
+    """Reads samples from an iterator and checks that each has the fields of the first. Raises DataError."""
 
     def __init__(self, samples: Iterator[Sample], *, part: int) -> None:
         self._samples = samples
@@ -152,13 +152,13 @@ class _Checked:
         self.fields: dict[str, FieldSpec] = {}
 
     def peek(self) -> dict[str, NDArray[Any]] | None:
-        """The next sample, None at the end."""
+        """Returns the next sample without consuming it; None at the end."""
         if self._ahead is None:
             self._ahead = self._convert(self._pull())
         return self._ahead
 
     def take(self, number: int) -> list[dict[str, NDArray[Any]]]:
-        """The next samples, fewer at the end."""
+        """Returns the next `number` samples, fewer at the end."""
         taken: list[dict[str, NDArray[Any]]] = []
         while len(taken) < number and (sample := self.peek()) is not None:
             taken.append(sample)
@@ -166,14 +166,14 @@ class _Checked:
         return taken
 
     def drop(self, number: int) -> None:
-        """Go on by so many samples without looking at them. Raises DataError if there are not so many."""
+        """Skips `number` samples without checking them. Raises DataError if there are fewer."""
         if number and self._ahead is not None:
             self._ahead, number = None, number - 1
         for _ in range(number):
             if self._pull() is None:
                 raise DataError(
-                    f"{self._where} there are no more samples, but shards of an earlier packing have more: "
-                    "the iterator is another one, --overwrite"
+                    f"{self._where} there are no more samples, but shards of the interrupted packing have more: "
+                    "the iterator has changed, pack again with --overwrite"
                 )
 
     @property
@@ -198,7 +198,7 @@ class _Checked:
         try:
             arrays = {str(name): np.asarray(value) for name, value in sample.items()}
         except (ValueError, TypeError, RuntimeError) as error:
-            raise DataError(f"{self._where} a field is no array: {error}") from error
+            raise DataError(f"{self._where} a field is not an array: {error}") from error
         if not self.fields:
             self.fields = {
                 name: field_spec(name, dtype=array.dtype, shape=array.shape) for name, array in arrays.items()

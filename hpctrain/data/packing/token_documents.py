@@ -1,4 +1,4 @@
-"""A stream of tokens made of documents whose lengths are known before they are read."""
+"""Token stream of concatenated documents whose lengths are known before they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_DTYPES = ("uint8", "uint16", "int32")
 
 
 class Documents(Protocol):
-    """Documents in an order. starts: int64, shape (number + 1,): their first tokens, and the stream's length."""
+    """Ordered documents. starts: int64, shape (number + 1,): first token of each, then the length of the stream."""
 
     @property
     def dtype(self) -> str: ...
@@ -27,15 +27,15 @@ class Documents(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Tells contents apart without reading them."""
+        """Value that changes with the content, found without reading the documents."""
 
     def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start, ..., stop - 1 of one document, shape (stop - start,). Raises DataError."""
+        """Returns tokens start, ..., stop - 1 of one document, shape (stop - start,). Raises DataError."""
 
 
 @dataclass(frozen=True)
 class TokenArrays:
-    """Documents in memory: arrays of integers of shape (n,)."""
+    """Documents in memory: integer arrays of shape (n,)."""
 
     arrays: Sequence[NDArray[Any]]
     dtype: str = "uint8"
@@ -53,7 +53,7 @@ class TokenArrays:
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
-    """Tokens start, ..., stop - 1 of the documents one behind the other. Raises DataError."""
+    """Returns tokens start, ..., stop - 1 of the concatenated documents. Raises DataError."""
     starts = documents.starts
     stream = np.empty(stop - start, dtype=documents.dtype)
     number = int(np.searchsorted(starts, start, side="right")) - 1
@@ -71,13 +71,13 @@ def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
 
 
 def check_token_dtype(dtype: str) -> None:
-    """Raises DataError for a dtype that tokens cannot have."""
+    """Raises DataError if `dtype` is not in TOKEN_DTYPES."""
     if dtype not in TOKEN_DTYPES:
-        raise DataError(f"tokens of dtype {dtype} were asked; uint8, uint16 and int32 are possible")
+        raise DataError(f"tokens cannot have dtype {dtype}: choose uint8, uint16 or int32")
 
 
 def as_tokens(chunk: NDArray[Any], *, dtype: str) -> NDArray[Any]:
-    """`chunk` as `dtype`. Raises DataError if it is no stream of integers, or they do not fit."""
+    """Returns `chunk` as `dtype`. Raises DataError if it is not integers of shape (n,), or they do not fit."""
     array = np.asarray(chunk)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise DataError(

@@ -1,4 +1,4 @@
-"""One packing from beginning to end: the directory is prepared, the ranks write their shards, the manifest ends it."""
+"""Packs a dataset: rank 0 prepares the directory, all ranks write shards, rank 0 writes the manifest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from hpctrain.comm.collectives.agreement import on_rank_0
-from hpctrain.comm.interface.communicator import Collective
+from hpctrain.comm import Collective, on_rank_0
 from hpctrain.data.format.manifest import Kind, Manifest, TokenWindows
 from hpctrain.data.hdf5.encode import ShardCompression
 from hpctrain.data.packing.directory import (
@@ -44,14 +43,16 @@ def write_dataset(
     total: int | None = None,
     nothing: Callable[[], str] | None = None,
 ) -> Manifest:
-    """Prepare on rank 0, write together, finish on rank 0. Collective.
+    """Packs a dataset and returns its manifest. Collective over `comm`.
 
-    maker: this rank's shards. plan: what decides their content. like: keys of the manifest that a finished
-    dataset must have to be kept with RESUME. attributes: asked for at the end once more, when a stream has
-    been read. nothing: says why there are no shards.
-    Raises UsageError, DataError on all ranks.
+    maker: makes this rank's shards. plan: everything that determines their content. like: values that the manifest
+    of a finished dataset must have to be kept with RESUME. attributes: called before packing and again after it,
+    when the length of a stream is known. total: number of samples, if known. nothing: returns the message of the
+    error for a dataset without shards.
+    Raises UsageError or DataError on all ranks.
     """
-    existing = Existing(existing)  # a plain string would be none of them, and the directory emptied
+    # A plain string would fail the `is` tests, and the directory would be emptied.
+    existing = Existing(existing)
     noted = {key: value for key, value in attributes().items() if key != FOUND_WHILE_PACKING}
     whole_plan = Plan(
         document={

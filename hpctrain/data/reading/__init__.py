@@ -1,1 +1,1 @@
-"""Samples by index into arrays: `Dataset`, open shards, field readers, the decode pool."""
+"""Reads samples by index into arrays: `Dataset`, open shards, field readers, the decode pool."""

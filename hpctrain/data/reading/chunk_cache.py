@@ -1,4 +1,4 @@
-"""Decoded chunks, kept while they fit into a number of bytes; the one that was used longest ago goes first."""
+"""LRU cache of decoded chunks, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class ChunkKey(NamedTuple):
-    """One chunk of a field of a shard, by its number in each dimension."""
+    """Identifies a chunk of a field of a shard. place: index of the chunk in each dimension."""
 
     shard: int
     field: str
@@ -22,7 +22,7 @@ class ChunkKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Decoded elements, native-endian, shape of the chunk; lengths: of its rows, int64, of ragged fields."""
+    """Decoded elements, native-endian, of the chunk's shape. lengths: int64, one per row, for ragged fields."""
 
     values: NDArray[Any]
     lengths: NDArray[np.int64] | None = None
@@ -33,7 +33,7 @@ class Chunk:
 
 
 class _InMaking:
-    """A chunk that one thread makes and others wait for; lighter than a future, there is one a chunk."""
+    """A chunk that one thread is making while others wait. One per chunk, so it must cost less than a Future."""
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
@@ -42,26 +42,27 @@ class _InMaking:
         self.done.acquire()
 
     def wait(self) -> Chunk:
+        """Returns the chunk once it is made; raises the error of the thread that makes it."""
         with self.done:
             if self.chunk is not None:
                 return self.chunk
-        raise self.error or RuntimeError("a chunk was given up")
+        raise self.error or RuntimeError("the thread that was decoding a chunk ended without a result")
 
 
 class ChunkCache:
-    """At most `capacity_bytes` of chunks. Safe in threads: a chunk that one of them makes, others wait for."""
+    """Keeps at most `capacity_bytes` of chunks. Thread-safe: each chunk is made by one thread, others wait for it."""
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.num_made = 0
-        """Chunks that were decoded so far."""
+        """Number of chunks decoded so far."""
         self._lock = threading.Lock()
         self._chunks: OrderedDict[ChunkKey, Chunk] = OrderedDict()
         self._in_making: dict[ChunkKey, _InMaking] = {}
 
     def get(self, key: ChunkKey) -> Chunk | None:
-        """The chunk if it is here."""
+        """Returns the chunk if it is in the cache, else None."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is not None:
@@ -69,7 +70,7 @@ class ChunkCache:
             return chunk
 
     def get_or_make(self, key: ChunkKey, make: Callable[[], Chunk]) -> Chunk:
-        """The chunk from here, from a thread that is making it, or from `make()`, whose errors are raised."""
+        """Returns the chunk from the cache, from a thread that is making it, or from `make()`. Raises its errors."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is not None:

@@ -1,4 +1,4 @@
-"""Where chunks come from: the bytes of the file, decoded here; or h5py, for what only HDF5 understands."""
+"""Sources of chunks: the bytes of the file, decoded here; or h5py, for data that only HDF5 can decode."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.chunk_index import ChunkIndex, read_chunk_index
 from hpctrain.data.hdf5.decode import DEFLATE, Bytes, undo
-from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader
-from hpctrain.data.hdf5.string_classes import class_texts
+from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader, class_texts
 from hpctrain.data.reading.chunk_cache import Chunk
 from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError
 
-# Where the index cannot be read, HDF5 is asked. 1.10 looks through all chunks for each; from so many on it is asked
-# for the bytes.
+# If the chunk index cannot be read, HDF5 looks up each chunk. HDF5 1.10 searches all chunks for that, so above this
+# number of chunks it reads their bytes instead.
 _MAX_LOOKED_UP = 4096
 _BLOCK_BYTES = 1 << 20
 
 
 class StoredChunks:
-    """HDF5 chunks: the place from the file's index, the bytes from a map or by pread, decoded outside h5py's lock."""
+    """HDF5 chunks, found in the file's chunk index, read from a map or with pread, decoded outside h5py's lock."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class StoredChunks:
         layout: DatasetLayout,
         mapped: mmap.mmap | None = None,
     ) -> None:
-        """mapped: the whole of the file, if it is mapped. It must not become shorter while chunks are read."""
+        """mapped: map of the whole file, or None. The file must not become shorter while chunks are read."""
         assert layout.chunks is not None
         self.shape = layout.shape
         self.chunk_shape = layout.chunks
@@ -46,7 +45,7 @@ class StoredChunks:
         self._mapped = None if mapped is None else memoryview(mapped)
         self._dataset = dataset
         self._layout = layout
-        # HDF5 1.10 tells places without the user block that files may begin with.
+        # HDF5 1.10 returns offsets that do not include the user block at the start of a file.
         self._look_up = layout.num_chunks <= _MAX_LOOKED_UP and not reader.user_block_bytes
         self._index: ChunkIndex | None = None
         self._index_is_read = False
@@ -67,17 +66,17 @@ class StoredChunks:
         mask, data = stored
         decoded = undo(data, filters=self._layout.filters, mask=mask, num_bytes=self._chunk_bytes)
         if isinstance(decoded, memoryview) and self._mapped is not None:
-            decoded = bytes(decoded)  # the cache would keep the map, and with it the file open
+            decoded = bytes(decoded)  # a cached view would keep the map, and so the file, open
         values: NDArray[Any] = np.frombuffer(decoded, dtype=dtype).reshape(self.chunk_shape)
         return Chunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
 
     def inflate_row(self, row: int) -> bytes | None:
-        """The bytes of row `row`, where that is a chunk that is only deflated; None: ask `load`, which tells errors."""
+        """Returns the bytes of row `row` if it is one chunk with deflate only; None: call `load`, also after errors."""
         if not self._only_deflated:
             return None
         index = self._index
         try:
-            if index is not None:  # the shortest way: there are many
+            if index is not None:  # the common case, kept short: this runs once per sample
                 begin, num_bytes = index.offsets[row], index.sizes[row]
                 if begin < 0 or index.masks[row]:
                     return None
@@ -103,7 +102,7 @@ class StoredChunks:
             try:
                 return self._reader.stored_chunk(self._dataset, first=first)
             except (OSError, RuntimeError):
-                # Never written, or damaged: the slow question tells which.
+                # Never written, or damaged: the slow lookup distinguishes them.
                 if self._reader.user_block_bytes:
                     if self._place(first) is None:
                         return None
@@ -111,7 +110,7 @@ class StoredChunks:
         place = self._place(first)
         if place is None:
             return None
-        if self._mapped is not None:  # a place behind the map's end: reading it tells by how much
+        if self._mapped is not None:  # beyond the end of the map, the read below reports the missing bytes
             view = self._mapped[place.offset : place.offset + place.num_bytes]
             if len(view) == place.num_bytes:
                 return place.filter_mask, view
@@ -145,7 +144,7 @@ class StoredChunks:
     def _place(self, first: tuple[int, ...]) -> ChunkPlace | None:
         if self._index is not None:
             return self._index.place(tuple(f // c for f, c in zip(first, self.chunk_shape, strict=True)))
-        if first in self._places:  # nothing is ever taken out
+        if first in self._places:  # without the lock: entries are never removed
             return self._places[first]
         with self._lock:
             if first not in self._places:
@@ -154,7 +153,7 @@ class StoredChunks:
 
 
 def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
-    """Rows of a block read through h5py: whole HDF5 chunks, about a MiB, at most all."""
+    """Returns the rows of a block read through h5py: whole HDF5 chunks, about 1 MiB, at most `num_rows`."""
     wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
     if chunk_rows is not None:
         wanted = max(1, wanted // chunk_rows) * chunk_rows
@@ -162,7 +161,7 @@ def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
 
 
 class NumberBlocks:
-    """Blocks of rows of numbers through h5py: filters that are not known here, compact data, compounds."""
+    """Reads blocks of rows of numbers through h5py: for unknown filters, compact data, compound types."""
 
     def __init__(
         self,
@@ -175,7 +174,7 @@ class NumberBlocks:
         chunk_rows: int | None,
         is_scalar: bool,
     ) -> None:
-        """shape: (rows, *rest). is_scalar: the HDF5 dataset has no dimension; it is read as one row."""
+        """shape: (rows, *rest). is_scalar: the HDF5 dataset has no dimensions; it is read as one row."""
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         self.shape = shape
         self.chunk_shape = (
@@ -203,7 +202,7 @@ class NumberBlocks:
 
 
 class ClassBlocks(NumberBlocks):
-    """Strings, fixed or variable length, as the numbers of their classes."""
+    """Reads strings of fixed or variable length as class numbers, int64. Raises DataError for an unknown string."""
 
     def __init__(self, *args: Any, classes: tuple[str, ...], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -214,13 +213,13 @@ class ClassBlocks(NumberBlocks):
         unknown = [name for name in names if name not in self._numbers]
         if unknown:
             raise DataError(
-                f"{unknown[0]!r} is none of the {len(self._numbers)} classes: index the files again"
+                f"{unknown[0]!r} is not one of the {len(self._numbers)} classes: index the files again"
             )
         return Chunk(values=np.array([self._numbers[name] for name in names], dtype=np.int64))
 
 
 class RaggedBlocks(NumberBlocks):
-    """Samples of variable length, padded with zeros to shape[1]."""
+    """Reads samples of variable length, padded with zeros to shape[1]. Raises DataError for a longer one."""
 
     def load(self, place: tuple[int, ...]) -> Chunk:
         samples = self._rows(place[0])

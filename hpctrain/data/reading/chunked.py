@@ -1,4 +1,4 @@
-"""Reads fields chunk by chunk: each chunk is decoded once a batch, kept if it fits, and its rows copied."""
+"""Reads fields chunk by chunk: decodes each chunk once per batch, caches it if it fits, and copies its rows."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from hpctrain.data.reading.decode_pool import Task
 from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
 from hpctrain.errors import DataError
 
-# Samples of a batch are handed to the threads in so many parts.
+# Number of tasks for the samples of a batch, if each sample is one chunk.
 _ALONE_TASKS = 8
-# A cache is passed by that holds less than a field divided by this.
+# The cache is bypassed if the field of the shard has at least this many times its capacity.
 _HARDLY = 8
 
 
 class ChunkSource(Protocol):
-    """Where chunks come from. Safe in threads."""
+    """Reads and decodes chunks. Thread-safe."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole: rows, and the rest of a row."""
+        """Shape of the whole field: (rows, *rest of a row)."""
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Of a chunk; those at the borders may be smaller, or hold more than what lies inside."""
+        """Shape of a chunk. Chunks at the borders may be smaller, or extend beyond the field."""
 
     def inflate_row(self, row: int) -> bytes | None:
-        """The bytes of row `row`, where that is a chunk that needs no more than inflating; None: ask `load`."""
+        """Returns the bytes of row `row` if it is one chunk that only needs inflating; None: call `load`."""
 
     def load(self, place: tuple[int, ...]) -> Chunk:
-        """The chunk with that number in each dimension. Raises DataError, OSError, RuntimeError, ValueError."""
+        """Returns the chunk at that index per dimension. Raises DataError, OSError, RuntimeError, ValueError."""
 
 
 class ChunkedField:
-    """One field of one shard out of a `ChunkSource`."""
+    """Reads one field of one shard from a `ChunkSource`."""
 
     def __init__(self, source: ChunkSource, *, cache: ChunkCache, shard: int, name: FieldName) -> None:
         self._source = source
         self._cache = cache
         self._shard = shard
         self._name = name
-        # The chunks beside each other in all dimensions but the first.
-        self._beside = list(
+        # Indices of the chunks of a row, in all dimensions but the first.
+        self._columns = list(
             product(
                 *(
                     range(-(-size // part))
@@ -57,15 +57,15 @@ class ChunkedField:
             )
         )
 
-        # Of each of them, as slices of the row and of the chunk: what of a row lies in it.
+        # For each of these chunks: its part of the row, as slices of the row and of the chunk.
         self._slices: dict[tuple[int, ...], tuple[tuple[slice, ...], tuple[slice, ...]]] = {}
-        for beside in self._beside:
+        for columns in self._columns:
             of_row, of_chunk = [slice(None), slice(None)], [slice(None)]
-            for number, size, part in zip(beside, source.shape[1:], source.chunk_shape[1:], strict=True):
+            for number, size, part in zip(columns, source.shape[1:], source.chunk_shape[1:], strict=True):
                 stop = min(size, (number + 1) * part)
                 of_row.append(slice(number * part, stop))
                 of_chunk.append(slice(0, stop - number * part))
-            self._slices[beside] = tuple(of_row), tuple(of_chunk)
+            self._slices[columns] = tuple(of_row), tuple(of_chunk)
         self._is_whole_row = source.shape[1:] == source.chunk_shape[1:]
         self._is_alone = self._is_whole_row and source.chunk_shape[0] == 1  # each chunk is one row
 
@@ -92,8 +92,8 @@ class ChunkedField:
         borders = [0, *(np.flatnonzero(np.diff(chunk)) + 1).tolist(), len(chunk)]
         tasks = []
         for start, stop in pairwise(borders):
-            for beside in self._beside:
-                place = (int(chunk[start]), *beside)
+            for columns in self._columns:
+                place = (int(chunk[start]), *columns)
                 task = partial(
                     self._copy_from, place, request, which[start:stop], places[start:stop], starts[start:stop]
                 )
@@ -104,7 +104,7 @@ class ChunkedField:
         return tasks
 
     def _passes_by_the_cache(self, request: Request) -> bool:
-        """Chunks of one row, each wanted once, of which the cache holds so few that it will hardly have these."""
+        """True if each chunk is one row, requested once, and the cache is too small to be likely to hold it."""
         if not self._is_alone or request.rows_a_sample != 1 or request.lengths is not None:
             return False
         if self._source.shape[0] * request.sample_bytes < _HARDLY * self._cache.capacity_bytes:
@@ -118,8 +118,8 @@ class ChunkedField:
         starts: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Each sample is one chunk: decoded and copied."""
-        target, load, beside = request.target, self._source.load, self._beside[0]
+        """Decodes and copies samples that are one chunk each."""
+        target, load, columns = request.target, self._source.load, self._columns[0]
         inflate_row = self._source.inflate_row
         num_bytes, whole = request.sample_bytes, target.reshape(-1).view(np.uint8).data
         for number, (place, start) in enumerate(zip(places.tolist(), starts.tolist(), strict=True)):
@@ -128,7 +128,7 @@ class ChunkedField:
                 whole[place * num_bytes : (place + 1) * num_bytes] = data
                 continue
             try:
-                chunk = load((start, *beside))
+                chunk = load((start, *columns))
             except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:
                 raise self._name.error(samples[number : number + 1], error) from error
             target[place, 0] = chunk.values[0]
@@ -144,7 +144,10 @@ class ChunkedField:
         places: NDArray[np.int64],
         starts: NDArray[np.int64],
     ) -> None:
-        """Samples `which` of the request, whose places and first rows follow, as far as they lie in a chunk."""
+        """Copies the rows that lie in chunk `place`, for samples `which` of the request.
+
+        places, starts: rows of the target and first rows in the field, of the same samples.
+        """
         try:
             chunk = self._cache.get_or_make(self._key(place), partial(self._source.load, place))
         except (DataError, OSError, RuntimeError, ValueError, KeyError) as error:

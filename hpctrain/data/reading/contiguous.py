@@ -1,4 +1,4 @@
-"""Reads contiguous datasets at their place in the file: from a memory map, or with preadv into the batch."""
+"""Reads contiguous datasets from their file offset: through a memory map, or with preadv into the batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hpctrain.data.reading.decode_pool import Task
 from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
 from hpctrain.data.reading.shared_descriptor import OpenFile
 
-# Buffers of one preadv; POSIX promises 16, Linux takes 1024.
+# Buffers of one preadv; POSIX guarantees 16, Linux accepts 1024.
 _MAX_BUFFERS = 512
-# Bytes that are rather read with what is before and behind them than skipped: a call costs as much.
+# Gaps between samples up to this size are read too: another system call would cost as much.
 _GAP_BYTES = 8192
-# Samples of this size are worth a task each: one core does not copy as fast as the memory is.
+# Samples of this size are read in a task each: one core cannot use the whole memory bandwidth.
 _TASK_BYTES = 512 << 10
 
 
 class MappedField:
-    """Copies from a memory map. A page that cannot be read ends the process with SIGBUS."""
+    """Copies from a memory map. A page that cannot be read kills the process with SIGBUS."""
 
     def __init__(self, mapped: mmap.mmap, *, layout: DatasetLayout) -> None:
         self._rows: NDArray[Any] = np.ndarray(
@@ -38,12 +38,12 @@ class MappedField:
         if extent == 1:
             target = target.reshape(len(target), *target.shape[2:])
             if request.places is None and rows.dtype == target.dtype:
-                # mode: the rows are checked already, and 'raise' would gather into a buffer first.
+                # mode: the row numbers were checked before, and "raise" would gather into a temporary buffer.
                 np.take(rows, starts, axis=0, out=target, mode="clip")
                 return ()
             view = rows
         else:
-            # (first rows, extent, *rest): overlapping
+            # shape (first rows, extent, *rest); the samples may overlap
             view = np.lib.stride_tricks.as_strided(
                 rows,
                 shape=(max(0, len(rows) - extent + 1), extent, *rows.shape[1:]),
@@ -66,7 +66,7 @@ def _copy(view: NDArray[Any], target: NDArray[Any], start: int, place: int) -> N
 
 
 class ReadField:
-    """Reads with preadv: neighbours in one call, straight into the batch. Holds no memory."""
+    """Reads with preadv directly into the batch; adjacent samples in one call. Keeps no memory."""
 
     def __init__(self, file: OpenFile, *, layout: DatasetLayout, name: FieldName) -> None:
         self._file = file
@@ -112,7 +112,7 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Runs of samples that follow each other in the file, each with calls that fill many places."""
+        """Reads runs of samples that are adjacent in the file, with calls that fill many rows of the batch each."""
         num_bytes = request.sample_bytes
         whole = request.target.reshape(-1).view(np.uint8).data
         ends = [*(np.flatnonzero(np.diff(offsets) != num_bytes) + 1).tolist(), len(offsets)]
@@ -146,7 +146,7 @@ class ReadField:
         places: list[int],
         samples: NDArray[np.int64],
     ) -> None:
-        """No two are neighbours, as in most shuffled batches: the shortest loop there is."""
+        """Reads samples of which no two are adjacent, as in most shuffled batches: kept short, for speed."""
         descriptor, preadv = self._file.descriptor, os.preadv
         for number, (place, offset) in enumerate(zip(places, offsets, strict=True)):
             part = whole[place * num_bytes : (place + 1) * num_bytes]
@@ -165,18 +165,20 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Small samples: stretches of the file with everything between them, and out of these the samples."""
+        """Reads small samples: byte ranges of the file that include small gaps, then copies the samples from them."""
         num_bytes = request.sample_bytes
         flat = request.target.reshape(len(request.target), -1).view(np.uint8)
         ends = [*(np.flatnonzero(np.diff(offsets) > num_bytes + _GAP_BYTES) + 1).tolist(), len(offsets)]
         start = 0
         for stop in ends:
             begin = int(offsets[start])
-            stretch = np.empty(int(offsets[stop - 1]) + num_bytes - begin, dtype=np.uint8)
-            self._read([stretch.data], num_bytes=len(stretch), offset=begin, samples=samples[start:stop])
-            # (bytes at which a sample can begin, its bytes): overlapping
+            byte_range = np.empty(int(offsets[stop - 1]) + num_bytes - begin, dtype=np.uint8)
+            self._read(
+                [byte_range.data], num_bytes=len(byte_range), offset=begin, samples=samples[start:stop]
+            )
+            # shape (possible first bytes, bytes of a sample); the windows overlap
             windows: NDArray[np.uint8] = np.ndarray(
-                (len(stretch) - num_bytes + 1, num_bytes), np.uint8, buffer=stretch, strides=(1, 1)
+                (len(byte_range) - num_bytes + 1, num_bytes), np.uint8, buffer=byte_range, strides=(1, 1)
             )
             flat[places[start:stop]] = windows[offsets[start:stop] - begin]
             start = stop
@@ -184,7 +186,7 @@ class ReadField:
     def _read(
         self, parts: list[memoryview], *, num_bytes: int, offset: int, samples: NDArray[np.int64]
     ) -> None:
-        """Fill all parts from `offset` on. A filesystem may give less than was asked, any number of times."""
+        """Fills all parts from `offset` on; repeats after short reads. Raises DataError at the end of the file."""
         missing = num_bytes
         while missing:
             try:

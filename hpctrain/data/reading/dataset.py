@@ -1,7 +1,7 @@
-"""Reads samples by index into batches: contiguous fields at their place in the file, others chunk by chunk.
+"""Reads samples by index into batches: contiguous fields directly from their file offsets, others chunk by chunk.
 
-Shards are opened when first needed, in the process that needs them: nothing is inherited through fork (an
-HDF5 handle that is gives wrong data: pytorch#11887).
+Shards are opened on first use, in the process that reads them. Nothing open is inherited through fork: an inherited
+HDF5 handle returns wrong data (pytorch#11887).
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ from hpctrain.errors import DataError, UsageError
 __all__ = ["CACHE_BYTES", "ContentChecker", "Dataset", "IoMode", "ShardLocator", "Verify", "check_shard"]
 
 CACHE_BYTES = 64 << 20
-# Of the node's memory, so much may be mapped where nobody set a bound: mapped pages are the page cache's, and go first.
+# Share of the node's memory that may be mapped if `cache_bytes` is not given. Mapped pages belong to the page cache,
+# and the kernel reclaims them first.
 MAPPED_SHARE = 0.25
 
 
 class Verify(str, Enum):
-    """How much is looked at when a dataset is opened. For the content itself see `hpctrain.data.integrity.verify`."""
+    """What is checked when a dataset is opened. `hpctrain.data.integrity.verify` checks the content itself."""
 
-    NOTHING = "nothing"  # each shard when it is first read
+    NOTHING = "nothing"  # nothing: each shard is checked when it is first read
     SIZES = "sizes"  # every shard: file size, HDF5 header, extent, dtype and shape of each field
 
 
 class ContentChecker(Protocol):
-    """Looks at the content of what is about to be read."""
+    """Checks the content of samples before they are read."""
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64], /) -> None:
-        """rows: samples within the shard, shape (n,), any order. Raises DataError if they are damaged."""
+        """rows: sample numbers within the shard, shape (n,), any order. Raises DataError if they are damaged."""
 
 
 class ShardLocator(Protocol):
-    """Knows of copies of shards that are nearer."""
+    """Finds copies of shards on storage that is nearer to the node."""
 
     def path(self, shard_index: int) -> Path | None:
-        """Where a whole copy of the shard's file is now; None: read the original."""
+        """Returns the path of a complete copy of the shard's file; None: read the original."""
 
 
 class Dataset:
     """An opened dataset. Reading is safe from several threads, and after a fork. Never communicates.
 
-    checker: asked before each read, see `ContentChecker`. locator: asked when a shard is opened.
+    checker: called before each read, see `ContentChecker`. locator: called when a shard is opened.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class Dataset:
             decode_threads is not None and decode_threads < 1
         ):
             raise UsageError(
-                f"a cache of {cache_bytes} bytes and {decode_threads} threads were asked: "
-                "at least 0 bytes and 1 thread are possible"
+                f"cache_bytes is {cache_bytes} and decode_threads is {decode_threads}: "
+                "at least 0 bytes and 1 thread are needed"
             )
         self.directory = directory
         self.manifest = manifest
@@ -94,14 +95,14 @@ class Dataset:
         self.checker: ContentChecker | None = None
         self.locator: ShardLocator | None = None
         self._fields = manifest.batch_fields
-        # (num_shards + 1,): first sample of each shard, and the number of samples
+        # shape (num_shards + 1,): first sample of each shard, then the number of samples
         self._starts = np.concatenate(
             [[0], np.cumsum([shard.samples for shard in manifest.shards], dtype=np.int64)]
         ).astype(np.int64)
         self._windows = read_windows(directory, manifest=manifest)
         self._layouts: dict[int, dict[str, DatasetLayout]] = {}
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # A shard takes up to three descriptors; the process needs others for sockets and files.
+        # A shard takes up to three descriptors; the process needs some for sockets and other files.
         self._max_open = 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, max(8, soft_limit // 5))
         self._reset()
 
@@ -112,7 +113,7 @@ class Dataset:
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._cache = ChunkCache(capacity_bytes=self.cache_bytes)
         self._threads = DecodeThreads(num_threads=self.decode_threads)
-        self._pid = os.getpid()  # last: another thread may look at it, and use what is above
+        self._pid = os.getpid()  # last: a thread that reads it may use all of the above
 
     @classmethod
     def open(
@@ -124,12 +125,13 @@ class Dataset:
         cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> Dataset:
-        """Open the dataset in `directory`; `sizes` checks size, extent, dtype and shape of every shard.
+        """Opens the dataset in `directory`.
 
-        io: how contiguous fields are read. cache_bytes: decoded chunks that are kept, of all shards together;
-        with io `auto` also the size up to which a dataset is mapped. None: 64 MiB, and a quarter of the node's
-        memory. decode_threads: None is the cores of the
-        process, at most 4. Raises DataError (see `read_manifest` and `check_shard`).
+        verify: "sizes" checks size, extent, dtype and shape of every shard. io: how contiguous fields are read.
+        cache_bytes: bytes of decoded chunks that are kept, over all shards; with io "auto" also the size up to which
+        a dataset is mapped. None: 64 MiB for the cache, a quarter of the node's memory for the maps.
+        decode_threads: None: the cores of the process, at most 4. Raises DataError (see `read_manifest` and
+        `check_shard`).
         """
         directory = Path(directory)
         dataset = cls(
@@ -148,7 +150,7 @@ class Dataset:
         return f"Dataset({str(self.directory)!r}, num_samples={self.num_samples}, fields={list(self.fields)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens the files itself.
+        # A process that unpickles it opens the files again.
         return (
             _reopen,
             (self.directory, self.manifest, self.asked_io, self.asked_cache_bytes, self.decode_threads),
@@ -163,29 +165,29 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one sample, lengths of ragged fields included."""
+        """dtype and shape of each field of one sample, including the lengths of ragged fields."""
         return self._fields
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """What the packer noted: number of classes, vocabulary, source, ..."""
+        """Attributes that were recorded when the dataset was packed: number of classes, vocabulary, source, ..."""
         return self.manifest.attributes
 
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Samples by index: field -> native-endian array of shape (len(indices), *sample_shape).
+        """Reads samples by index. Returns field -> native-endian array of shape (len(indices), *sample_shape).
 
-        indices: shape (n,), any order, repeats allowed, n may be 0. out: arrays to fill instead of new ones,
-        for some or all fields, of just that shape and dtype.
-        Raises DataError naming the shard if an index is outside, or a file is missing, shorter than it was or
-        cannot be read; what is in the arrays is then undefined.
+        indices: int64, shape (n,), any order, repeats allowed, n may be 0. out: arrays of exactly that shape and
+        dtype, for some or all fields, which are filled and returned instead of new ones.
+        Raises DataError if an index is out of range; or, naming the shard, if a file is missing, has become shorter
+        or cannot be read. The content of the arrays is then undefined.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
-                f"samples {indices.min()} to {indices.max()} were asked of {self.directory}, "
-                f"which has 0 to {self.num_samples - 1}"
+                f"samples {indices.min()} to {indices.max()} were requested from {self.directory}, "
+                f"which has samples 0 to {self.num_samples - 1}"
             )
         given = out or {}
         arrays = {
@@ -205,7 +207,7 @@ class Dataset:
         num_begun = 0
         for number, places in self._by_shard(indices):
             if tasks and num_begun >= self._max_open // 2:
-                # What is left to do keeps its files open, evicted or not: not ever more of them.
+                # Pending tasks keep their files open, even after eviction: run them before more files are opened.
                 self._threads.run(tasks)
                 tasks, num_begun = [], 0
             num_begun += 1
@@ -220,7 +222,7 @@ class Dataset:
             self._threads.run(tasks)
 
     def _by_shard(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | None]]:
-        """(shard, places of its samples in the batch) of each shard; None: all places."""
+        """Returns (shard, positions of its samples in the batch) for each shard; None: all positions, in order."""
         if len(self.manifest.shards) == 1:
             return [(0, None)]
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
@@ -231,7 +233,7 @@ class Dataset:
         return [(int(shard_of[group[0]]), group) for group in np.split(order, borders)]
 
     def forget(self, shard_index: int) -> None:
-        """Open the shard anew when it is next read: the locator has another place for it, or it was put back."""
+        """Reopens the shard at its next read, after the locator has another path for it or the file was restored."""
         with self._lock:
             self._open.pop(shard_index, None)
 
@@ -249,7 +251,7 @@ class Dataset:
             if shard is None:
                 shard = self._open[index] = self._open_shard(index)
                 if len(self._open) > self._max_open:
-                    # Only forgotten, not closed: another thread may be reading from it.
+                    # Not closed, since another thread may be reading from it: closed with the last reference.
                     self._open.popitem(last=False)
             self._open.move_to_end(index)
             return shard
@@ -258,7 +260,7 @@ class Dataset:
         copy = self.locator.path(index) if self.locator is not None else None
         layouts = self._layouts.get(index)
         if layouts is None and copy is not None:
-            # The original may be gone by now, or slow: a whole copy tells the same.
+            # The original may have been deleted, or be slow to read; the layout of a complete copy is the same.
             layouts = self._layouts[index] = check_shard(
                 self.directory, manifest=self.manifest, entry=self.manifest.shards[index], path=copy
             )
@@ -278,7 +280,7 @@ class Dataset:
 
 
 def _as_readable(array: NDArray[Any], spec: FieldSpec) -> NDArray[Any]:
-    """The array itself if it can be read into, else another in its stead."""
+    """Returns the array itself if it is C-contiguous and of the field's dtype, else a new array."""
     if array.flags.c_contiguous and array.dtype == np.dtype(spec.dtype):
         return array
     return np.empty(array.shape, dtype=spec.dtype)

@@ -1,4 +1,4 @@
-"""Runs decoding tasks in a few threads beside the caller, which works too."""
+"""Runs decoding tasks in the calling thread and a few others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ Task = Callable[[], None]
 
 
 def default_threads() -> int:
-    """Cores of this process, at most 4: ranks share a node's."""
+    """Returns the number of cores of this process, at most 4, since several ranks share a node."""
     return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 class DecodeThreads:
-    """`num_threads` with the callers', however many callers there are. The threads end when this is collected."""
+    """At most `num_threads` threads, callers included, or one per caller if there are more callers.
+
+    The threads end when this object is collected.
+    """
 
     def __init__(self, *, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -26,7 +29,7 @@ class DecodeThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Run all tasks and wait for them; after an error no further task begins, and it is raised."""
+        """Runs all tasks and waits for them. After an error no other task begins, and the error is raised."""
         queue = deque(tasks)
         errors: list[BaseException] = []
 
@@ -54,7 +57,7 @@ class DecodeThreads:
                 others = [self._pool.submit(work) for _ in range(num_others)]
             work()
             for other in others:
-                # One that has not begun is not needed any more: another gather may have all threads.
+                # No tasks remain, so one that has not begun is cancelled: the threads may be busy with another gather.
                 if not other.cancel():
                     other.result()
         finally:

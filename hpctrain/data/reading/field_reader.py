@@ -1,4 +1,4 @@
-"""What readers of a field agree on: which elements are wanted, and where they go."""
+"""Interface of the readers of a field: `Request` selects the elements and their destination."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from hpctrain.data.reading.decode_pool import Task
 from hpctrain.errors import DataError
 
-# From this size on, one copy a sample costs less than gathering into a buffer and scattering from there.
+# From this size on, one copy per sample costs less than gathering into a buffer and scattering from there.
 ROW_COPY_BYTES = 2048
 
 
 class Request(NamedTuple):
     """Samples of one field of one shard.
 
-    samples: numbers within the shard, shape (n,). starts: first row of each in the HDF5 dataset, (n,).
-    places: where in `target` each goes, (n,); None: all of it, in order.
-    target: C-contiguous, native-endian, shape (batch, rows a sample, *rest of a row).
-    lengths: int64 (batch,), filled at the same places for ragged fields; None for others.
+    samples: numbers within the shard, shape (n,). starts: first row of each in the HDF5 dataset, shape (n,).
+    places: row of `target` for each sample, shape (n,); None: all rows, in order.
+    target: C-contiguous, native-endian, shape (batch, rows per sample, *rest of a row).
+    lengths: int64, shape (batch,), filled at the same places for ragged fields; None for others.
     """
 
     samples: NDArray[np.int64]
@@ -46,24 +46,24 @@ class Request(NamedTuple):
 
 
 class FieldReader(Protocol):
-    """Reads one field of one shard. Safe in threads."""
+    """Reads one field of one shard. Thread-safe."""
 
     def begin(self, request: Request) -> Sequence[Task]:
-        """Read what is at hand; returns tasks for the rest, to be run in any order and by any thread.
+        """Reads what is cheap to read now; returns tasks for the rest, to be run in any order by any thread.
 
-        The errors of both are DataError that name shard, field and samples.
+        This method and the tasks raise DataError that names shard, field and samples.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldName:
-    """A field of a shard, as errors name it."""
+    """Names a field of a shard in errors."""
 
     path: Path
     field: str
 
     def error(self, samples: NDArray[np.int64] | Sequence[int], reason: object) -> DataError:
-        """samples: numbers within the shard."""
+        """Returns the error to raise. samples: numbers within the shard, at least one."""
         first, last = int(min(samples)), int(max(samples))
         which = f"sample {first}" if first == last else f"samples {first} to {last}"
         return DataError(f"field {self.field!r}, {which} of shard {self.path} cannot be read: {reason}")

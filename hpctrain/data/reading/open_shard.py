@@ -27,10 +27,10 @@ from hpctrain.errors import DataError
 
 
 class OpenShard:
-    """Reads samples of one entry of the manifest. Safe in threads; the file is closed with the last reference.
+    """Reads samples of one shard of the manifest. Thread-safe; the file is closed with the last reference.
 
-    path: the file; not the entry's own if it is a copy. windows: first token of each of its windows if they
-    are listed, shape (samples,). Raises DataError if the file cannot be opened.
+    path: the file to read: the shard's own, or a copy (`is_copy`). windows: first token of each sample if the
+    manifest lists windows, int64, shape (samples,). Raises DataError if the file cannot be opened.
     """
 
     def __init__(
@@ -64,23 +64,22 @@ class OpenShard:
         try:
             self._file = OpenFile(path)
             self.check_size()
-            # A map of a file with a single sample costs more than reading that.
+            # Mapping a file with a single sample costs more than reading it.
             if io is IoMode.MAP and self._entry.samples > 1:
                 self._map = mmap.mmap(self._file.descriptor, 0, access=mmap.ACCESS_READ)
                 self._needed_bytes = len(self._map)
             self._fields = {name: self._field_reader(name) for name in self._entry.fields}
         except FileNotFoundError:
             raise DataError(
-                f"shard {path} is missing, it was there before: put it back, or restart the run without it"
+                f"shard {path} is missing, it existed before: restore it, or restart the run without it"
             ) from None
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise DataError(f"shard {path} cannot be opened: {error}") from error
 
     def check_size(self) -> None:
-        """Look at the file before each batch.
+        """Raises DataError if the file is too short, or is an indexed file that was modified. Called per batch.
 
-        Touching a map behind the end of its file kills the process with SIGBUS; and an indexed file that
-        somebody writes to is not the one that was indexed. Raises DataError.
+        Access to a map beyond the end of its file would kill the process with SIGBUS.
         """
         status = os.fstat(self._file.descriptor)
         if status.st_size < self._needed_bytes:
@@ -95,9 +94,10 @@ class OpenShard:
         arrays: Mapping[str, NDArray[Any]],
         places: NDArray[np.int64] | None,
     ) -> Sequence[Task]:
-        """Read samples (numbers within the shard) of a field into arrays[field][places]; None: all, in order.
+        """Reads samples of a field into arrays[field][places]. Returns the tasks that remain to be run.
 
-        Returns the tasks that are left to do. The arrays are C-contiguous and native-endian.
+        samples: numbers within the shard, int64, shape (n,). places: rows of the arrays, int64, shape (n,); None:
+        all rows, in order. The arrays are C-contiguous and native-endian.
         """
         spec, stored = self._manifest.fields[field], self._entry.fields[field]
         array = arrays[field]
@@ -132,7 +132,7 @@ class OpenShard:
         places: NDArray[np.int64] | None,
         rows: int,
     ) -> Sequence[Task]:
-        """A ragged sample that is a dataset of its own, shorter than the longest."""
+        """As `begin`, for a ragged sample that is a whole HDF5 dataset, shorter than the longest one."""
         where = np.arange(len(array)) if places is None else places
         array[where, rows:] = 0
         tasks: list[Task] = []
@@ -169,7 +169,7 @@ class OpenShard:
         return ChunkedField(source, cache=self._cache, shard=self._index, name=field)
 
     def _blocks(self, name: str) -> NumberBlocks:
-        """Blocks of rows through h5py, for what cannot be read from its bytes."""
+        """Returns a source that reads blocks of rows through h5py, for data that is not decoded here."""
         assert self._reader is not None
         spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
         member = () if stored.member is None else layout.dtype[stored.member].shape

@@ -1,4 +1,4 @@
-"""One number for each sample: a field of the dataset read through, or a file."""
+"""Reads one number for each sample, from a field of the dataset or from a .npy file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROWS_AT_ONCE = 1 << 18
 
 
 def read_column(dataset: Dataset, source: str) -> NDArray[Any]:
-    """One number for each sample, shape (num_samples,), in the dataset's order: what weights and strata are.
+    """Returns one number for each sample, shape (num_samples,), in the dataset's order; for weights and strata.
 
-    source: the name of a field with one number a sample, or else the path of a .npy file. Only that field is read.
-    The whole column is in memory. Raises DataError that says what `source` is instead.
+    source: the name of a field with one number per sample, or else the path of a .npy file. Only that field is read.
+    The whole column is held in memory. Raises DataError if `source` is neither, or has another shape or dtype.
     """
     if source in dataset.fields:
         column = _field(dataset, source)
@@ -27,7 +27,7 @@ def read_column(dataset: Dataset, source: str) -> NDArray[Any]:
         column = _file(Path(source))
     else:
         raise DataError(
-            f"{source!r} is no field of {dataset.directory}, which has {', '.join(dataset.fields)}, and no .npy file"
+            f"{source!r} is not a field of {dataset.directory}, which has {', '.join(dataset.fields)}, nor a .npy file"
         )
     if column.shape != (dataset.num_samples,) or column.dtype.kind not in "biuf":
         raise DataError(
@@ -52,7 +52,7 @@ def _field(dataset: Dataset, name: str) -> NDArray[Any]:
 
 
 def _with_one_field(manifest: Manifest, name: str) -> Manifest:
-    # The hash of the structure covers what is in none of the fields: it does not fit a part of them.
+    # The structure hash covers all bytes outside the fields, so it is not valid for a subset of the fields.
     shards = tuple(
         entry.model_copy(update={"fields": {name: entry.fields[name]}, "structure_hash": None})
         for entry in manifest.shards

@@ -1,4 +1,4 @@
-"""A file's descriptor that lives as long as somebody may still read from it."""
+"""A file descriptor that stays open as long as anything refers to it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import final
 
 @final
 class OpenFile:
-    """Opened for reading; closed with the last reference. Raises OSError.
+    """A file opened for reading, closed with the last reference. Raises OSError if it cannot be opened.
 
-    Who reads later holds this object, not its number: a number that was closed may be another file's by then.
+    Keep this object, not its descriptor number, which may belong to another file after it was closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -20,5 +20,5 @@ class OpenFile:
         self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def close(self) -> None:
-        """Close it now. May be called again."""
+        """Closes the file now. May be called more than once."""
         self._close()

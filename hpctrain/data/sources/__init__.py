@@ -1,1 +1,1 @@
-"""What can be packed: arrays, tables, images, text, iterators, behind one `Rows` protocol."""
+"""Sources that can be packed: arrays, tables, images, text, iterators."""

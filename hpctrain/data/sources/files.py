@@ -1,4 +1,4 @@
-"""Files that a source is made of: finding them, and telling whether they have changed."""
+"""Finds the files of a source, and detects whether they have changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.errors import DataError
 
 
 def identity_of(files: Iterable[Path]) -> JsonValue:
-    """A hash over names, sizes and times of change: two packings of the same files have the same."""
+    """Returns a hash of names, sizes and modification times. Raises DataError if a file cannot be accessed."""
     digest = xxhash.xxh3_64()
     try:
         for path in files:
@@ -24,9 +24,12 @@ def identity_of(files: Iterable[Path]) -> JsonValue:
 
 
 def files_below(root: Path, *, suffixes: frozenset[str]) -> list[Path]:
-    """Files with one of those suffixes (in lower case) below `root`, by name; hidden ones are left out."""
+    """Returns the files below `root` with one of these suffixes (in lower case), sorted; leaves out hidden files.
+
+    Raises DataError if there are none.
+    """
     if not root.is_dir():
-        raise DataError(f"the source {root} is {'no directory' if root.exists() else 'not there'}")
+        raise DataError(f"the source {root} {'is not a directory' if root.exists() else 'does not exist'}")
     found = [
         path
         for path in root.rglob("*")

@@ -1,4 +1,4 @@
-"""Pictures in folders, one folder a class, decoded to one size."""
+"""Images in folders, one folder per class, decoded to one size."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MAX_THREADS = 8
 
 
 class Colour(str, Enum):
-    """What a picture becomes: three channels, or one of grey."""
+    """Channels of the decoded images: three, or one (grey)."""
 
     RGB = "rgb"
     GREY = "grey"
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`224x320` -> (224, 320), height first; `224` is a square. Raises UsageError."""
+    """Returns (height, width): `224x320` -> (224, 320), `224` -> (224, 224). Raises UsageError."""
     found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text.strip())
     if found is None:
         raise UsageError(f"--size {text}: HEIGHTxWIDTH in pixels is needed, such as 224x224")
@@ -43,10 +43,11 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 class ImageFolder:
-    """Pictures below `root`: `image` uint8 (channels, height, width), and `label` if they are in folders.
+    """Images below `root`: field `image`, uint8, shape (channels, height, width); `label` if they are in folders.
 
-    size: (height, width); a picture of another shape is scaled until it covers it, and cut about its middle.
-    None: all have the size of the first, or are refused. Turned as their EXIF says.
+    size: (height, width); an image of another shape is scaled to cover it, and its centre is cropped. None: all
+    must have the size of the first. Images are rotated according to their EXIF data.
+    Raises DataError if Pillow is missing, or there are no images.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ImageFolder:
             if picture.shape != images.shape[1:]:
                 raise DataError(
                     f"{path} has {picture.shape[1]}x{picture.shape[2]} pixels, {self._files[0]} has "
-                    f"{self._size[0]}x{self._size[1]}: say --size HEIGHTxWIDTH to make all alike"
+                    f"{self._size[0]}x{self._size[1]}: use --size HEIGHTxWIDTH to scale all to one size"
                 )
             images[place] = picture
 
@@ -104,17 +105,17 @@ class ImageFolder:
         return found
 
     def _decode(self, path: Path, *, size: tuple[int, int] | None) -> NDArray[np.uint8]:
-        """(channels, height, width). Raises DataError."""
+        """Returns uint8, shape (channels, height, width). Raises DataError."""
         pillow = _pillow()
         from PIL import ImageOps
 
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of odd metadata, and of pictures that are large
+                warnings.simplefilter("ignore")  # about unusual metadata and large images
                 with pillow.open(path) as opened:
                     if opened.mode.startswith(("I", "F")):
                         raise DataError(
-                            f"{path} has pixels of mode {opened.mode}, not of 8 bits: convert it, or pack arrays"
+                            f"{path} has pixels of mode {opened.mode}, not 8 bits: convert it, or pack arrays"
                         )
                     picture = ImageOps.exif_transpose(opened).convert(
                         "RGB" if self._colour is Colour.RGB else "L"
@@ -126,7 +127,7 @@ class ImageFolder:
         except (
             Exception
         ) as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
-            raise DataError(f"the picture {path} cannot be decoded: {error}") from error
+            raise DataError(f"the image {path} cannot be decoded: {error}") from error
         pixels = np.asarray(picture, dtype=np.uint8)
         return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 
@@ -135,5 +136,5 @@ def _pillow() -> ModuleType:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError(f"pictures need Pillow ({error}): pip install hpctrain[formats]") from error
+        raise DataError(f"images need Pillow ({error}): pip install hpctrain[formats]") from error
     return Image

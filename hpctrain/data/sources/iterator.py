@@ -1,4 +1,4 @@
-"""Samples from a function of the user's: `module:function` that returns an iterator over dicts."""
+"""Samples from a user's function, `module:function`, that returns an iterator over dicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class IteratorSource:
-    """open_part(part): the iterator over one of `num_parts` parts."""
+    """open_part(part): returns the iterator over one of `num_parts` parts."""
 
     open_part: Callable[[int], Iterator[Mapping[str, Any]]]
     num_parts: int
@@ -28,10 +28,11 @@ class IteratorSource:
 
 
 def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
-    """`module:function`, looked for in the working directory and the installed packages.
+    """Imports `module:function` from the working directory or the installed packages.
 
-    The function takes no arguments, or `part` and `num_parts`: then each part is packed by itself, also on
-    another rank. num_parts: None is one. Raises UsageError if it cannot be imported, or takes other arguments.
+    The function takes no arguments, or `part` and `num_parts`: then the parts are packed separately, also by
+    different ranks. num_parts: None means 1. Raises UsageError if the function cannot be imported, or takes other
+    arguments. `open_part` raises DataError if the function raises an error.
     """
     module_name, _, attribute = target.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -42,15 +43,15 @@ def iterator_source(target: str, *, num_parts: int | None) -> IteratorSource:
             function = getattr(function, name)
     except (ImportError, AttributeError) as error:
         raise UsageError(
-            f"the source {target} cannot be imported: {error} (looked in {Path.cwd()} too)"
+            f"the source {target} cannot be imported: {error} (also searched in {Path.cwd()})"
         ) from error
     except Exception as error:  # the user's module may raise anything while it is imported
         raise UsageError(f"the source {target}: importing raised {type(error).__name__}: {error}") from error
     takes_parts = _takes_parts(function, target=target)
     if not takes_parts and (num_parts or 1) > 1:
         raise UsageError(
-            f"{num_parts} parts, but {target} takes no arguments part and num_parts: run it as one process "
-            "with --parts 1, or let it take them"
+            f"{num_parts} parts, but {target} takes no arguments part and num_parts: use --parts 1, which one "
+            "process packs, or add these arguments"
         )
     parts = num_parts or 1
 

@@ -1,4 +1,4 @@
-"""Numpy's own files: .npz and .npy, one array a field, or one file a sample."""
+"""Numpy files, .npz and .npy: one array per field, or one file per sample."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _HELD_FILES = 4
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file. Raises DataError; pickled objects are never read."""
+    """Returns the arrays of an .npz file; never reads pickled objects. Raises DataError."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise DataError(f"the source {path} does not exist") from None
-    except Exception as error:  # zip, zlib and numpy each have their own for a damaged file
+    except Exception as error:  # zip, zlib and numpy raise different errors for a damaged file
         raise DataError(f"the source {path} cannot be read as .npz without pickle: {error}") from error
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """A memory map of an .npy file. Raises DataError."""
+    """Returns a memory map of an .npy file. Raises DataError."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -46,10 +46,10 @@ def map_npy(path: Path) -> NDArray[Any]:
 
 
 def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Arrays of equal first dimension. Raises DataError if they are not."""
+    """Returns the arrays of an .npz file. Raises DataError unless they have the same first dimension."""
     fields = read_npz(path)
     if any(array.ndim == 0 for array in fields.values()) or not fields:
-        raise DataError(f"the source {path} needs arrays of equal first dimension, one entry a sample")
+        raise DataError(f"the source {path} needs arrays of equal first dimension, one entry per sample")
     lengths = {name: len(array) for name, array in fields.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"the arrays of {path} differ in their number of samples: {lengths}")
@@ -57,12 +57,12 @@ def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def npy_file(path: Path) -> Rows:
-    """One array: its rows are samples of one field, named as the file."""
+    """Returns the rows of one array as samples; the field has the name of the file."""
     return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=identity_of([path]))
 
 
 def array_directory(root: Path) -> Rows:
-    """A directory of .npy files, each a field; or of .npz files, each a run of samples with all fields."""
+    """Opens a directory of .npy files, one per field, or of .npz files, each with samples of all fields."""
     files = files_below(root, suffixes=_ARRAY_SUFFIXES)
     if all(path.suffix.lower() == ".npy" for path in files):
         arrays = {_field_name(path): map_npy(path) for path in files}
@@ -72,12 +72,15 @@ def array_directory(root: Path) -> Rows:
     if all(path.suffix.lower() == ".npz" for path in files):
         return ArchiveRows(files)
     raise DataError(
-        f"{root} holds .npy and .npz files: .npy (a field each) or .npz (samples each) can be packed"
+        f"{root} holds .npy and .npz files: only .npy files (one per field) or only .npz files (samples) can be packed"
     )
 
 
 class ArchiveRows:
-    """The samples of several .npz files, one file behind the other. The last few files read are held."""
+    """The samples of concatenated .npz files; the last 4 files used are kept in memory.
+
+    Raises DataError if the files have different fields, or no samples.
+    """
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files
@@ -95,7 +98,7 @@ class ArchiveRows:
                 self._fields = found
             elif found != self._fields:
                 raise DataError(
-                    f"the arrays of {path} are not those of {files[0]}: {_differing(found, self._fields)}"
+                    f"the arrays of {path} and {files[0]} differ: {_differing(found, self._fields)}"
                 )
         self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         if not self._starts[-1]:
@@ -134,9 +137,9 @@ class ArchiveRows:
 
 
 class FileRows:
-    """One .npy or .npz file a sample, in the order of the names; an .npy is the field `x`.
+    """One .npy or .npz file per sample, sorted by name; an .npy file is the field `x`.
 
-    Class names are those of the folders, if every file is in one: the field `label`.
+    If every file is in a folder, the field `label` is the class number of its folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -184,9 +187,9 @@ class FileRows:
 
 
 def class_folders(root: Path, files: list[Path]) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    """Class number of each file by its first folder below `root`, and the names; (None, ()) if there is none.
+    """Returns (class numbers, class names) of files by their first folder below `root`; (None, ()) without folders.
 
-    Raises DataError if some files are in folders and some are not.
+    Class numbers: int64, shape (files,). Raises DataError if some files are in folders and some are not.
     """
     parts = [path.relative_to(root).parts for path in files]
     if all(len(names) == 1 for names in parts):
@@ -194,7 +197,7 @@ def class_folders(root: Path, files: list[Path]) -> tuple[NDArray[np.int64] | No
     for path, names in zip(files, parts, strict=True):
         if len(names) == 1:
             raise DataError(
-                f"{path} is in no folder of a class, as others are: DIR/class/file for all, or for none"
+                f"{path} is not in a class folder, but others are: use DIR/class/file for all files, or for none"
             )
     classes = tuple(sorted({names[0] for names in parts}))
     numbers = {name: number for number, name in enumerate(classes)}

@@ -1,7 +1,8 @@
-"""What `hpctrain data pack` can read, looked up by the name given on the command line.
+"""Opens the sources of `hpctrain data pack` by the name given on the command line.
 
-A source is turned into one or two parts, `train` and `test`. The split depends on the seed and on the content
-alone, never on the machine: samples by the epoch order's permutation, files by a hash of their relative path.
+A source has one part, or two: `train` and `test`. The split depends only on the seed and on the number of samples or
+the names of files, never on the machine: samples by the epoch order's permutation, files by a hash of their relative
+path.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _POSSIBLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What only some sources take; None is not asked for.
+    """Options that apply to some sources only; None: not given.
 
-    image_size: (height, width). fields: of tables. num_parts: of iterators.
+    image_size, colour: of images; image_size is (height, width). fields: of tables. num_parts: of iterators.
     """
 
     image_size: tuple[int, int] | None = None
@@ -85,12 +86,11 @@ def open_source(
     shuffle: bool = False,
     options: SourceOptions | None = None,
 ) -> ArraySource | RowSource | TextSource | IteratorSource:
-    """Look a source up by its name.
+    """Opens a source by its name.
 
-    held_out: share of the samples or files for the part `test`; None is the source's own default (digits 0.2,
-    text 0.1, others 0). With 0 there is one part, `all`. shuffle: samples are packed in random order.
-    Raises UsageError for an unknown source, or an option it does not take; DataError for one that cannot be
-    read.
+    held_out: share of the samples or files for the part `test`; None: default of the source (digits 0.2, text 0.1,
+    others 0). With 0 there is one part, `all`. shuffle: samples are packed in random order.
+    Raises UsageError if the source is unknown or does not take an option; DataError if it cannot be read.
     """
     options = options or SourceOptions()
     if held_out is not None and not 0 <= held_out < 1:
@@ -114,7 +114,7 @@ def open_source(
         return text_directory(path, held_out=0.1 if held_out is None else held_out, seed=seed)
     if kind == "iterator":
         if held_out:
-            raise UsageError(f"--held-out {held_out}: how many samples {name} yields is not known before; "
+            raise UsageError(f"--held-out {held_out}: the number of samples of {name} is not known in advance: "
                              "pack two functions")  # fmt: skip
         return iterator_source(name, num_parts=options.num_parts)
     rows = _rows(kind, path, options)
@@ -133,7 +133,7 @@ def _kind_of(name: str) -> tuple[str, Path]:
     kind, colon, rest = name.partition(":")
     if colon and kind in _KINDS:
         if rest == "":
-            raise UsageError(f"the source {name} names no path")
+            raise UsageError(f"the source {name} has no path after the colon")
         return kind, Path(rest)
     path = Path(name)
     suffix = path.suffix.lower()
@@ -153,7 +153,7 @@ def _kind_of(name: str) -> tuple[str, Path]:
 
 
 def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: bool) -> None:
-    """Options that mean nothing for the source are refused: they were meant to do something."""
+    """Raises UsageError for options that the source does not take."""
     for option, given, kinds in (
         ("--size", options.image_size is not None, ("images",)),
         ("--colour", options.colour is not None, ("images",)),
@@ -163,7 +163,7 @@ def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: boo
         if given and kind not in kinds:
             raise UsageError(f"{option} is for {' and '.join(kinds)}; the source {name} takes none")
     if shuffle and kind in ("text", "python-source", "iterator"):
-        raise UsageError(f"--shuffle is for samples whose number is known; the source {name} is a stream")
+        raise UsageError(f"--shuffle needs a known number of samples; the source {name} is a stream")
 
 
 def _rows(kind: str, path: Path, options: SourceOptions) -> Rows:
@@ -194,7 +194,7 @@ def _digits() -> tuple[dict[str, NDArray[Any]], dict[str, JsonValue]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise UsageError("the source 'digits' comes with scikit-learn: pip install scikit-learn") from error
+        raise UsageError("the source 'digits' is part of scikit-learn: pip install scikit-learn") from error
     bunch = load_digits()
     images = bunch.images.astype(np.uint8)[:, None, :, :]  # (1797, 1, 8, 8), grey values 0 to 16
     return (

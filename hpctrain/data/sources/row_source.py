@@ -1,4 +1,4 @@
-"""Samples by position, as a source offers them to the packer: all at once, or read as they are needed."""
+"""Interface from sources to the packer: samples that are read by position, from memory or on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Rows(Protocol):
-    """A known number of samples, in an order, each read at any time by its position."""
+    """An ordered, known number of samples that can be read by position, in any order."""
 
     @property
     def num_samples(self) -> int: ...
@@ -29,17 +29,20 @@ class Rows(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Tells contents apart without reading them: names, sizes and times of files."""
+        """Value that changes with the content, found without reading it: names, sizes and times of files."""
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Field -> array of shape (len(positions), *sample_shape). Raises DataError."""
+        """Returns field -> array of shape (len(positions), *sample_shape). Raises DataError.
+
+        positions: int64, shape (n,).
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRows:
-    """Arrays of equal first dimension: field name -> (num_samples, *sample_shape); memory maps too.
+    """Arrays or memory maps of equal first dimension: field name -> array of shape (num_samples, *sample_shape).
 
-    Raises DataError for arrays that make no dataset.
+    Raises DataError if there are none, they are empty or differ in length, or one is not a valid field.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -50,7 +53,7 @@ class ArrayRows:
         lengths = {name: len(array) for name, array in self.arrays.items() if self.fields and array.ndim}
         if not lengths or len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} has {count}" for name, count in lengths.items()) or "there is none"
-            raise DataError(f"the fields of a dataset have the same number of samples: {counts}")
+            raise DataError(f"the fields of a dataset must have the same number of samples: {counts}")
         if self.num_samples == 0:
             raise DataError("the fields hold no samples: there is nothing to pack")
 
@@ -72,7 +75,10 @@ class ArrayRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Some of another source's samples, or all in another order. positions: shape (num_samples,)."""
+    """Selected samples of another source, or all in another order. positions: int64, shape (num_samples,).
+
+    choice: describes the selection, for `identity`.
+    """
 
     rows: Rows
     positions: NDArray[np.int64]
@@ -97,10 +103,10 @@ class ChosenRows:
 def split_rows(
     rows: Rows, *, held_out: float, seed: int, shuffle: bool = False, keep_order: bool = True
 ) -> dict[str, Rows]:
-    """`train` and `test`, or `all` if nothing is held out; `test` is a random choice, by `seed` alone.
+    """Returns the parts `train` and `test`, or `all` if nothing is held out. `seed` determines the choice.
 
-    shuffle: samples come in a random order. Else, with keep_order, in the order they had; without it the
-    parts of a split are in random order all the same.
+    held_out: share of the samples in `test`. shuffle: samples are in random order. keep_order: without `shuffle`,
+    the parts keep the order of `rows`; if False, the parts of a split are in random order.
     Raises UsageError if a part would be empty.
     """
     number = rows.num_samples
@@ -122,19 +128,19 @@ def split_rows(
 
 
 def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ()) -> FieldSpec:
-    """The field that an array of samples makes. Raises DataError for one that makes none."""
+    """Returns the field for an array of shape (num_samples, *sample_shape). Raises DataError if it is not valid."""
     if array.ndim == 0:
-        raise DataError(f"field {name!r} is a scalar: an array with one entry a sample is needed")
+        raise DataError(f"field {name!r} is a scalar: an array with one entry per sample is needed")
     return field_spec(name, dtype=array.dtype, shape=array.shape[1:], classes=classes)
 
 
 def field_spec(
     name: str, *, dtype: np.dtype[Any], shape: tuple[int, ...], classes: tuple[str, ...] = ()
 ) -> FieldSpec:
-    """A field of samples of that dtype and shape. Raises DataError for a name, dtype or shape that is none."""
+    """Returns a field of samples of that dtype and shape. Raises DataError if the name, dtype or shape is not valid."""
     if not _FIELD_NAME.fullmatch(name):
         raise DataError(
-            f"field name {name!r}: letters, digits, '_', '.' and '-' are possible, not first '.' or '-'"
+            f"field name {name!r}: must consist of letters, digits, '_', '.' and '-', and not begin with '.' or '-'"
         )
     if dtype.name not in DTYPES:
         raise DataError(f"field {name!r} has dtype {dtype}; possible are {', '.join(DTYPES)}")
@@ -142,12 +148,12 @@ def field_spec(
         return FieldSpec(dtype=dtype.name, shape=shape, classes=classes)
     except ValidationError as error:
         if 0 in shape:
-            raise DataError(f"field {name!r} has samples of shape {shape}: they hold nothing") from None
+            raise DataError(f"field {name!r} has samples of shape {shape}: they have no elements") from None
         raise DataError(f"field {name!r}: {error.errors()[0]['msg']}") from None
 
 
 def as_slice(positions: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """A slice where the positions follow each other: arrays and maps then need no copy, or a faster one."""
+    """Returns a slice if the positions are consecutive, which saves a copy or makes it faster; else the positions."""
     if len(positions) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
         return slice(int(positions[0]), int(positions[-1]) + 1)
     return positions

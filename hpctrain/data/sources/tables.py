@@ -25,14 +25,14 @@ _HELD_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A field made of one column, or of several side by side; dtype None: as in the table."""
+    """A field made of one column, or of several as a vector. dtype: None keeps that of the table."""
 
     columns: tuple[str, ...]
     dtype: str | None = None
 
 
-def parse_fields(text: str) -> dict[str, Column]:
-    """`x=a+b:float32,y=species` -> fields by name. Raises UsageError."""
+def parse_table_fields(text: str) -> dict[str, Column]:
+    """Parses `x=a+b:float32,y=species`. Returns field name -> column. Raises UsageError."""
     fields: dict[str, Column] = {}
     for item in text.split(","):
         name, equals, columns = item.partition("=")
@@ -40,7 +40,7 @@ def parse_fields(text: str) -> dict[str, Column]:
         names = tuple(part.strip() for part in columns.split("+"))
         if not equals or not name.strip() or not all(names):
             raise UsageError(
-                f"--fields {text}: FIELD=COLUMN or FIELD=COLUMN+COLUMN:DTYPE, with commas between"
+                f"--fields {text}: FIELD=COLUMN or FIELD=COLUMN+COLUMN:DTYPE is expected, separated by commas"
             )
         if dtype and dtype not in DTYPES:
             raise UsageError(f"--fields {text}: dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -51,7 +51,7 @@ def parse_fields(text: str) -> dict[str, Column]:
 
 
 def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
-    """A table of text, read whole. fields: None makes a field of each column. Raises DataError."""
+    """Reads a whole CSV file into memory. fields: None makes a field of each column. Raises DataError."""
     try:
         import pandas
     except ImportError as error:
@@ -73,7 +73,7 @@ def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
         if len(missing) and values.dtype.kind != "f":
             raise _missing(path, column=column, row=int(missing[0]))
         if values.dtype.kind in "biuf":
-            if len(missing):  # pandas makes floats of integers with gaps: a gap is no number
+            if len(missing):  # NaN of pandas means a missing value, also in columns of integers
                 raise _missing(path, column=column, row=int(missing[0]))
             columns[column] = values.to_numpy()
         else:
@@ -92,7 +92,10 @@ def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> Rows:
 
 
 class ParquetRows:
-    """The rows of Parquet files, one behind the other, read a row group at a time. The last few are held."""
+    """The rows of concatenated Parquet files, read one row group at a time; the last 4 used are kept in memory.
+
+    Raises DataError if a file cannot be read, or there are no rows.
+    """
 
     def __init__(self, files: Sequence[Path], *, fields: Mapping[str, Column] | None) -> None:
         parquet = _parquet()
@@ -156,7 +159,7 @@ class ParquetRows:
         return out
 
     def _find_classes(self) -> dict[str, tuple[str, ...]]:
-        """Names in the columns of strings, over all files: those columns are read twice."""
+        """Returns column -> sorted distinct strings over all files. Columns of strings are so read twice."""
         import pyarrow
 
         schema = _parquet().ParquetFile(self._files[0]).schema_arrow
@@ -187,7 +190,7 @@ class ParquetRows:
         return table
 
     def _group(self, number: int) -> dict[str, NDArray[Any]]:
-        """Field -> array of the rows of a row group."""
+        """Returns field -> array of all rows of a row group."""
         with self._lock:
             held = self._held.get(number)
             if held is None:
@@ -208,7 +211,7 @@ class ParquetRows:
         if column in self._classes:
             return _numbers(np.array(values.to_pylist(), dtype=object), names=self._classes[column])
         array: NDArray[Any] = values.to_numpy()
-        if array.dtype == object:  # lists: alike in length, or no field
+        if array.dtype == object:  # lists, which must have equal lengths
             try:
                 array = np.stack([np.stack(row) if row.dtype == object else row for row in array])
             except (ValueError, AttributeError, TypeError) as error:
@@ -220,7 +223,7 @@ class ParquetRows:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """The file itself, or those of a directory, by name. Raises DataError if there are none."""
+    """Returns the file itself, or the Parquet files of a directory, sorted. Raises DataError if there are none."""
     return files_below(path, suffixes=PARQUET_SUFFIXES) if path.is_dir() else [path]
 
 
@@ -237,7 +240,7 @@ def _check_columns(path: Path, *, fields: Mapping[str, Column], present: list[st
         for column in spec.columns:
             if column not in present:
                 raise DataError(
-                    f"field {name!r} asks for column {column!r}, {path} has {', '.join(present) or 'none'}"
+                    f"field {name!r} needs column {column!r}, {path} has {', '.join(present) or 'none'}"
                 )
 
 
@@ -258,13 +261,13 @@ def _joined(columns: Sequence[NDArray[Any]], *, field: str, spec: Column) -> NDA
         array = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
         return array if spec.dtype is None else array.astype(spec.dtype)
     except (ValueError, TypeError) as error:
-        raise DataError(f"columns {'+'.join(spec.columns)} make no field {field!r}: {error}") from None
+        raise DataError(f"columns {'+'.join(spec.columns)} cannot become field {field!r}: {error}") from None
 
 
 def _field_classes(
     fields: Mapping[str, Column], classes: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """Classes by field. Raises DataError for a field that joins strings with something else."""
+    """Returns field name -> classes. Raises DataError for a field of several columns that include strings."""
     found = {}
     for name, spec in fields.items():
         named = [column for column in spec.columns if column in classes]

@@ -1,4 +1,4 @@
-"""Text files as documents of bytes, each ended by a byte that no text holds."""
+"""Text files as documents of bytes, each followed by a byte that does not occur in text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pydantic import JsonValue
 from hpctrain.data.sources.files import identity_of
 from hpctrain.errors import DataError, UsageError
 
-# A byte that no text holds ends each file, so that a model can see where one begins.
+# This byte, which does not occur in text, follows each file, so that a model can see where a file begins.
 DOCUMENT_SEPARATOR = 0
 BYTE_VOCABULARY = 256
 _READ_BYTES = 1 << 20
-# Tests and vendored packages of the standard library's directory: repetitive, or not its text.
+# Directories of the standard library that are skipped: repetitive (tests), or not part of it.
 _SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -31,7 +31,7 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """UTF-8 files, read as streams of bytes; parts: part name -> files in order."""
+    """UTF-8 files that are read as streams of bytes. parts: part name -> files in order."""
 
     parts: dict[str, tuple[Path, ...]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class TextDocuments:
-    """Files as documents of uint8: the bytes of each, and the separator."""
+    """Files as documents of uint8: the bytes of each file and the separator. A `Documents` for the packer."""
 
     files: tuple[Path, ...]
     dtype: str = "uint8"
@@ -68,7 +68,7 @@ class TextDocuments:
             raise DataError(f"the text file {path} cannot be read: {error}") from error
         if size != length - 1:
             raise DataError(
-                f"the text file {path} has {size} bytes, {length - 1} when it was looked at first"
+                f"the text file {path} has {size} bytes, it had {length - 1} at the start of packing"
             )
         tokens = np.full(stop - start, DOCUMENT_SEPARATOR, dtype=np.uint8)
         tokens[: len(data)] = np.frombuffer(data, dtype=np.uint8)
@@ -76,7 +76,7 @@ class TextDocuments:
 
 
 def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of each file with the separator behind it: uint8, shape (size + 1,)."""
+    """Yields the bytes of each file followed by the separator: uint8, shape (size + 1,)."""
     end = np.array([DOCUMENT_SEPARATOR], dtype=np.uint8)
     for path in files:
         try:
@@ -86,7 +86,7 @@ def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
 
 
 def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) -> dict[str, tuple[Path, ...]]:
-    """Held out: files whose hashed path is below the share. The others stay when a file is added."""
+    """Holds out files whose hashed path is below the share, so that adding a file does not move the others."""
     names = sorted(names)
     if held_out == 0:
         return {"all": tuple(root / name for name in names)}
@@ -94,7 +94,7 @@ def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) ->
     test = {name for name in names if hashes[name] < held_out * 2**64}
     if len(names) < 2:
         raise UsageError(f"--held-out {held_out} needs at least 2 files, {root} has {len(names)}")
-    # Few files: hold out the one that is next, rather than none or all of them.
+    # With few files, avoid an empty part: move the file whose hash is nearest to the limit.
     if not test:
         test = {min(names, key=hashes.__getitem__)}
     elif len(test) == len(names):
@@ -126,7 +126,7 @@ def _is_text(path: Path) -> bool:
 def _text_source(root: Path, paths: list[Path], *, held_out: float, seed: int, source: str) -> TextSource:
     names = [path.relative_to(root).as_posix() for path in paths if _is_text(path)]
     if not names:
-        raise DataError(f"{root} holds no UTF-8 text files (looked at {len(paths)} files)")
+        raise DataError(f"{root} holds no UTF-8 text files (checked {len(paths)} files)")
     return TextSource(
         parts=_split_files(root, names, held_out=held_out, seed=seed),
         attributes={
@@ -140,6 +140,7 @@ def _text_source(root: Path, paths: list[Path], *, held_out: float, seed: int, s
 
 
 def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
+    """Returns all UTF-8 text files below `root`, without hidden ones. Raises DataError if there are none."""
     paths = [
         path
         for path in root.rglob("*")
@@ -149,6 +150,7 @@ def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
 
 
 def python_source(*, held_out: float, seed: int) -> TextSource:
+    """Returns the source files of Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [
         path

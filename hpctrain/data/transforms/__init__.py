@@ -1,1 +1,1 @@
-"""The user's function over batches: found by name, run in threads or worker processes."""
+"""Runs the user's transform of batches in threads or worker processes."""

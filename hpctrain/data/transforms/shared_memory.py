@@ -1,7 +1,7 @@
-"""Arrays in anonymous shared memory, handed to another process as a file descriptor and a description.
+"""Arrays in anonymous shared memory, passed to another process as a file descriptor and a description.
 
-The memory has no name in any filesystem: when the last process that maps it or holds its descriptor ends,
-however it ends, the kernel frees it. Imports neither torch nor the rest of the package (see `transform`).
+The memory has no name in any filesystem: the kernel frees it when the last process that maps it or holds its
+descriptor ends, for any reason. Imports neither torch nor the rest of the package (see `transform`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hpctrain.errors import DataError
 
 # Cache lines; every dtype's size divides it.
 _ALIGNED_BYTES = 64
-# A message is one datagram; Linux takes 208 KiB of them if nothing else is configured.
+# A message is one datagram; the default limit of Linux is 208 KiB.
 MAX_MESSAGE_BYTES = 64 << 10
 _PARAGRAPH_BYTES = 1 << 30
 
 INDICES = ":indices"
-"""Name under which the samples' numbers travel beside the fields of a batch."""
+"""Name of the array of sample indices that is sent with the fields of a batch."""
 
 Description = list[dict[str, Any]]
-"""Name, dtype, shape and first byte of each array: plain JSON."""
+"""Name, dtype, shape and first byte of each array, as JSON values."""
 
 
 def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
-    """Copy arrays into new shared memory; returns its descriptor, which the caller closes, and what it holds.
+    """Copies arrays into new shared memory. Returns its descriptor, which the caller closes, and a description.
 
-    Raises DataError if the memory cannot be had.
+    Raises DataError if the memory cannot be allocated.
     """
     description: Description = []
     end = 0
@@ -51,7 +51,7 @@ def write_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, Description]:
     try:
         os.ftruncate(descriptor, max(1, end))
         for entry, array in zip(description, arrays.values(), strict=True):
-            # write() instead of a map: the kernel fills the pages without one fault for each.
+            # pwrite instead of a map: the kernel fills the pages without a page fault for each.
             _write(descriptor, np.ascontiguousarray(array), at=entry["first_byte"])
     except OSError as error:
         os.close(descriptor)
@@ -70,7 +70,7 @@ def _write(descriptor: int, array: NDArray[Any], *, at: int) -> None:
 
 
 def map_arrays(descriptor: int, description: Description) -> dict[str, NDArray[Any]]:
-    """The arrays in shared memory, as private copies: what is written to them reaches no other process."""
+    """Returns the arrays in shared memory, mapped copy-on-write: other processes do not see changes."""
     memory = mmap.mmap(
         descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )  # unmapped with the last array
@@ -83,7 +83,10 @@ def map_arrays(descriptor: int, description: Description) -> dict[str, NDArray[A
 
 
 def send(control: socket.socket, message: Mapping[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
-    """Send a message as JSON, with descriptors. Raises OSError if nobody is there any more."""
+    """Sends a message as JSON, with descriptors. Raises OSError if the other process closed the socket or ended.
+
+    Raises DataError if the message is longer than MAX_MESSAGE_BYTES.
+    """
     content = json.dumps(message).encode()
     if len(content) > MAX_MESSAGE_BYTES:
         raise DataError(f"a message of {len(content)} bytes is too long: the batch has too many fields")
@@ -91,7 +94,7 @@ def send(control: socket.socket, message: Mapping[str, Any], *, descriptors: tup
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and the descriptors that came with it; None once the other side is gone."""
+    """Waits for the next message. Returns it with its descriptors; None if the other side closed the socket."""
     try:
         content, descriptors, _, _ = socket.recv_fds(
             control, MAX_MESSAGE_BYTES, 1, getattr(socket, "MSG_CMSG_CLOEXEC", 0)

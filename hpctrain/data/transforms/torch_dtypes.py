@@ -1,4 +1,4 @@
-"""Which torch dtype a stored or transformed array has."""
+"""Maps the dtypes of stored and transformed arrays to torch dtypes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# torch's own dtypes for these can be stored, but hardly computed with: they are widened.
+# torch has these dtypes, but supports few operations on them: they are widened.
 WIDENED: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"uint16": np.dtype(np.int32), "uint32": np.dtype(np.int64)}
 )
 
 
 def torch_dtype(stored: str) -> torch.dtype:
-    """The dtype that batches have: the stored one, but uint16 becomes int32 and uint32 becomes int64."""
+    """Returns the dtype in batches: the stored one, but int32 for uint16 and int64 for uint32."""
     return torch.from_numpy(np.empty(0, dtype=WIDENED.get(stored, np.dtype(stored)))).dtype
 
 
 def as_tensor(array: NDArray[Any], *, pin_memory: bool = False) -> torch.Tensor:
-    """The array's memory as a tensor; copied if it has to be widened or pinned, or may not be written to."""
+    """Returns the array as a tensor that shares its memory; a copy if it is widened, pinned, or read-only."""
     wide = WIDENED.get(array.dtype.name)
     if wide is not None or not array.flags.writeable:
         array = array.astype(wide or array.dtype)

@@ -1,10 +1,11 @@
-"""A user's function over batches: found by name, called, and what it returns is checked.
+"""Finds and calls a user's function over batches, and checks its result.
 
     def augment(fields: dict[str, np.ndarray], context: TransformContext) -> dict[str, np.ndarray]: ...
 
-It gets the arrays of one rank's part of a batch, shape (num_rows, *sample_shape), and returns arrays with as
-many rows; names, dtypes and sample shapes may be others. It may change the arrays it gets. The context may be
-left out. This module imports neither torch nor the rest of the package: workers start faster, and smaller.
+The function receives the arrays of one rank's part of a batch, shape (num_rows, *sample_shape), and returns arrays
+with the same number of rows; names, dtypes and sample shapes may differ. It may modify its input. The parameter
+`context` is optional. This module imports neither torch nor the rest of the package, so that workers start faster and
+use less memory.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ TransformFunction = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TransformContext:
-    """Which samples a transform has before it, and random numbers that belong to them.
+    """The samples that a transform receives, and random number generators for them.
 
-    indices: int64, shape (num_rows,): the samples' numbers in the dataset, row by row.
-    start: position of the global batch in the epoch.
+    indices: int64, shape (num_rows,): index in the dataset of the sample in each row.
+    start: position of the global batch in the epoch, in samples.
     """
 
     seed: int
@@ -38,12 +39,12 @@ class TransformContext:
     indices: NDArray[np.int64]
 
     def generator(self, row: int) -> np.random.Generator:
-        """A generator for the sample in `row`: the same for any number of ranks, and after a resume."""
+        """Returns a generator for the sample in `row`: the same for any number of ranks, and after a resume."""
         return np.random.default_rng([self.seed, self.epoch, self.start, int(self.indices[row])])
 
 
 class BatchTransform:
-    """Calls a transform and checks what it returns. Safe to call from several threads if the function is."""
+    """Calls a transform and checks its result. Thread-safe if the function is."""
 
     def __init__(self, function: TransformFunction, *, name: str) -> None:
         self.name = name
@@ -53,11 +54,11 @@ class BatchTransform:
         self._without_rows: Arrays | None = None
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
-        """The transformed arrays, C-contiguous and native-endian, with as many rows as before.
+        """Returns the transformed arrays, C-contiguous and native-endian, with the same number of rows.
 
-        A batch without rows is not shown to the function: it gets the names, dtypes and shapes of an earlier
-        one, or of one row of zeros.
-        Raises DataError if the function raises, or returns something else than such arrays.
+        A batch without rows is not passed to the function: the result has the names, dtypes and shapes of an earlier
+        result, or of the result for one row of zeros.
+        Raises DataError if the function raises an error, or does not return such arrays.
         """
         num_rows = len(context.indices)
         if num_rows:
@@ -86,8 +87,8 @@ class BatchTransform:
             ) from error
         if not isinstance(made, Mapping) or not made or not all(isinstance(name, str) for name in made):
             raise DataError(
-                f"the transform {self.name} returned {type(made).__name__}, a dict of field names and arrays "
-                "is needed"
+                f"the transform {self.name} returned {type(made).__name__}, but must return a dict of field names "
+                "and arrays"
             )
         return {name: self._checked(name, array, len(context.indices)) for name, array in made.items()}
 
@@ -95,8 +96,8 @@ class BatchTransform:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf" or array.dtype.name in ("uint64", "float128", "longdouble"):
             raise DataError(
-                f"the transform {self.name} returned field {field!r} of dtype {array.dtype}: numbers that torch "
-                "has are needed (bool, int8 to int64, uint8 to uint32, float16 to float64)"
+                f"the transform {self.name} returned field {field!r} of dtype {array.dtype}: a dtype that torch "
+                "supports is needed (bool, int8 to int64, uint8 to uint32, float16 to float64)"
             )
         if array.ndim == 0 or len(array) != num_rows:
             raise DataError(
@@ -107,10 +108,10 @@ class BatchTransform:
 
 
 def find_transform(name: str) -> BatchTransform:
-    """Import a transform named as "module:function". Raises RecipeError if there is none."""
+    """Imports the transform `name`, "module:function". Raises RecipeError if that fails."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise RecipeError(f"a transform is named as 'module:function', not {name!r}")
+        raise RecipeError(f"the name of a transform is 'module:function', not {name!r}")
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
@@ -118,17 +119,17 @@ def find_transform(name: str) -> BatchTransform:
     except Exception as error:  # importing the user's code may raise anything
         raise RecipeError(f"the transform {name!r} cannot be imported: {error}") from error
     if not callable(found):
-        raise RecipeError(f"the transform {name!r} is no function, but {type(found).__name__}")
+        raise RecipeError(f"the transform {name!r} is not a function, but {type(found).__name__}")
     return BatchTransform(found, name=name)
 
 
 def name_of(function: TransformFunction) -> str:
-    """The name under which another process finds a function. Raises RecipeError if it has none."""
+    """Returns the name under which another process can import a function. Raises RecipeError if it cannot."""
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or not qualified or "<" in qualified:
         raise RecipeError(
             f"workers cannot import the transform {qualified or function!r} of {module}: put it at the top level "
-            "of a module of its own, or use workers = 0"
+            "of a module other than the script, or use workers = 0"
         )
     return f"{module}:{qualified}"
 
@@ -136,7 +137,7 @@ def name_of(function: TransformFunction) -> str:
 def _takes_two(function: TransformFunction) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some functions written in C tell nothing
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) >= 2

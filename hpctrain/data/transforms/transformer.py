@@ -1,4 +1,4 @@
-"""Where a loader's transform runs: in the loader's own threads, or in workers."""
+"""Chooses where a loader's transform runs: in the loader's threads, or in worker processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hpctrain.errors import RecipeError
 
 
 class BatchTransformer(Protocol):
-    """`BatchTransform`, in the thread that calls it, or `WorkerPool`.
+    """Interface of `BatchTransform`, which runs in the calling thread, and `WorkerPool`.
 
-    input_copies: how often a batch's input is in memory while it is transformed.
+    input_copies: number of copies of a batch's input in memory while it is transformed.
     """
 
     input_copies: int
@@ -32,23 +32,24 @@ class BatchTransformer(Protocol):
 
 
 def build_transformer(transform: str | TransformFunction | None, *, workers: int) -> BatchTransformer | None:
-    """None without a transform. `workers` 0: the calling threads transform; else so many processes.
+    """Returns the transformer; None if `transform` is None.
 
-    Raises RecipeError if the transform is not found, or cannot be found by another process.
+    workers: number of worker processes; 0: the calling threads run the transform. Raises RecipeError if the transform
+    cannot be imported, also by another process, or `workers` is not possible.
     """
     if workers < 0:
-        raise RecipeError(f"workers = {workers}: 0 (threads) or more are possible")
+        raise RecipeError(f"workers = {workers}: must be 0 (threads) or more")
     if transform is None:
         if workers:
             raise RecipeError(
-                f"workers = {workers} without a transform: workers only transform, threads read. Name a "
+                f"workers = {workers} without a transform: workers only run a transform, threads read. Set a "
                 "transform, or use workers = 0"
             )
         return None
     if workers:
         if not hasattr(os, "memfd_create"):
             raise RecipeError(
-                f"workers = {workers}: only Linux has the shared memory for them; use workers = 0"
+                f"workers = {workers}: workers need shared memory of Linux (memfd_create); use workers = 0"
             )
         named = find_transform(transform if isinstance(transform, str) else name_of(transform))
         return WorkerPool(named.name, num_workers=workers)
@@ -60,6 +61,6 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
 def transformed(
     fields: dict[str, torch.Tensor], *, by: BatchTransformer, context: TransformContext, pin_memory: bool
 ) -> dict[str, torch.Tensor]:
-    """The fields of a batch after the transform, with dtypes that torch computes with."""
+    """Returns the fields of a batch after the transform, with dtypes of `torch_dtype`."""
     made = by({name: tensor.numpy() for name, tensor in fields.items()}, context=context)
     return {name: as_tensor(array, pin_memory=pin_memory) for name, array in made.items()}

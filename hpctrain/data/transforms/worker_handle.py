@@ -1,4 +1,4 @@
-"""One worker seen from its parent: started, asked, and ended."""
+"""Parent's side of a worker process: starts it, sends batches, and ends it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hpctrain.errors import DataError
 
 _LOOK_S = 0.5
 _END_TIMEOUT_S = 1.0
-# Below this a copy costs less than keeping a mapping of its own.
+# Below this size a copy costs less than a separate mapping.
 _COPIED_BYTES = 256 << 10
 
-# What launchers and MPI libraries tell their ranks. A worker is none: a library that it imports and that
-# looks for these would join the job as the rank it is not.
+# Environment variables of launchers and MPI libraries. A worker is not a rank: a library that it imports could join
+# the job as its parent's rank because of them.
 _LAUNCHER_PREFIXES = (
     *(
         "OMPI_",
@@ -44,30 +44,23 @@ _LAUNCHER_PREFIXES = (
     ),
     *("I_MPI_", "MV2_", "MVP_", "SLURM_", "SLURMD_", "PALS_", "FLUX_", "HOROVOD_"),
 )
-# glibc's allocator keeps what a batch needed for the next one: fresh pages for each cost more than the copies.
+# glibc's allocator keeps memory for the next batch: new pages for each batch cost more than the copies.
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-# The worker's modules need numpy; the package they lie in imports torch, which takes seconds and 200 MB. So
-# they are loaded beneath a stand-in of the package. A transform that imports hpctrain.data gets the real one.
-_PROGRAM = """
-import os, sys, types
-import hpctrain
-package = types.ModuleType("hpctrain.data")
-package.__path__ = [os.path.join(path, "data") for path in hpctrain.__path__]
-sys.modules[package.__name__] = package
-from hpctrain.data.transforms.worker_process import main
-del sys.modules[package.__name__]
-sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
-"""
+# The worker's modules need only numpy: torch would take seconds and 200 MB.
+_PROGRAM = (
+    "import sys; from hpctrain.data.transforms.worker_process import main; "
+    "sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))"
+)
 
 
 class WorkerDied(Exception):
-    """How the process ended, in words."""
+    """Raised if a worker ended; the message says how."""
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """A worker's environment: the parent's without what launchers set, and with one compute thread."""
+    """Returns a worker's environment: the parent's without launchers' variables, and with one compute thread."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     package_root = str(Path(shared_memory.__file__).resolve().parents[3])
     searched = [package_root, *filter(None, [environ.get("PYTHONPATH")])]
@@ -75,7 +68,7 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Worker:
-    """One process. Used by one thread at a time."""
+    """One worker process. To be used by one thread at a time. Raises DataError if it cannot be started."""
 
     def __init__(self, transform: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,11 +89,14 @@ class Worker:
             os.close(lifeline)
         self._ended = False
         self._is_ready = False
-        with contextlib.suppress(OSError):  # it died already: seen when it is waited for
+        with contextlib.suppress(OSError):  # it died already: `_receive` detects that
             shared_memory.send(self._control, {"transform": transform, "sys_path": sys.path})
 
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
-        """Raises WorkerDied; DataError for what the transform itself raised."""
+        """Returns the transformed arrays of a batch. descriptor: shared memory of the input, see `write_arrays`.
+
+        Raises WorkerDied if the process ended, DataError if the transform raised an error.
+        """
         if not self._is_ready:
             self._receive()
             self._is_ready = True
@@ -117,7 +113,7 @@ class Worker:
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
         waiting = select.poll()
         waiting.register(self._control, select.POLLIN)
-        # The socket of a dead worker tells its end at once, but not while a fork of this process has it too.
+        # The socket of a dead worker is closed at once, unless a fork of this process also has it open: poll both.
         while not waiting.poll(_LOOK_S * 1000) and self.process.poll() is None:
             pass
         received = shared_memory.receive(self._control) if waiting.poll(0) else None
@@ -134,14 +130,14 @@ class Worker:
         if code is None or code >= 0:
             return WorkerDied(f"worker {self.process.pid} ended with exit code {code}")
         words = f"worker {self.process.pid} was killed by signal {-code} ({signal.Signals(-code).name})"
-        return WorkerDied(words + (": was memory short?" if -code == signal.SIGKILL else ""))
+        return WorkerDied(words + (": possibly out of memory" if -code == signal.SIGKILL else ""))
 
     def end(self) -> None:
-        """End the process and wait for it. May be called again."""
+        """Ends the process and waits for it. May be called more than once."""
         if self._ended:
             return
         self._ended = True
-        self._control.close()  # an idle worker leaves by itself
+        self._control.close()  # ends an idle worker
         try:
             self.process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -151,9 +147,9 @@ class Worker:
 
 
 def _arrays(descriptor: int, description: shared_memory.Description) -> Arrays:
-    """Arrays in the shared memory itself, where no copy is cheaper. The last of them frees it."""
+    """Returns the arrays as views of the shared memory, freed with the last one; as copies if it is small."""
     num_bytes = os.fstat(descriptor).st_size
-    # torch maps the memory and keeps no descriptor, which mmap does: thousands of batches may be alive.
+    # torch maps the memory without keeping a descriptor, unlike mmap: thousands of batches may exist.
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
     content = memory.numpy()  # (num_bytes,)
     if num_bytes < _COPIED_BYTES:

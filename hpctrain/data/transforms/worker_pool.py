@@ -1,8 +1,8 @@
-"""Processes that transform batches, for Python that holds the interpreter lock.
+"""Processes that transform batches, for Python code that holds the interpreter lock.
 
-The parent reads; a worker gets a batch in shared memory, and sends another back. Workers are started afresh
-(never forked: that breaks MPI, pytorch#13787), know nothing of the launcher, and end when the parent does.
-A worker that dies is replaced, and its batch is made again from what was read.
+The parent reads a batch and sends it to a worker in shared memory; the worker returns the result in the same way.
+Workers are new processes (never forked: that breaks MPI, pytorch#13787) without the launcher's environment, and end
+with the parent. A worker that dies is replaced, and its batch is transformed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_REMAKES = 3
 
 
 class _Places:
-    """The workers and who is free. It does not know the pool, which can so be collected."""
+    """The workers, and which of them are idle. It has no reference to the pool, which can so be collected."""
 
     def __init__(self, num_workers: int) -> None:
         self.condition = threading.Condition()
@@ -40,40 +40,41 @@ def _end_all(places: _Places) -> None:
         places.all.clear()
         places.condition.notify_all()
     for worker in busy:
-        worker.process.kill()  # the thread that waits for it ends it
+        worker.process.kill()  # the thread that waits for it then calls `end`
     for worker in idle:
         worker.end()
 
 
 class WorkerPool:
-    """Workers that all do one transform. Each thread that calls the pool keeps one of them busy.
+    """Worker processes for one transform. Each thread that calls the pool uses one of them.
 
     transform: "module:function", see `hpctrain.data.transforms.transform`.
-    The processes start when the first batch comes, and end on `close()`, when the pool is collected, when
-    the interpreter ends, and when this process is killed.
+    The processes start with the first batch. They end on `close()`, when the pool is collected, and when this process
+    ends or is killed. Raises RecipeError if `num_workers` is below 1.
     """
 
     def __init__(self, transform: str, *, num_workers: int) -> None:
         if num_workers < 1:
-            raise RecipeError(f"a pool of {num_workers} workers was asked for: at least 1 is needed")
+            raise RecipeError(f"a pool cannot have {num_workers} workers: at least 1 is needed")
         self.name = transform
-        self.input_copies = 2  # what was read, and what is sent
+        self.input_copies = 2  # the batch that was read, and its copy in shared memory
         self.num_workers = num_workers
         self.num_deaths = 0
-        """Workers that ended without being told to."""
+        """Number of workers that ended unexpectedly."""
         self._places = _Places(num_workers)
         self._finalizer = weakref.finalize(self, _end_all, self._places)
 
     @property
     def pids(self) -> list[int]:
-        """The processes that live, for tools that look at them."""
+        """Process ids of the running workers, sorted."""
         with self._places.condition:
             return sorted(worker.process.pid for worker in self._places.all)
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
-        """The transformed batch. Its arrays lie in memory that is freed with them.
+        """Returns the transformed batch. Waits for an idle worker if necessary.
 
-        Raises DataError if the transform raises, or if `MAX_REMAKES` more workers died of this batch.
+        Raises DataError if the transform raises an error, if `MAX_REMAKES` + 1 workers died over this batch, or if
+        the pool was closed.
         """
         descriptor, description = shared_memory.write_arrays({**arrays, INDICES: context.indices})
         request = {
@@ -87,8 +88,8 @@ class WorkerPool:
                 except WorkerDied as death:
                     last = death
                     if attempt < MAX_REMAKES:
-                        # Told at once: the run goes on, and somebody may wonder why it is slow.
-                        print(f"hpctrain: a batch is made again: {death}", file=sys.stderr, flush=True)
+                        # Printed now, since the run continues and only becomes slower.
+                        print(f"hpctrain: a batch is transformed again: {death}", file=sys.stderr, flush=True)
                     self._put(worker, alive=False)
                 except BaseException:
                     self._put(worker, alive=True)
@@ -100,23 +101,23 @@ class WorkerPool:
             os.close(descriptor)
         first, count = int(context.indices[0]) if len(context.indices) else 0, len(context.indices)
         raise DataError(
-            f"{1 + MAX_REMAKES} workers in turn died over one batch with the transform {self.name} (epoch "
-            f"{context.epoch}, {count} samples, the first is {first}; last: {last}): look for what it needs in "
-            "memory, and for faults in the libraries that it calls"
+            f"{1 + MAX_REMAKES} workers died one after another over one batch with the transform {self.name} (epoch "
+            f"{context.epoch}, {count} samples, the first is {first}; last error: {last}): check its memory use, and "
+            "the libraries that it calls"
         )
 
     def _take(self) -> Worker:
-        """An idle worker, or a new one if there is a vacancy; else wait."""
+        """Returns an idle worker, or a new one if fewer than `num_workers` exist; otherwise waits."""
         places = self._places
         with places.condition:
             while True:
                 if places.closed:
-                    raise DataError("the workers have been ended: the loader was closed")
+                    raise DataError("the workers were stopped, since the loader was closed")
                 while places.idle:
                     worker = places.idle.pop()
                     if worker.process.poll() is None:
                         return worker
-                    # Killed while it had nothing to do: that is not the fault of the batch that comes now.
+                    # Killed while it was idle: does not count as a failure of this batch.
                     worker.end()
                     self._discard(worker)
                 if not places.vacant:
@@ -124,7 +125,7 @@ class WorkerPool:
                 elif places.all:
                     self._start()
                 else:
-                    while places.vacant:  # at the beginning all start together
+                    while places.vacant:  # the first call starts all workers
                         self._start()
 
     def _discard(self, worker: Worker) -> None:
@@ -152,5 +153,5 @@ class WorkerPool:
             worker.end()
 
     def close(self) -> None:
-        """End the workers and wait for them. May be called again."""
+        """Ends the workers and waits for them. May be called more than once."""
         self._finalizer()

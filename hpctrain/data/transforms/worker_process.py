@@ -1,7 +1,7 @@
-"""A worker: receives batches, transforms them, sends them back. Knows no MPI, and ends with its parent.
+"""A worker process: receives batches, transforms them, sends them back. Does not use MPI; ends with its parent.
 
 Started by `hpctrain.data.transforms.worker_pool`, without the rest of the package: it imports numpy, the user's module,
-and what that imports.
+and the imports of that module.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from hpctrain.data.transforms.shared_memory import INDICES, map_arrays, receive,
 from hpctrain.data.transforms.transform import BatchTransform, TransformContext, find_transform
 from hpctrain.errors import HpctrainError
 
-_LONGEST_TEXT = 5000  # two of them, six bytes a character at worst, fit into a message of 64 KiB
-# Ctrl-C reaches every process of a terminal, and what Slurm sends before a time limit every process of a step.
-# The parent decides what becomes of the run: it may still want batches.
+_LONGEST_TEXT = 5000  # two such texts, with at most six bytes per character, fit into a message of 64 KiB
+# Ctrl-C is sent to every process of a terminal, and Slurm's signal before a time limit to every process of a step.
+# Workers ignore them: the parent decides how the run ends, and may need more batches.
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(control_descriptor: int, lifeline: int) -> int:
-    """Serve the parent until it closes the control socket; `lifeline` is a pipe that only it holds open."""
+    """Serves the parent until it closes the control socket. Returns the exit code.
+
+    lifeline: read end of a pipe whose write end only the parent has open.
+    """
     _end_with_parent(lifeline)
     for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
@@ -50,10 +53,11 @@ def main(control_descriptor: int, lifeline: int) -> int:
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Have the kernel end this process when the parent is gone, even in the midst of the user's code.
+    """Makes the kernel end this process when the parent ends, even while user code is running.
 
-    The pipe's closing raises SIGIO, whose default is to end the process; a watching thread would wait for the
-    interpreter lock. Not PR_SET_PDEATHSIG: that follows the parent's thread, which may end with its epoch.
+    When the pipe is closed, the kernel sends SIGIO, which ends the process by default; a watching thread would have to
+    wait for the interpreter lock. PR_SET_PDEATHSIG is not used: it is sent at the end of the parent's thread, which
+    may end with its epoch.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})

@@ -1,1 +1,1 @@
-"""Measures the candidate reductions, fits a cost, chooses by size, keeps the measurement."""
+"""Measures the candidate reductions, fits their cost, chooses one by bucket size, and caches the measurements."""

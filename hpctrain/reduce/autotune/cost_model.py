@@ -1,8 +1,8 @@
-"""What a reduction costs by its size, from a few measurements. Pure.
+"""Cost of a reduction by size, from a few measurements. Pure.
 
-The usual model of a message, a latency and a time per byte (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9), holds
-within a range of sizes only: libraries change their protocol with the size, caches end. So it is piecewise:
-straight lines between the sizes that were measured.
+The usual model of a message, a latency and a time per byte (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9), is valid
+within a range of sizes only: libraries change their protocol with the size, and caches are limited. So the model is
+piecewise linear between the measured sizes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from hpctrain.errors import UsageError
 
-# Of the time of the largest size measured, what at least counts as time of its bytes.
+# Minimum share of the largest measured size's time that is attributed to its bytes.
 LEAST_SHARE_OF_BYTES = 0.1
 
 
 class Candidate(NamedTuple):
-    """A way to reduce, by the names of the recipe."""
+    """An algorithm and a wire format, by their names in the recipe."""
 
     algorithm: str
     wire: str
@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One reduction of `num_bytes` of uncast gradients took `seconds`, on the rank that took longest."""
+    """Time of one reduction of `num_bytes` of gradients (before the cast to the wire), on the slowest rank."""
 
     algorithm: str
     wire: str
@@ -37,7 +37,7 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.num_bytes < 1 or not 0 < self.seconds < float("inf"):
             raise UsageError(
-                f"a measurement of {self.algorithm} with {self.wire} says {self.seconds} s for {self.num_bytes} bytes: "
+                f"a measurement of {self.algorithm} with {self.wire} has {self.seconds} s for {self.num_bytes} bytes: "
                 "both must be above 0"
             )
 
@@ -48,7 +48,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds by size: straight lines through `points`, (bytes, seconds) with both ascending.
+    """Seconds by size: piecewise linear through `points`, (bytes, seconds), both ascending.
 
     latency_s: at size 0. slope: seconds per byte beyond the last point.
     """
@@ -59,9 +59,9 @@ class Cost:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[int, float]]) -> Cost:
-        """From (bytes, seconds), at least one; of several of one size the least counts.
+        """Fits a cost to (bytes, seconds). Of several times of one size the lowest is used. UsageError if empty.
 
-        Noise only ever adds, so where a larger size took less time, the smaller one is taken to cost no more.
+        Noise only adds time, so if a larger size took less time, that time also limits the smaller one's.
         """
         least: dict[int, float] = {}
         for num_bytes, seconds in measured:
@@ -73,8 +73,8 @@ class Cost:
             points.append((num_bytes, min(least[num_bytes], points[-1][1] if points else least[num_bytes])))
         points.reverse()
         first, last = points[0], points[-1]
-        # Of one size alone nothing says what of it is latency: beyond it, all of it counts as bytes. Where noise
-        # made sizes look level, larger ones must not be free.
+        # With one size the share of latency is unknown: beyond it, all time is attributed to bytes. If noise made the
+        # curve flat, a minimum slope ensures that larger sizes are not free.
         slope = last[1] / last[0]
         latency = first[1]
         if len(points) > 1:
@@ -83,7 +83,7 @@ class Cost:
         return cls(tuple(points), latency, slope)
 
     def at(self, num_bytes: float) -> float:
-        """Seconds for a bucket of `num_bytes`; never less for a larger one."""
+        """Returns the seconds for a bucket of `num_bytes`; never decreases with the size."""
         place = bisect_right(self.points, num_bytes, key=lambda point: point[0])
         if place == len(self.points):
             last_bytes, last_s = self.points[-1]
@@ -94,12 +94,12 @@ class Cost:
         return min(high_s, low_s + share * (high_s - low_s))
 
     def crossings(self, other: Cost) -> list[float]:
-        """Sizes at which one of the two begins to cost more than the other."""
+        """Returns the sizes at which the two costs cross."""
         knots = sorted({0, *(p[0] for p in self.points), *(p[0] for p in other.points)})
         found = []
         for low, high in zip(knots, [*knots[1:], None], strict=True):
             before = self.at(low) - other.at(low)
-            # Beyond the last knot both are straight for ever: any second size tells how they go on.
+            # Beyond the last knot both are linear: any second size determines the slopes.
             end = 2 * low + 1 if high is None else high
             after = self.at(end) - other.at(end)
             if before * after < 0 or (high is None and before * (after - before) < 0):

@@ -1,7 +1,7 @@
-"""Which reduction for which size, from measurements. Pure.
+"""Choice of the reduction for each bucket size, from measurements. Pure.
 
-The choice for a size is the candidate whose fitted cost is least there; of equals the first one measured. Where
-others were measured at larger sizes than a candidate, it was left behind: it is not chosen for those.
+For each size the candidate with the lowest fitted cost is chosen; of equals the first one measured. A candidate that
+was dropped before the larger sizes were measured is not chosen for those.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from hpctrain.reduce.autotune.link_bound import LinkFloor
 DEFAULT_BUCKET_BYTES = 4_000_000
 SMALLEST_BUCKET_BYTES = 1 << 19
 LARGEST_BUCKET_BYTES = 1 << 25
-# Of the best rate that any bucket reaches. Where nothing but latency lowers it, 8/9 is reached at 8 times Hockney's
-# half-performance length, the size whose bytes take as long as its latency.
+# Share of the best rate of any bucket size that a bucket must reach. If only latency lowers the rate, 8/9 is reached at
+# 8 times Hockney's half-performance length, the size whose bytes take as long as its latency.
 EFFICIENCY = 8 / 9
-# So many buckets of a model at least, so that most of the reduction has backward to hide behind; the last one never
-# has (Li et al. 2020, arXiv:2006.15704: small buckets pay latency, large ones do not overlap).
+# Minimum number of buckets of a model, so that most of the reduction overlaps with backward; the last one never does
+# (Li et al. 2020, arXiv:2006.15704: small buckets pay latency, large ones do not overlap).
 LEAST_BUCKETS = 4
-# A bucket holds more than gradients: a flag a parameter, and gaps that align them. So much room for these, so that
-# one bucket meant for all gradients does not become two.
+# Bytes of a bucket for flags and gaps, in addition to gradients, so that one bucket for all gradients does not become
+# two.
 BESIDE_GRADIENTS = 1 << 16
-# A wire that rounds more must save at least this share of the time: few trials of small sizes err by more than a few
-# percent. Where a link decides, whose bytes it halves, little is enough.
+# A wire format that rounds more must save at least this share of the time, since few trials of small sizes have errors
+# of more than a few percent. If the link limits the rate, a smaller saving is enough.
 WORTH_ROUNDING = 0.2
 WORTH_ROUNDING_ON_LINKS = 0.05
-# Of candidates whose bytes decide alike, the one that was faster: so much of the measured time counts beside the floor.
+# Share of the measured time that is added to the floor, which decides between candidates with equal floors.
 MEASURED_BESIDE_FLOOR = 0.01
-# The link decides where its bytes are at least this share of what was measured.
+# The link counts as the limit if its bytes take at least this share of the measured time.
 DECIDED_BY_LINK = 0.5
 EXACTNESS = ("fp32", "fp16", "bf16")
-# No bucket is larger: what would be better there is of no interest.
+# No bucket is larger, so larger sizes are not compared.
 LARGEST_SIZE = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """`candidate` for sizes of at least `begin` bytes, up to the next range."""
+    """`candidate` is used for sizes from `begin` bytes up to the next range."""
 
     begin: int
     candidate: Candidate
@@ -52,7 +52,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to reduce with, by size. Made by `of_measurements`, or by `only` where there is no choice."""
+    """Candidates by bucket size. Made by `of_measurements`, or by `only` if there is one candidate."""
 
     costs: Mapping[Candidate, Cost]
     ranges: tuple[Range, ...]
@@ -61,14 +61,15 @@ class Choice:
 
     @classmethod
     def only(cls, candidate: Candidate) -> Choice:
-        """Nothing was measured, as there is one candidate."""
+        """Returns the choice of the only candidate, without measurements."""
         return cls({}, (Range(0, candidate),))
 
     @classmethod
     def of_measurements(
         cls, measurements: Sequence[Measurement], *, floor: LinkFloor | None = None
     ) -> Choice:
-        """UsageError if there are none. floor: of the links between nodes; no time below it counts."""
+        """Makes the choice. floor: of the links between nodes; lower times are raised to it. Raises UsageError without
+        measurements."""
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
         costs = {candidate: Cost.fit(points) for candidate, points in _by_candidate(measurements).items()}
@@ -78,20 +79,20 @@ class Choice:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Those that are chosen for some size, smallest size first."""
+        """Candidates that are chosen for any size, smallest size first."""
         return tuple(dict.fromkeys(r.candidate for r in self.ranges))
 
     def choose(self, num_bytes: int) -> Candidate:
-        """For a bucket of so many bytes of uncast gradients."""
+        """Returns the candidate for a bucket of `num_bytes` of gradients before the cast to the wire format."""
         place = bisect_right(self.ranges, num_bytes, key=lambda entry: entry.begin)
         return self.ranges[max(0, place - 1)].candidate
 
     def seconds(self, num_bytes: int) -> float:
-        """Predicted for the candidate that is chosen; 0 where nothing was measured."""
+        """Returns the predicted time of the chosen candidate; 0 if nothing was measured."""
         return self.costs[self.choose(num_bytes)].at(num_bytes) if self.costs else 0.0
 
     def for_wire(self, wire: str) -> Choice:
-        """The same, among the candidates with this wire. UsageError if none has it."""
+        """Returns the choice among the candidates with this wire format. Raises UsageError if there is none."""
         if not self.costs:
             if self.ranges[0].candidate.wire == wire:
                 return self
@@ -100,7 +101,7 @@ class Choice:
         return Choice.of_measurements(mine, floor=self.floor)
 
     def for_all_sizes(self, bucket_bytes: Iterable[int]) -> Choice:
-        """One candidate, whatever the size: the one that takes least time for these buckets together."""
+        """Returns the choice of a single candidate for all sizes: the fastest for these buckets in total."""
         if not self.costs:
             return self
         sizes = list(bucket_bytes)
@@ -109,10 +110,10 @@ class Choice:
         return Choice(self.costs, (Range(0, best),), self.measurements, self.floor)
 
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
-        """The wire that takes least time for these buckets; one that rounds more only if it saves enough.
+        """Returns the fastest wire format for these buckets; one that rounds more only if it saves enough.
 
-        A wire all of whose candidates were left behind before the largest of them is not taken: what is measured
-        there may have met a busy moment, what is extrapolated never does.
+        A wire format without measurements up to the largest bucket is not chosen: measured times may include a busy
+        moment, extrapolated times never do, so they would be preferred wrongly.
         """
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0)) if self.costs else self.candidates
@@ -140,10 +141,11 @@ class Choice:
         return sum(choice.seconds(size) for size in sizes)
 
     def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
-        """A bucket in which latency is a small share of the time, yet several of which make up the gradients.
+        """Returns a bucket size at which latency is a small share of the time, and a model has several buckets.
 
-        The smallest power of two whose predicted rate, bytes by time, is 8/9 of the best of any. At most a quarter
-        of `gradient_bytes`, a model's; between 512 KiB and 32 MiB. Without `overlap` one bucket, up to 32 MiB.
+        The smallest power of two whose predicted rate (bytes per second) is 8/9 of the best. At most a quarter of
+        `gradient_bytes`, all gradients of the model; between 512 KiB and 32 MiB. Without `overlap` one bucket, up to
+        32 MiB.
         """
         if not overlap:
             return max(SMALLEST_BUCKET_BYTES, min(gradient_bytes + BESIDE_GRADIENTS, LARGEST_BUCKET_BYTES))
@@ -162,7 +164,7 @@ class Choice:
 
     @classmethod
     def from_ranges(cls, value: Any) -> Choice:
-        """Of what `ranges_to_json` made. ValueError where it is something else."""
+        """Inverse of `ranges_to_json`, without costs. Raises ValueError for anything else."""
         try:
             ranges = tuple(
                 Range(int(v["from_bytes"]), Candidate(str(v["algorithm"]), str(v["wire"]))) for v in value
@@ -170,21 +172,20 @@ class Choice:
         except (TypeError, KeyError) as error:
             raise ValueError(f"no ranges: {error}") from error
         if not ranges or [r.begin for r in ranges] != sorted({0, *(r.begin for r in ranges)}):
-            raise ValueError("no ranges: they do not go up from 0")
+            raise ValueError("no ranges: they must ascend from 0")
         return cls({}, ranges)
 
     def describe(self) -> str:
-        """`flat up to 64 KB, then hierarchical-ring`."""
+        """Returns a text such as `flat up to 64 KB, then hierarchical-ring`."""
         parts = []
         for this, following in zip(self.ranges, self.ranges[1:], strict=False):
             parts.append(f"{this.candidate.algorithm} up to {_show_bytes(following.begin)}")
         return ", then ".join([*parts, self.ranges[-1].candidate.algorithm])
 
     def record(self) -> dict[str, Any]:
-        """For the run's record: what is chosen from which size on, and each candidate's numbers as measured.
+        """Returns the chosen ranges and each candidate's measurements as JSON, for the run's record.
 
-        floor_seconds_per_byte: no time below size times this counts when candidates are compared; 0 where the
-        links set none.
+        floor_seconds_per_byte: lower limit of the time per byte in comparisons of candidates; 0 if there is none.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
@@ -198,7 +199,7 @@ class Choice:
 
 
 def roundings(wire: str) -> int:
-    """Order of the wires: what rounds more has the larger number."""
+    """Returns the rank of a wire format in order of exactness; larger means more rounding."""
     return EXACTNESS.index(wire) if wire in EXACTNESS else len(EXACTNESS)
 
 
@@ -207,7 +208,7 @@ def measurements_to_json(measurements: Iterable[Measurement]) -> list[dict[str, 
 
 
 def measurements_from_json(value: Any) -> list[Measurement]:
-    """ValueError where it is not what `measurements_to_json` made."""
+    """Inverse of `measurements_to_json`. Raises ValueError for anything else."""
     try:
         found = [
             Measurement(
@@ -224,21 +225,21 @@ def measurements_from_json(value: Any) -> list[Measurement]:
 
 
 def eligible(costs: Mapping[Candidate, Cost], num_bytes: float) -> list[Candidate]:
-    """The candidates that were measured as far as any was, or at least at `num_bytes`; in order."""
+    """Returns the candidates measured up to `num_bytes`, or up to the largest size of any if that is smaller."""
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
 
 
 def _floored(cost: Cost, least: float) -> Cost:
-    """No size takes less than its bytes do at `least` seconds each; of equals the faster one stays the better.
+    """Returns `cost` with a lower limit of `least` seconds per byte; a share of the measured time decides ties.
 
-    Where the link explains most of the largest size's time, it is what larger ones take longer by: the difference of
-    two trials says less of it, as one that met a busy moment makes it anything.
+    If the floor explains most of the largest size's time, it is also the slope beyond: the difference of two trials is
+    less reliable, since either may include a busy moment.
     """
     sizes = [n for n, _ in cost.points]
     for (low, low_s), (high, high_s) in pairwise(cost.points):
         over, under = low_s - low * least, high * least - high_s
-        if over * under > 0:  # here the floor begins to count, or ends to; not halfway to the next size
+        if over * under > 0:  # cost and floor cross between the two sizes: add the crossing
             sizes.append(low + round((high - low) * over / (over + under)))
     measured = [(n, cost.at(n)) for n in sizes]
     floored = Cost.fit((n, max(s, n * least) + MEASURED_BESIDE_FLOOR * s) for n, s in measured)
@@ -248,7 +249,7 @@ def _floored(cost: Cost, least: float) -> Cost:
 
 
 def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[tuple[int, float]]]:
-    """(bytes, seconds) of each."""
+    """Returns each candidate's (bytes, seconds)."""
     found: dict[Candidate, list[tuple[int, float]]] = {}
     for m in measurements:
         found.setdefault(m.candidate, []).append((m.num_bytes, m.seconds))
@@ -256,7 +257,7 @@ def _by_candidate(measurements: Iterable[Measurement]) -> dict[Candidate, list[t
 
 
 def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:
-    """The best candidate changes where two costs cross, so only those sizes need to be looked at."""
+    """Returns the best candidate by size. It changes only near crossings and measured sizes: only those are tried."""
     sizes = {0}
     fitted = list(costs.values())
     for place, one in enumerate(fitted):
@@ -264,7 +265,7 @@ def _ranges(costs: Mapping[Candidate, Cost]) -> tuple[Range, ...]:
             for crossing in one.crossings(other):
                 if crossing <= LARGEST_SIZE:
                     sizes.update(range(max(0, math.floor(crossing) - 1), math.floor(crossing) + 3))
-        sizes.update(size for size, _ in one.points)  # equal up to there, and not beyond
+        sizes.update(size for size, _ in one.points)  # costs may be equal up to there and differ beyond
         sizes.update(size + 1 for size, _ in one.points)
     ranges: list[Range] = []
     for size in sorted(sizes):

@@ -1,4 +1,4 @@
-"""How fast the ranks of a node reach each other, and how fast the nodes do: for the run's record."""
+"""Measures latency and bandwidth within a node and between nodes, for the run's record and the link floor."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ LATENCY_TRIALS = 5
 BANDWIDTH_TRIALS = 2
 SOME_BYTES = 1 << 18
 MANY_BYTES = 1 << 22
-# A link that carries `SOME_BYTES` faster than this is too fast to be measured by so few.
+# If `SOME_BYTES` take less than this, they are too few to measure the link.
 QUICK_S = 5e-3
-# One that carries it slower shows its own rate at once.
+# If they take longer than this, one trial alone shows the link's rate.
 SLOW_S = 0.1
 IN_A_ROW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """One axis of the mesh. num_members: ranks of its largest group.
+    """Speed along one axis, `local` or `node`. num_members: number of ranks of its largest group.
 
-    latency_s: of an all-reduce of one number. bytes_per_s: what one rank sends within its node, or one node to the
-    others, in an all-reduce of large buffers by the backend, by the ring's bound.
+    latency_s: time of an all-reduce of one number. bytes_per_s: rate at which one rank sends within its node, or one
+    node to the others, in an all-reduce of large buffers by the backend, computed for a ring.
     """
 
     axis: str
@@ -50,9 +50,9 @@ def measure_levels(
     budget_s: float = 0.4,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[LinkSpeed, ...]:
-    """The levels that have several members. Collective; the same on every rank.
+    """Measures the axes that have several members. Collective; the result is the same on every rank.
 
-    A few reductions for each; fewer, and smaller ones, once `budget_s` is used up by the slowest rank's clock.
+    A few reductions per axis; fewer and smaller ones once `budget_s` is exceeded by the slowest rank's clock.
     """
     found = []
     began = clock()
@@ -64,7 +64,7 @@ def measure_levels(
         timer = _Timer(
             world, world.split(groups), device=device, clock=clock, began=began, budget_s=budget_s / len(AXES)
         )
-        timer.seconds(8, trials=1)  # connections are made
+        timer.seconds(8, trials=1)  # makes the connections
         latency = timer.seconds(8, trials=LATENCY_TRIALS)
         num_bytes = SOME_BYTES
         seconds = timer.seconds(num_bytes, trials=BANDWIDTH_TRIALS)
@@ -72,7 +72,7 @@ def measure_levels(
             num_bytes = MANY_BYTES
             seconds = timer.seconds(num_bytes, trials=BANDWIDTH_TRIALS)
         elif seconds < SLOW_S and timer.left_s > 0:
-            # One alone runs on what the link's queues and shapers take at once.
+            # A single reduction may fit into the link's queues and shapers.
             seconds = max(seconds, timer.seconds(num_bytes, trials=1, in_a_row=IN_A_ROW))
         began += budget_s / len(AXES)
         # All groups of the node axis share the links of their nodes.
@@ -84,7 +84,7 @@ def measure_levels(
 
 
 class _Timer:
-    """Times the all-reduce of one group beside those of all others; a rank in no group only waits for them."""
+    """Times the all-reduce of one group while all others run theirs; a rank in no group only waits."""
 
     def __init__(
         self,
@@ -105,9 +105,9 @@ class _Timer:
         self.left_s = budget_s
 
     def seconds(self, num_bytes: int, *, trials: int, in_a_row: int = 1) -> float:
-        """Of the rank that took longest; the median of so many trials, or of those that there was time for.
+        """Returns the time of one reduction on the slowest rank: the median of up to `trials`, within the time budget.
 
-        in_a_row: a trial is so many reductions without a pause, of which the first is not timed if there are several.
+        in_a_row: number of consecutive reductions of a trial; the first is not timed if there are several. Collective.
         """
         buffer = torch.zeros(num_bytes // 4, device=self._device)
         found: list[float] = []
@@ -135,7 +135,7 @@ def levels_to_json(levels: tuple[LinkSpeed, ...]) -> list[dict[str, Any]]:
 
 
 def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
-    """ValueError where it is not what `levels_to_json` made."""
+    """Inverse of `levels_to_json`. Raises ValueError for anything else."""
     try:
         return tuple(
             LinkSpeed(

@@ -1,7 +1,7 @@
-"""Measurements kept in a file, so that a resumed run chooses as the first one did, and others need not measure.
+"""Cache file of measurements, so that a resumed run makes the same choice, and other runs need not measure.
 
-JSON, `reduction.json` in the run directory: one entry for each key, which holds all that the times or the names of
-the candidates depend on. Read and written by one rank.
+JSON, `reduction.json` in the run directory: one entry per key. The key contains everything that the times and the
+candidates depend on. Read and written by one rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hpctrain.reduce.autotune.link_speed import LinkSpeed, levels_from_json, lev
 from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
 
-FILE_NAME = "reduction.json"
+CALIBRATION_FILE = "reduction.json"
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """What measurements are valid for. versions: of the libraries that reduce, by name."""
+    """Conditions under which measurements are valid. versions: of the libraries that a reduction uses, by name."""
 
     ranks_by_node: tuple[tuple[int, ...], ...]
     emulated: bool
@@ -56,14 +56,14 @@ class CalibrationKey:
         }
 
     def differences(self, other: dict[str, Any]) -> list[str]:
-        """Fields in which a file's key is not this one."""
+        """Returns the names of the fields in which `other`, a key from a file, differs from this key."""
         mine = self.as_json()
         return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What one calibration found, in a form that goes through JSON."""
+    """Results of one calibration, convertible to and from JSON. seconds: its duration."""
 
     measurements: tuple[Measurement, ...]
     levels: tuple[LinkSpeed, ...]
@@ -78,9 +78,9 @@ class Kept:
 
     @classmethod
     def from_json(cls, value: Any) -> Kept:
-        """ValueError where it is not what `as_json` made."""
+        """Inverse of `as_json`. Raises ValueError for anything else."""
         if not isinstance(value, dict) or not {"measurements", "levels", "seconds"} <= value.keys():
-            raise ValueError("no calibration: fields are missing")
+            raise ValueError("not a calibration: fields are missing")
         return cls(
             measurements=tuple(measurements_from_json(value["measurements"])),
             levels=levels_from_json(value["levels"]),
@@ -90,14 +90,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class CachedTrials:
-    """An entry of a file, or why there is none to use. `why` is empty where there is no file."""
+    """An entry of a file, or None and the reason; the reason is empty if there is no file or no entry."""
 
     kept: Kept | None
     why: str = ""
 
 
 def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
-    """The measurements of `key`. A damaged file is not an error: it is measured anew."""
+    """Reads the measurements of `key` from `path`. A missing or damaged file is not an error: see `CachedTrials`."""
     try:
         entries = _entries(path)
     except FileNotFoundError:
@@ -124,18 +124,18 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
 
 
 def write_calibration(path: Path, *, key: CalibrationKey, kept: Kept) -> None:
-    """Put an entry into the file, beside those of other keys. Whole or not at all. OSError where it fails."""
+    """Adds or replaces the entry of `key`, keeping other entries; replaces the file atomically. May raise OSError."""
     try:
         entries = _entries(path)
     except (OSError, ValueError):
-        entries = []  # not there, or damaged
+        entries = []  # missing or damaged
     entries = [entry for entry in entries if key.differences(entry["key"])]
     entries.append({"key": key.as_json(), "found": kept.as_json()})
     write_json(path, {"schema": SCHEMA, "entries": entries})
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """OSError or ValueError where the file is not one of ours."""
+    """Returns the entries of a file. Raises OSError or ValueError if it is not a valid cache file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"it is not of schema {SCHEMA}")

@@ -1,7 +1,7 @@
-"""Short trials of the ways to reduce, on the ranks and links of this run.
+"""Short trials of the candidate reductions, on the ranks and links of this run.
 
-Sizes grow until the time is used up; what is clearly slower is left behind. All decisions are made from numbers
-of which every rank has the largest, so that all ranks make the same.
+Sizes grow until the time is used up; candidates that are clearly slower are dropped. All decisions use times reduced by
+MAX over the ranks, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.reduce.contract.polling import run_to_end
 
-# (algorithm, wire) -> a reducer in a message space of its own. Collective. UsageError, the same on every rank,
-# where the two cannot be had.
+# (algorithm, wire) -> a reducer with a separate message space. Collective. Raises UsageError on every rank if the
+# combination is not available.
 MakeReducer = Callable[[str, str], BucketReducer]
 
-ELEMENT_BYTES = 4  # gradients are float32, whatever the wire makes of them
+ELEMENT_BYTES = 4  # gradients are float32, for every wire format
 SMALLEST_BYTES = 1 << 12
 LARGEST_BYTES = 1 << 24
-GROWTH = (8, 4, 2)  # the next size; smaller steps where the time does not reach for a larger one
+GROWTH = (8, 4, 2)  # factors to the next size; smaller ones if the time is too short for a larger one
 MAX_ROUNDS = 5
-# Of sizes at which bytes are compared more: after so many rounds only those go on that were nearly as fast as the best.
+# At sizes where bandwidth is compared there are more rounds: after `ROUNDS_OF_ALL` only of the candidates within a
+# factor of `CONTENDS` of the best.
 MAX_ROUNDS_COMPARED = 15
 ROUNDS_OF_ALL = 2
 CONTENDS = 1.5
-# A trial of quick reductions is several of them, as ranks never begin one at the same moment.
+# A trial of fast reductions repeats them up to this time, since ranks never start at exactly the same moment.
 TRIAL_S = 5e-4
 MAX_REPEATS = 8
-# At most this share of what is left of the time goes into more rounds of one size, of a small one less.
+# Maximum share of the remaining time for the rounds of one size, and of a small size.
 SHARE_OF_REST = 0.5
 SHARE_OF_SMALL = 0.15
 CLEARLY_SLOWER = 2.0
 CLEARLY_MORE = 1.3
-# Below this size it is latency that is compared, which says little of large sizes.
+# Below this size latency dominates, which does not predict the times of large sizes.
 COMPARED_FROM_BYTES = 1 << 18
-# Buckets of several MB for each of many candidates on each of a node's ranks would take its memory.
+# From this size on only `FEW` candidates are measured: each needs a bucket of several MB on each of a node's ranks.
 FEW_FROM_BYTES = 1 << 22
 FEW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured, in `seconds` altogether. The same on every rank. notes: what was not, and why."""
+    """Result of the trials, the same on every rank. seconds: their duration. notes: what was not measured, and why."""
 
     measurements: tuple[Measurement, ...]
     seconds: float
@@ -71,11 +72,11 @@ def calibrate(
     largest_bytes: int = LARGEST_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Calibration:
-    """Measure the candidates, about `budget_s` seconds long by the slowest rank's clock. Collective over `comm`.
+    """Measures the candidates for about `budget_s` seconds by the slowest rank's clock. Collective over `comm`.
 
-    A reduction that has begun is never broken off: `budget_s` leaves room for one that takes longer than
-    predicted. Reducers are closed at the end. UsageError on every rank if none of the candidates can be made.
-    floor: of the links; where bytes decide, what sends clearly more than another is not measured.
+    A reduction that has begun is never aborted, so the trials may exceed `budget_s` by one that takes longer than
+    predicted. Closes the reducers at the end. Raises UsageError on every rank if no candidate can be made.
+    floor: of the links; if it dominates, candidates that send clearly more than another are not measured.
     """
     trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s)
     notes: list[str] = []
@@ -86,7 +87,7 @@ def calibrate(
         except UsageError as error:
             notes.append(f"not measured: {candidate.algorithm} with {candidate.wire}: {error}")
     if not running:
-        raise UsageError("none of the reductions can be made here: " + "; ".join(notes), agreed=True)
+        raise UsageError("none of the reductions is available here: " + "; ".join(notes), agreed=True)
     contest = _Contest(running, trials=trials, device=device, notes=notes, floor=floor)
     num_bytes: int | None = SMALLEST_BYTES
     while num_bytes is not None and num_bytes <= largest_bytes and contest.measure(num_bytes):
@@ -106,7 +107,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class _Running:
-    """A candidate in the contest. measured: (bytes, seconds), the same on every rank."""
+    """A candidate and its measurements: (bytes, seconds), the same on every rank."""
 
     candidate: Candidate
     reducer: BucketReducer
@@ -117,17 +118,17 @@ class _Running:
         return Cost.fit(self.measured).at(num_bytes)
 
     def expected_s(self, num_bytes: int) -> float:
-        """What a reduction of a larger size will hardly take longer than."""
+        """Returns an upper estimate of the time of a larger size, in seconds."""
         last_bytes, last_s = self.measured[-1]
         at_most = last_s * num_bytes / last_bytes
         by_slope = self.fitted_s(num_bytes)
-        # Small sizes are all latency, and say little of larger ones.
+        # Small sizes are dominated by latency and do not predict larger ones.
         return by_slope if len(self.measured) > 2 else (by_slope + at_most) / 2
 
 
 @final
 class _Trials:
-    """Times single trials, and the time that is left. Its methods are collective."""
+    """Times single trials and keeps the remaining time. Its methods are collective."""
 
     def __init__(
         self, comm: Collective, *, device: torch.device, clock: Callable[[], float], budget_s: float
@@ -140,14 +141,14 @@ class _Trials:
         self.left_s = budget_s
 
     def time(self, reducer: BucketReducer, *, repeats: int) -> float:
-        """Seconds of one reduction of bucket 0, of the rank that took longest."""
+        """Returns the seconds of one reduction of bucket 0 on the slowest rank."""
         begin = self._clock()
         for _ in range(repeats):
             run_to_end([reducer.reduce(0)])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         end = self._clock()
-        # Beside what it tells, this is where the ranks meet before the next trial.
+        # This all-reduce also synchronizes the ranks before the next trial.
         seconds, elapsed = self._largest(end - begin, end - self._began)
         self.left_s = self._budget_s - elapsed
         return max(seconds / repeats, 1e-9)
@@ -168,7 +169,7 @@ class _Trials:
 
 @final
 class _Contest:
-    """The candidates that are still measured, size by size. Its methods, but for the pure ones, are collective."""
+    """The candidates that are still measured, size by size. Methods are collective unless marked otherwise."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class _Contest:
         self._notes = notes
 
     def measure(self, num_bytes: int) -> bool:
-        """Measure one size; whether a larger one can be looked at."""
+        """Measures one size. Returns True if there is memory and time for a larger one."""
         if not self._plan(num_bytes):
             return False
         times: dict[Candidate, list[float]] = {one.candidate: [] for one in self._active}
@@ -199,7 +200,7 @@ class _Contest:
                 contenders = self._contenders(times)
                 if len(contenders) == 1:
                     break
-            # In turns, another one first in each round: what drifts hits all alike.
+            # Alternate, with a different first candidate in each round, so that drift affects all alike.
             for place in range(len(contenders)):
                 one = contenders[(place + number) % len(contenders)]
                 mine = times[one.candidate]
@@ -213,7 +214,7 @@ class _Contest:
         return self._trials.left_s > 0
 
     def _contenders(self, times: dict[Candidate, list[float]]) -> list[_Running]:
-        """Those whose best time is at most `CONTENDS` times the best of all; of the others it is the one that counts.
+        """Returns candidates whose best time is at most `CONTENDS` times the best; of others keeps only the best time.
 
         Not collective."""
         best = min(min(found) for found in times.values())
@@ -227,9 +228,9 @@ class _Contest:
         return contenders
 
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
-        """What the trials of a size came to. Not collective.
+        """Records the results of a size. Not collective.
 
-        Who had no turn is left behind; a size at which one alone had its turn compares nothing.
+        A candidate without a trial gets no result; a size with a trial of one of several candidates is not recorded.
         """
         first = not any(one.measured for one in self._active)
         for one in self._active:
@@ -238,7 +239,7 @@ class _Contest:
         found = [one for one in self._active if times[one.candidate]]
         if len(found) > 1 or len(found) == len(self._active) or first:
             for one in found:
-                # Of two the larger: a time that was short once by luck is no promise.
+                # Of two times the larger, as a single short time may be chance.
                 one.measured.append((num_bytes, statistics.median_high(times[one.candidate])))
         missing = [one.candidate for one in self._active if not one.measured]
         if missing:
@@ -246,7 +247,7 @@ class _Contest:
             self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
-        """Memory for one bucket, and, at the first size, a first reduction: that is when connections are made."""
+        """Plans one bucket; at the first size also reduces it once, to connect. Returns False if memory is short."""
         numel = num_bytes // ELEMENT_BYTES
         flag = numel - 1
         bucket = Bucket(torch.float32, (Slot(0, 0, flag, used_flag=flag, shape=(flag,)),), numel)
@@ -256,23 +257,23 @@ class _Contest:
                 one.reducer.plan([bucket], device=self._device)
             except CommunicationError as error:
                 if error.agreed:
-                    raise  # known to all ranks: nothing to do with memory
-                failure = error  # perhaps of this node alone: no room left in its shared memory
+                    raise  # agreed by all ranks: not a lack of memory
+                failure = error  # perhaps only on this node: its shared memory is full
             if self._trials.failed_anywhere(failure):
                 self._notes.append(
                     f"sizes of {num_bytes} bytes and more were not measured: {one.candidate.algorithm} found no "
                     f"memory for them{f': {failure}' if failure else ' on another node'}"
                 )
                 return False
-            # The first one in any case: the time may be over when all are made, and a choice needs one.
+            # Always for the first candidate: the time may be used up already, and a choice needs one measurement.
             if not one.measured and (self._trials.left_s > 0 or one is self._active[0]):
                 one.warm_up_s = self._trials.time(one.reducer, repeats=1)
         return True
 
     def leave_behind(self, num_bytes: int) -> None:
-        """Go on without what is twice as slow as the best: now, at the size before, and by its slope. Not collective.
+        """Drops candidates that are twice as slow as the best now, at the previous size, and by extrapolation.
 
-        By its slope, because a large latency says nothing of large buckets.
+        Extrapolation, because a large latency does not matter for large buckets. Not collective.
         """
         if num_bytes < COMPARED_FROM_BYTES:
             return
@@ -286,7 +287,7 @@ class _Contest:
         ]
 
     def _light(self, num_bytes: int) -> list[_Running]:
-        """Those that send no more than `CLEARLY_MORE` times the least, where bytes take longer than latency."""
+        """Returns candidates that send at most `CLEARLY_MORE` times the least, if bytes take longer than latency."""
         if self._floor is None:
             return self._active
         sent = {one.candidate: self._floor.seconds_per_byte(one.candidate) for one in self._active}
@@ -297,10 +298,10 @@ class _Contest:
         return [one for one in self._active if sent[one.candidate] <= CLEARLY_MORE * least]
 
     def next_size(self, num_bytes: int) -> int | None:
-        """The largest step for which time and memory reach, or None. Not collective.
+        """Returns the largest next size for which time and memory suffice, or None. Not collective.
 
-        For a few candidates, that is: of more, those that were slowest are left behind. The best come first, so
-        that they have had their turn should the time end.
+        They must suffice for `FEW` candidates; of more, the slowest are dropped. The best come first, so that they are
+        measured if the time runs out.
         """
         for factor in GROWTH:
             size = num_bytes * factor

@@ -1,4 +1,4 @@
-"""From the ways to reduce that a run has to the one it takes: from a file, or by measurement."""
+"""Chooses the reduction algorithms of a run, from cached or new measurements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm import World, broadcast_json, on_rank_0
-from hpctrain.comm.backends.library_probe import probe_started_mpi
+from hpctrain.comm import World, broadcast_json, on_rank_0, probe_started_mpi
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.reduce.autotune.cost_model import Candidate
 from hpctrain.reduce.autotune.decision import EXACTNESS, Choice, roundings
@@ -24,13 +23,13 @@ from hpctrain.topology import Topology
 from hpctrain.version import __version__
 
 PACKAGES = ("torch", "mpi4py", "horovod")
-# Of the trials; the levels and what takes longer than predicted come on top, and all of it stays below 2 s.
+# Time for the trials. With the link measurements and trials that exceed their prediction, the total is below 2 s.
 BUDGET_S = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFiles:
-    """Where measurements are kept. run: the run's own file, which comes first, so that a resumed run chooses as before.
+    """Cache files. run: the run's own file, which has precedence, so that a resumed run makes the same choice.
 
     shared: a file that several runs use (`reduction.calibration` of the recipe).
     """
@@ -45,11 +44,10 @@ class CalibrationFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoChoice:
-    """What a run reduces with. `choice` holds candidates of one wire, `wire`. The same on every rank.
+    """Choice for a model: algorithms by bucket size, all with the wire format `wire`. The same on every rank.
 
-    source: where the numbers come from, in words. key: what they are valid for, as rank 0 found it; None where
-    nothing was measured.
-    bucket_bytes_asked: whether somebody asked for `bucket_bytes`.
+    source: origin of the measurements, as text. key: `CalibrationKey` of rank 0 as JSON; None if nothing was measured.
+    bucket_bytes_asked: True if the user set `bucket_bytes`.
     """
 
     choice: Choice
@@ -62,14 +60,14 @@ class AutoChoice:
     bucket_bytes_asked: bool = False
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: what `recalled` needs."""
+        """Returns the state for a checkpoint, from which `recalled` restores the choice."""
         return {"key": self.key, "ranges": self.choice.ranges_to_json(), "bucket_bytes": self.bucket_bytes}
 
     def recalled(self, saved: Mapping[str, Any]) -> AutoChoice:
-        """The choice of the run that saved it, where it holds for this one; else this one's own. Pure.
+        """Returns the saved choice if it is valid for this run, else this one unchanged. Pure.
 
-        It holds for the same ranks, libraries and ways to reduce, with the same wire. A bucket size that was
-        asked for stays.
+        It is valid for the same topology, libraries, candidates and wire format. A bucket size that the user set is
+        kept. Raises CheckpointError if `saved` is damaged.
         """
         if self.key is None or saved.get("key") != self.key:
             return self
@@ -83,11 +81,11 @@ class AutoChoice:
         return replace(self, choice=choice, bucket_bytes=bucket_bytes, source="from the checkpoint")
 
     def describe(self) -> str:
-        """`auto: flat up to 64 KB, then hierarchical-ring`."""
+        """Returns a text such as `auto: flat up to 64 KB, then hierarchical-ring`."""
         return f"auto: {self.choice.describe()}"
 
     def record(self) -> dict[str, Any]:
-        """The choice and its numbers, for the run's record."""
+        """Returns the choice and its measurements as JSON, for the run's record."""
         return {
             "source": self.source, "calibration_s": self.seconds, "wire": self.wire,
             "bucket_bytes": self.bucket_bytes, "levels": levels_to_json(self.levels), **self.choice.record(),
@@ -96,7 +94,7 @@ class AutoChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResults:
-    """What was found, before it is known what is to be reduced. The same on every rank."""
+    """Measurements and choice before the model's size is known. The same on every rank."""
 
     choice: Choice
     source: str
@@ -107,9 +105,9 @@ class TrialResults:
     def settle(
         self, *, gradient_bytes: int, bucket_bytes: int | None = None, overlap: bool = True
     ) -> AutoChoice:
-        """Wire, bucket size and algorithms for a model with so many bytes of gradients. Pure.
+        """Chooses wire format, bucket size and algorithms for a model with `gradient_bytes` of gradients. Pure.
 
-        bucket_bytes: as the recipe says, or None to choose. overlap: whether reductions run beside backward.
+        bucket_bytes: from the recipe; None: choose it. overlap: True if reductions overlap with backward.
         """
         chosen = self.choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
         guess = bucket_bytes or chosen
@@ -117,8 +115,8 @@ class TrialResults:
         choice = self.choice.for_wire(wire)
         size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
         if wire not in EXACTNESS:
-            # It remembers what it lost, in the reducer that lost it: one reducer, so that nothing is lost when
-            # another plan moves a parameter into a bucket of another size.
+            # Error feedback is kept by each reducer: use a single one, so that residuals are not lost when a new plan
+            # moves a parameter into a bucket of another size.
             choice = choice.for_all_sizes(bucket_sizes(gradient_bytes, bucket_bytes=size))
         return AutoChoice(
             choice=choice, wire=wire, bucket_bytes=size, source=self.source, levels=self.levels,
@@ -127,13 +125,13 @@ class TrialResults:
 
 
 def bucket_sizes(gradient_bytes: int, *, bucket_bytes: int) -> list[int]:
-    """Bytes of the buckets that so many gradients fill, at least one; for a prediction."""
+    """Returns the sizes of the buckets that `gradient_bytes` fill, at least one, for a prediction."""
     full, rest = divmod(gradient_bytes, bucket_bytes)
     return [bucket_bytes] * full + ([rest] if rest or not full else [])
 
 
 def reduction_versions(backend: str) -> dict[str, str]:
-    """Versions of what a reduction over `backend` runs on. Not collective."""
+    """Returns the versions of the libraries that a reduction over `backend` uses. Not collective."""
     versions = {"hpctrain": __version__}
     for package in PACKAGES:
         try:
@@ -149,7 +147,7 @@ def reduction_versions(backend: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Looked:
-    """What rank 0 found in the files, as JSON for the others."""
+    """Contents of the cache files as read by rank 0, as JSON for the others."""
 
     kept: dict[str, Any] | None = None
     source: str = ""
@@ -167,17 +165,18 @@ def find_choice(
     versions: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: None,
     budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TrialResults:
-    """Read what was measured before, or measure now and write it. Collective; the same on every rank.
+    """Reads cached measurements, or measures and writes them. Collective; the result is the same on every rank.
 
-    candidates: the same, in the same order, on every rank. Nothing is measured where there is one rank or one
-    candidate. versions: of the libraries; found out unless given. note: told what could not be read, written
-    or measured, on every rank.
+    candidates: the same, in the same order, on every rank. With one rank or one candidate nothing is measured.
+    versions: of the libraries; default: determined here. note: called on every rank with a text on anything that could
+    not be read, written or measured. Raises UsageError if `candidates` is empty.
     """
     if not candidates:
-        raise UsageError("no way to reduce to choose from: give at least one", agreed=True)
+        raise UsageError("there are no reduction candidates to choose from: give at least one", agreed=True)
     if world.num_ranks == 1 or len(candidates) == 1:
-        why = "one rank" if world.num_ranks == 1 else "no other way runs here"
+        why = "one rank" if world.num_ranks == 1 else "no other algorithm is available"
         exact = min(candidates, key=lambda candidate: roundings(candidate.wire))
         return TrialResults(choice=Choice.only(exact), source=f"not measured: {why}")
     files = files or CalibrationFiles()
@@ -185,7 +184,7 @@ def find_choice(
         topology=topology, backend=world.reduction_backend, device=device.type, candidates=tuple(candidates),
         versions=dict(versions if versions is not None else reduction_versions(world.reduction_backend)),
     )  # fmt: skip
-    # Rank 0's for all: where libraries differ between nodes, all ranks take over what was saved or none does.
+    # Rank 0's key for all: if libraries differ between nodes, either all ranks restore a saved choice or none does.
     key_of_all = broadcast_json(world, key.as_json())
     looked = _look(world, files, key=key)
     for text in looked.notes:
@@ -194,8 +193,8 @@ def find_choice(
         kept, source = Kept.from_json(looked.kept), looked.source
     else:
         kept, notes = _measure(
-            world, make=make, candidates=candidates, topology=topology, device=device, budget_s=budget_s
-        )
+            world, make=make, candidates=candidates, topology=topology, device=device, budget_s=budget_s, clock=clock
+        )  # fmt: skip
         for text in notes:
             note(f"reduction: {text}")
         source = f"measured in {kept.seconds:.1f} s"
@@ -209,7 +208,7 @@ def find_choice(
 
 
 def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Looked:
-    """Rank 0 looks into the files in their order; what is found in the shared one is kept in the run's too."""
+    """Rank 0 reads the files in order; measurements from the shared file are copied to the run's. Collective."""
 
     def look() -> dict[str, Any]:
         notes: list[str] = []
@@ -220,7 +219,7 @@ def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Loo
                     notes += _try_to_write([files.run], key=key, kept=found.kept)
                 return {"kept": found.kept.as_json(), "source": f"from {path}", "notes": notes}
             if found.why:
-                notes.append(f"reduction: {found.why}: it is measured anew if no other file has it")
+                notes.append(f"reduction: {found.why}: it is measured again unless another file has it")
             elif path == files.shared:
                 notes.append(f"reduction: {path} holds no measurements for this run: they are added to it")
         return {"kept": None, "source": "", "notes": notes}
@@ -236,18 +235,21 @@ def _measure(
     topology: Topology,
     device: torch.device,
     budget_s: float,
+    clock: Callable[[], float],
 ) -> tuple[Kept, list[str]]:
-    began = time.perf_counter()
-    levels = measure_levels(world, topology, device=device)
-    levels_s = time.perf_counter() - began
-    floor = LinkFloor.of(topology, levels)
-    found = calibrate(world, make=make, candidates=candidates, device=device, floor=floor, budget_s=budget_s)
+    began = clock()
+    levels = measure_levels(world, topology, device=device, clock=clock)
+    levels_s = clock() - began
+    found = calibrate(
+        world, make=make, candidates=candidates, device=device, floor=LinkFloor.of(topology, levels),
+        budget_s=budget_s, clock=clock,
+    )  # fmt: skip
     seconds = levels_s + found.seconds
     kept = Kept(measurements=found.measurements, levels=levels, seconds=seconds)
-    # Through JSON, as what a file holds: the run that measured and the one that reads it choose alike.
+    # Through JSON, as if read from a file, so that this run and one that reads the file make the same choice.
     mine = {"kept": kept.as_json(), "notes": list(found.notes)}
-    told = broadcast_json(world, mine)
-    return Kept.from_json(told["kept"]), told["notes"]
+    of_rank_0 = broadcast_json(world, mine)
+    return Kept.from_json(of_rank_0["kept"]), of_rank_0["notes"]
 
 
 def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
@@ -256,7 +258,7 @@ def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: Ke
 
 
 def _try_to_write(paths: Sequence[Path], *, key: CalibrationKey, kept: Kept) -> list[str]:
-    """Notes on what could not be written: the run goes on, but one that resumes it has to measure again."""
+    """Writes the files. Returns notes on those that cannot be written, for which a resumed run must measure again."""
     notes = []
     for path in paths:
         try:

@@ -1,10 +1,11 @@
-"""Each bucket by the algorithm that was chosen for its size."""
+"""Reducer that uses for each bucket the algorithm chosen for its size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from hpctrain.comm import Collective
@@ -15,10 +16,11 @@ from hpctrain.reduce.autotune.tune import AutoChoice
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import (
     BucketReducer,
+    Finishing,
     InBackground,
     Numbers,
+    Reduced,
     StateTensor,
-    StepSums,
 )
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
 from hpctrain.reduce.shared_memory.summation import in_order
@@ -26,11 +28,11 @@ from hpctrain.reduce.shared_memory.summation import in_order
 
 @final
 class AutoReducer:
-    """`BucketReducer` that hands each bucket to a reducer made for it.
+    """`BucketReducer` that passes each bucket to a reducer for its size.
 
-    comm: all ranks, used by `plan` alone. make: used by `plan`, for each candidate whose sizes the buckets have.
-    A reducer that a later plan has no bucket for is kept: whoever holds the earlier buckets may still look at them.
-    A wire that keeps state has one candidate for all sizes (`Measured.settle`), so its state is that reducer's,
+    comm: all ranks, used by `plan` only. make: called by `plan` for each candidate that the bucket sizes need.
+    A reducer that a later plan does not need is kept, since earlier buckets in its memory may still be referenced.
+    A wire format with state has one candidate for all sizes (`TrialResults.settle`), so the state is that reducer's,
     under the same names as without `auto`.
     """
 
@@ -41,13 +43,11 @@ class AutoReducer:
         self._reducers: dict[Candidate, BucketReducer] = {}
         self._places: list[tuple[BucketReducer, int]] = []  # of each bucket: its reducer, its number there
         self._used: list[BucketReducer] = []  # those that the last plan has buckets for
-        self._step_sums: list[StepSums | None] = []  # of each bucket: its reducer, if it is one
-        self._only: StepSums | None = None  # where it reduces all buckets
         self._squares = False
 
     @property
     def algorithm(self) -> str:
-        """In words: `auto: flat up to 64 KB, then hierarchical-ring`."""
+        """Text such as `auto: flat up to 64 KB, then hierarchical-ring`."""
         return self._auto.describe()
 
     @property
@@ -55,24 +55,23 @@ class AutoReducer:
         return self._auto.wire
 
     def record(self) -> dict[str, Any]:
-        """The choice and its numbers, for the run's record."""
+        """Returns the choice and its measurements as JSON, for the run's record."""
         return self._auto.record()
 
     def choice_state(self) -> dict[str, Any]:
-        """The choice, as JSON, for a checkpoint."""
+        """Returns the choice as JSON, for a checkpoint."""
         return self._auto.state()
 
     def recall(self, saved: Mapping[str, Any]) -> int:
-        """Choose as the run did that saved `saved`, where its choice holds here. The bucket size to plan with.
+        """Restores the saved choice if it is valid here, from the next `plan` on. Returns the bucket size in bytes.
 
-        Not collective: `saved` and `AutoChoice.key` are the same on every rank, so all decide alike. It counts from
-        the next `plan` on.
+        Not collective: `saved` and `AutoChoice.key` are the same on every rank, so all decide alike.
         """
         self._auto = self._auto.recalled(saved)
         return self._auto.bucket_bytes
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
-        # Here too, and not only in the reducers: ranks with other sizes would meet in other ones.
+        # Check here, as well as in the reducers: ranks with different sizes would use different reducers.
         check_same_plan(self._comm, buckets, how=f"{self.algorithm}, {self.wire}")
         by_candidate: dict[Candidate, list[int]] = {}
         for number, bucket in enumerate(buckets):
@@ -82,7 +81,7 @@ class AutoReducer:
         places: dict[int, tuple[BucketReducer, int]] = {}
         for candidate, numbers in by_candidate.items():
             reducer = self._reducer_for(candidate)
-            if self._squares and isinstance(reducer, StepSums):
+            if self._squares:
                 reducer.keep_squares()
             given = reducer.plan([buckets[number] for number in numbers], device=device)
             for place, (number, tensor) in enumerate(zip(numbers, given, strict=True)):
@@ -90,8 +89,6 @@ class AutoReducer:
                 places[number] = (reducer, place)
         self._places = [places[number] for number in range(len(buckets))]
         self._used = list(dict.fromkeys(reducer for reducer, _ in self._places))
-        self._step_sums = [reducer if isinstance(reducer, StepSums) else None for reducer, _ in self._places]
-        self._only = self._step_sums[0] if len(self._used) == 1 else None
         return [memory[number] for number in range(len(buckets))]
 
     def _reducer_for(self, candidate: Candidate) -> BucketReducer:
@@ -112,26 +109,22 @@ class AutoReducer:
     def keep_squares(self) -> None:
         self._squares = True
 
-    def filled(self, number: int, num_elems: int) -> None:
-        if (reducer := self._step_sums[number]) is not None:
-            reducer.filled(self._places[number][1], num_elems)
-
-    def scale_sums(self, factor: float) -> bool:
-        return self._only is not None and self._only.scale_sums(factor)
-
-    def square(self) -> float | None:
-        squares = [reducer.square() if isinstance(reducer, StepSums) else None for reducer in self._used]
-        known = [square for square in squares if square is not None]
-        return in_order(known) if len(known) == len(squares) else None
-
-    def carry(self, numbers: Numbers) -> bool:
-        return self._only is not None and self._only.carry(numbers)
-
-    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
+    def begin_step(self, factor: float) -> float:
+        if len(self._used) == 1:
+            return self._used[0].begin_step(factor)
         for reducer in self._used:
-            if isinstance(reducer, StepSums) and (turns := reducer.sum_numbers(numbers)) is not None:
-                return turns
-        return None
+            reducer.begin_step(1.0)
+        return 1.0
+
+    def filled(self, number: int, num_elems: int) -> None:
+        reducer, place = self._places[number]
+        reducer.filled(place, num_elems)
+
+    def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
+        first, *others = self._used
+        return _finish_all(
+            [first.finish(numbers, comm=comm), *(r.finish(np.empty(0), comm=comm) for r in others)], numbers
+        )
 
     def settle(self, *, applied: bool, rescale: float) -> None:
         for reducer in self._used:
@@ -148,6 +141,14 @@ class AutoReducer:
             reducer.load_state(tensors)
 
     def close(self) -> None:
-        self._places, self._used, self._step_sums, self._only = [], [], [], None
+        self._places, self._used = [], []
         while self._reducers:
             self._reducers.pop(next(iter(self._reducers))).close()
+
+
+def _finish_all(turns: Sequence[Finishing], numbers: Numbers) -> Finishing:
+    """One reducer after another, in the order of the buckets, which is the same on every rank."""
+    squares = []
+    for each in turns:
+        squares.append((yield from each).norm_square)
+    return Reduced(in_order(squares), numbers)

@@ -1,4 +1,4 @@
-"""Memory in which a thread works on one piece of a tensor at a time: small enough to stay in cache."""
+"""Per-thread scratch memory for one piece of a tensor at a time, small enough to stay in cache."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import threading
 
 import torch
 
-# Values worked on at a time, a multiple of every codec's block. 512 KB of float32: within the second-level
-# cache, and large enough that the microseconds that each call of torch costs do not count.
+# Number of values of a piece, a multiple of every codec's block. 512 KB of float32: fits into the second-level
+# cache, and large enough to make the microseconds of each torch call negligible.
 PIECE = 1 << 17
 
 _of_thread = threading.local()
 
 
 def scratch(name: str, dtype: torch.dtype) -> torch.Tensor:
-    """This thread's memory of that name, shape (PIECE,); it holds whatever was left there."""
+    """Returns this thread's scratch tensor `name` of `dtype`, shape (PIECE,), with arbitrary contents."""
     key = f"{name} {dtype}"
     found: torch.Tensor | None = getattr(_of_thread, key, None)
     if found is None:

@@ -1,4 +1,4 @@
-"""What a value codec is: float values to bytes for the wire, and back. Pure; no rank knows of another here."""
+"""Interface of a codec: float values to bytes for the wire, and back. Pure; nothing here communicates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class Codec(Protocol):
-    """Encodes a run of values by itself, without knowing what stands before or behind it.
+    """Encodes values into `out`, and decodes data into `out`, independently of their position in the bucket.
 
     Values are contiguous one-dimensional float32 or float64 tensors in host memory; encoded data are
     contiguous uint8 tensors, 8-byte aligned, of exactly `num_bytes(n)` bytes for n values. n may be 0.
-    Deterministic: the same values give the same bytes. inf and NaN come out as values that are not finite.
+    Deterministic: the same values give the same bytes. inf and NaN decode to values that are not finite.
     """
 
     @property
@@ -21,14 +21,14 @@ class Codec(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether decoding gives back the bits that were encoded."""
+        """True if decoding returns the encoded values bit for bit."""
 
     def num_bytes(self, numel: int, *, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of `numel` encoded values of `dtype`."""
+        """Returns the number of bytes of `numel` encoded values of `dtype`."""
 
     def encode(self, values: torch.Tensor, *, out: torch.Tensor) -> None: ...
 
     def decode(self, data: torch.Tensor, *, out: torch.Tensor) -> None: ...
 
     def add(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
-        """out += decoded data."""
+        """Adds the decoded `data` to `out`."""

@@ -1,7 +1,8 @@
-"""Error feedback: what a rank has not delivered yet is added to its next gradient (Seide et al. 2014).
+"""Error feedback: a rank's residual, the part of its gradient not yet sent, is added to its next gradient
+(Seide et al. 2014).
 
-It is kept in gradient space, all trainable parameters flattened one behind another in the optimizer's order,
-so that it does not depend on how the gradients are cut into buckets.
+Residuals are kept in gradient space, the concatenation of all flattened trainable parameters in the optimizer's order,
+so that they do not depend on the buckets.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
 
 NAME = "residual"
-# The same of the engine's codecs, in rows by node: see `EngineReducer.state`.
+# Residuals of the engine's codecs, with one row per node: see `EngineLosses.state`.
 LOST = "lost"
 
 
 def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
-    """Parameter -> its first element in gradient space, and the length of that space. Pure.
+    """Returns each parameter's offset in gradient space, and the length of that space, in elements. Pure.
 
-    Every trainable parameter is in one of the buckets, so they tell all the lengths.
+    buckets: a plan, which contains every trainable parameter.
     """
     numels = {slot.parameter: slot.numel for bucket in buckets for slot in bucket.slots}
     positions, total = {}, 0
@@ -35,10 +36,10 @@ def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 
 @final
 class Residuals:
-    """This rank's row of the residuals, which make up a global tensor of shape (num_ranks, elements).
+    """This rank's residuals, one row of a global tensor of shape (num_ranks, elements).
 
-    There are two of it: what a step begins with, and what it leaves, which counts only once the step is known
-    to be applied. In the unit of the buckets: gradients times loss scale. float32, or float64 where any bucket is.
+    Keeps two rows: the one at the start of a step, and the new one, which takes effect only if the step is applied.
+    In the unit of the buckets: gradients times loss scale. float32, or float64 if any bucket is.
     """
 
     def __init__(self, *, rank: int, num_ranks: int) -> None:
@@ -49,7 +50,7 @@ class Residuals:
         self._left = torch.zeros(0)
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None:
-        """Make room for the buckets' parameters; residuals of a plan of the same parameters are kept."""
+        """Allocates residuals for the buckets' parameters; keeps the values if the parameters are unchanged."""
         before = self._positions, self._row
         self._positions, total = gradient_space(buckets)
         wide = any(bucket.dtype is torch.float64 for bucket in buckets)
@@ -59,24 +60,24 @@ class Residuals:
         self._left = self._row.clone()
 
     def of(self, slot: Slot) -> torch.Tensor:
-        """What this step begins with for one parameter, shape (slot.numel,): to read."""
+        """Residual of one parameter at the start of the step, shape (slot.numel,); read-only."""
         begin = self._positions[slot.parameter]
         return self._row[begin : begin + slot.numel]
 
     def left(self, slot: Slot) -> torch.Tensor:
-        """What this step leaves of one parameter, shape (slot.numel,): to write in every step."""
+        """New residual of one parameter, shape (slot.numel,); must be written in every step."""
         begin = self._positions[slot.parameter]
         return self._left[begin : begin + slot.numel]
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """The step is over: what it left counts if it was applied. rescale: of the unit, from this step to the next."""
+        """Ends the step: the new residuals take effect if it was `applied`. rescale: next loss scale / this one's."""
         if applied:
             self._row, self._left = self._left, self._row
         if rescale != 1.0:
             self._row.mul_(rescale)
 
     def add_to(self, memory: torch.Tensor, bucket: Bucket) -> None:
-        """memory (bucket.numel,) += residual of every parameter of the bucket."""
+        """Adds the residual of each of the bucket's parameters to `memory`, shape (bucket.numel,)."""
         for slot in bucket.slots:
             memory[slot.offset : slot.offset + slot.numel] += self.of(slot)
 
@@ -88,9 +89,9 @@ class Residuals:
         )]  # fmt: skip
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take this rank's row; of another number of ranks, rank 0 takes the sum of all and the others start at 0.
+        """Restores this rank's row. If the number of ranks differs, rank 0 takes the sum of all rows, the others 0.
 
-        So what was not delivered is delivered once, whatever the ranks. No residuals: all start at 0.
+        So each residual is sent exactly once. Without saved residuals all start at 0.
         Raises CheckpointError if the residuals are of another model.
         """
         self._row.zero_()
@@ -99,8 +100,8 @@ class Residuals:
             return
         if saved.dim() != 2 or saved.shape[1] != self._row.numel():
             raise CheckpointError(
-                f"the checkpoint's residuals are of shape {tuple(saved.shape)}, this model needs "
-                f"(ranks, {self._row.numel()}): resume with the model and the frozen parameters it was made with"
+                f"the checkpoint's residuals have shape {tuple(saved.shape)}, this model needs "
+                f"(ranks, {self._row.numel()}): resume with the same model and frozen parameters as the saved run"
             )
         if NAME in tensors and saved.shape[0] == self._num_ranks:
             self._row.copy_(saved[self._rank])

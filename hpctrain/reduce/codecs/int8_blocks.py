@@ -1,4 +1,4 @@
-"""int8: one byte a value and one float32 scale for each block of 256 values.
+"""int8: one byte per value and one float32 scale per block of 256 values.
 
 Layout of n encoded values in b = ceil(n / 256) blocks: b float32 scales, then n int8 levels. The scales come
 first because they need the alignment. A value decodes to scale * level. Only the last block may be short.
@@ -17,7 +17,7 @@ BLOCK = 256
 LEVELS = 127  # symmetric: -128 is not used
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; its reciprocal is finite
 
-# A piece: values (blocks, values of a block), their scales (blocks, 1), their levels (as the values).
+# Values, shape (blocks, values per block); their scales, shape (blocks, 1); their levels, shape of the values.
 _Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -26,8 +26,8 @@ class BlockCodec:
     """`int8`: symmetric, rounded to nearest even; a block's scale is its largest magnitude / 127.
 
     Error of a value: at most 1/253 of the largest magnitude in its block, or 2^-126 if that is more (half a
-    level and float32's own roundings: scales are never denormal). A block that holds inf, NaN or what float32
-    cannot hold decodes to inf and NaN throughout, so that a step with it is skipped.
+    level and float32's own rounding; scales are never denormal). A block that contains inf, NaN or a value outside
+    float32's range decodes to inf and NaN throughout, so that a step with it is skipped.
     """
 
     name = "int8"
@@ -43,7 +43,7 @@ class BlockCodec:
                 piece = scratch("values", torch.float32)[: piece.numel()].view(piece.shape).copy_(piece)
             exact = work[: piece.numel()].view(piece.shape)
             torch.abs(piece, out=exact)
-            # amax hands on NaN, and so does clamp: a block with one gets a scale that is not finite.
+            # amax and clamp propagate NaN: a block with one gets a scale that is not finite.
             torch.amax(exact, dim=1, keepdim=True, out=scales)
             scales.mul_(1 / LEVELS).clamp_(min=SMALLEST_SCALE)
             torch.mul(piece, scales.reciprocal(), out=exact)
@@ -65,7 +65,7 @@ def _num_blocks(numel: int) -> int:
 
 
 def _pieces(values: torch.Tensor, data: torch.Tensor) -> Iterator[_Piece]:
-    """Views: whole blocks, up to PIECE values at a time, then what is left as one short block."""
+    """Yields views of whole blocks, up to PIECE values at a time, then the remaining values as one short block."""
     num_blocks, full = _num_blocks(values.numel()), values.numel() // BLOCK
     scales = data[: 4 * num_blocks].view(torch.float32).view(-1, 1)
     levels = data[4 * num_blocks :].view(torch.int8)

@@ -1,4 +1,4 @@
-"""Error feedback of a codec: what encoding has lost is added to what is encoded the next time.
+"""Error feedback of a codec: the error of an encoding is added to the values of the next one.
 
 Source: Seide et al. 2014 (1-bit SGD), doi:10.21437/Interspeech.2014-274; Karimireddy et al. 2019, arXiv:1901.09847.
 """
@@ -14,7 +14,7 @@ from hpctrain.reduce.codecs.codec import Codec
 
 @final
 class NoFeedback:
-    """Encodes, and forgets what was lost."""
+    """Encodes without error feedback."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -28,28 +28,32 @@ class NoFeedback:
 
 @final
 class CodecFeedback:
-    """The losses of one carrier's part: of every slice on its way to the owner, and of the sum on its way back.
+    """Encoding errors of one carrier's part: of the slices that it sends to their owners, and of the sum that it owns.
 
-    Kept twice: the losses of a step count once `settle` has said that the step was applied. A step that was
-    skipped (gradients not finite) leaves no trace.
+    The new errors of a step take effect when `settle` reports that the step was applied. A step that was skipped
+    (gradients not finite) changes nothing.
     """
 
     def __init__(
         self, codec: Codec, *, numel: int, own: slice, num_gradients: int, dtype: torch.dtype
     ) -> None:
-        """numel: of the part. own: the place in it of the slice that this rank sums.
+        """numel: of the part. own: the slice of the part that this rank sums.
 
-        num_gradients: the elements that are fed back, the first ones; behind them are flags, which must not
-        carry anything into a step to which they do not belong.
+        num_gradients: number of elements with error feedback, the first ones; after them are flags, which must not
+        affect later steps. dtype: of the errors.
         """
         self._codec = codec
         self.own = own
         self._num_gradients = num_gradients
-        # The own slice, which is not encoded on the way to an owner, holds the loss of its sum.
+        # The own slice, which is not sent to an owner, holds the error of its sum.
         self.lost = torch.zeros(numel, dtype=dtype)
         self._new = torch.zeros(numel, dtype=dtype)
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
+        """Encodes `values` plus their earlier error into `out`, and keeps the new error. Changes `values`.
+
+        first: their offset in the part.
+        """
         place = slice(first, first + values.numel())
         values.add_(self.lost[place])
         self._codec.encode(values, out=out)
@@ -62,7 +66,7 @@ class CodecFeedback:
         self.encode(values, first=self.own.start, out=out)
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """The step is over. rescale: factor of the loss scale from this step to the next."""
+        """Ends the step: the new errors take effect if it was `applied`. rescale: next loss scale / this one's."""
         if applied:
             self.lost, self._new = self._new, self.lost
         if rescale != 1:

@@ -1,4 +1,4 @@
-"""Codecs that give each value its own place on the wire: fp32, fp16, bf16; and all codecs by name."""
+"""Codecs that encode each value separately (fp32, fp16, bf16), and the lookup of all codecs by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CODEC_NAMES = ("fp32", "fp16", "bf16", "int8")
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name in the recipe. UsageError when there is none."""
+    """Returns the codec with this name in the recipe. Raises UsageError if there is none."""
     match name:
         case "fp32":
             return OwnPrecisionCodec()
@@ -30,7 +30,7 @@ def codec_named(name: str) -> Codec:
 
 @final
 class OwnPrecisionCodec:
-    """`fp32`: every value in its own precision, so float32 in 4 bytes and float64 in 8, bit for bit."""
+    """`fp32`: every value unchanged, so float32 in 4 bytes and float64 in 8."""
 
     name = "fp32"
     exact = True
@@ -50,11 +50,11 @@ class OwnPrecisionCodec:
 
 @final
 class CastCodec:
-    """`fp16` and `bf16`: rounded to nearest even, 2 bytes a value.
+    """`fp16` and `bf16`: rounded to nearest even, 2 bytes per value.
 
     fp16: relative error at most 2^-11 for magnitudes from 2^-14 to 65504, absolute error at most 2^-25 below,
     inf from 65520 on. bf16: relative error at most 2^-8 up to 3.38e38, where inf begins; absolute error at most
-    2^-134 below 2^-126. A float64 is rounded to float32 on the way, which adds a relative error of 2^-24.
+    2^-134 below 2^-126. A float64 is rounded to float32 first, which adds a relative error of 2^-24.
     """
 
     exact = False
@@ -73,7 +73,7 @@ class CastCodec:
         out.copy_(data.view(self._dtype))
 
     def add(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
-        # An addition of two dtypes is a hundred times slower than a conversion and an addition of one.
+        # Adding two dtypes is a hundred times slower than converting and adding the same dtype.
         summand = scratch("values", out.dtype)
         for piece, total in zip(data.view(self._dtype).split(PIECE), out.split(PIECE), strict=True):
             total.add_(summand[: total.numel()].copy_(piece))

@@ -1,1 +1,1 @@
-"""Reducers over a backend's collective operations: flat, sliced, two-level, top-k, PowerSGD, one rank."""
+"""Reducers that use a backend's collective operations: flat, sliced, two-level, top-k, PowerSGD, one rank."""

@@ -1,4 +1,4 @@
-"""The backend's own sum of a bucket, after a cast to what travels."""
+"""The backend's own sum of a bucket, after a cast to the wire's dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.reduce.contract.bucket_plan import Bucket
 
 
 class StartSum(Protocol):
-    """`Collective.start_all_reduce`, or what stands in for it."""
+    """Signature of `Collective.start_all_reduce`."""
 
     def __call__(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]: ...
 
@@ -21,7 +21,7 @@ WIRE_DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
-    """What a bucket of dtype `bucket` travels as. `fp32` sends every bucket in its own precision."""
+    """Returns the dtype in which a bucket of dtype `bucket` is sent. `fp32` sends every bucket in its own dtype."""
     return WIRE_DTYPES[wire] or bucket
 
 
@@ -29,9 +29,9 @@ def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
 class CastSum:
     """Casts a bucket to the wire's dtype and has it summed in place, on the bucket's device.
 
-    start: begins to sum a buffer over all ranks, and returns what waits for the end; collective. bytes_of: bytes that
-    this rank sends to other nodes for a buffer of so many elements of so many bytes. wire: `fp32`, `fp16` or `bf16`.
-    UsageError where the backend cannot sum it.
+    start: starts to sum a buffer over all ranks and returns a function that waits; collective. bytes_of(numel,
+    itemsize): bytes that this rank sends to other nodes. wire: `fp32`, `fp16` or `bf16`; the constructor raises
+    UsageError if the backend cannot sum it.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class CastSum:
     ) -> None:
         if wire not in WIRE_DTYPES:
             raise UsageError(
-                f"a backend's own sum cannot carry the wire format {wire!r}: choose {', '.join(WIRE_DTYPES)}, "
+                f"a backend's own sum does not support the wire format {wire!r}: choose {', '.join(WIRE_DTYPES)}, "
                 "or the algorithm direct"
             )
         if wire == "bf16" and backend == "horovod":
-            raise UsageError("Horovod sums no bfloat16: choose the algorithm direct, which sends it as bytes")
+            raise UsageError("Horovod cannot sum bfloat16: choose the algorithm direct, which sends bytes")
         self._start = start
         self._wire = wire
         self._bytes_of = bytes_of
@@ -67,7 +67,7 @@ class CastSum:
             self._cast.append(None if own else torch.zeros(bucket.numel, dtype=dtype, device=device))
 
     def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
-        """Begin to sum `memory`, which is not empty, over all ranks, in place; returns what waits. Collective."""
+        """See `BucketSum.start`."""
         cast = self._cast[number]
         travelling = memory if cast is None else cast.copy_(memory)
         wait = self._start(travelling, number=number)

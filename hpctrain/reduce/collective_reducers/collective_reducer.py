@@ -1,7 +1,7 @@
-"""Buckets summed by a backend's collective operations: flat, by slices, or in two levels.
+"""Sums buckets by a backend's collective operations: flat, by slices, or in two levels.
 
-These work wherever a backend works, and on the device where it does. Where its operations only block, one bucket is in
-flight at a time. `engine` has a schedule of our own.
+Available for every backend, on the backend's device. If its operations only block, one bucket is in flight at a time.
+`EngineReducer` makes its own schedule instead.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Protocol, final
 
 import torch
 
-from hpctrain.comm import Collective, TwoLevel
-from hpctrain.errors import UsageError
+from hpctrain.comm import Collective, TwoLevel, all_gather_json, check_same
+from hpctrain.errors import BufferMismatch, UsageError
 from hpctrain.reduce.codecs.codec import Codec
 from hpctrain.reduce.codecs.error_feedback import Residuals
 from hpctrain.reduce.collective_reducers import sliced_sum
@@ -24,13 +24,21 @@ from hpctrain.reduce.collective_reducers.traffic_bounds import (
     successor_is_elsewhere,
 )
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
+from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
+
+# Of all buckets: up to here each rank computes the norm of the sums alone, which takes less time than a collective.
+MAX_NORM_ALONE_BYTES = 16 << 20
 
 
 class BucketSum(Protocol):
-    """One way to sum a bucket over all ranks."""
+    """A method of summing a bucket over all ranks. `start` is collective, `plan` is not.
+
+    bytes_sent: bytes sent to other nodes so far. start(number, memory): starts the sum of bucket `number`, in place in
+    `memory`, shape (n,), n > 0; returns a function that waits for it.
+    """
 
     bytes_sent: int
 
@@ -43,8 +51,8 @@ class BucketSum(Protocol):
 
 
 @final
-class CollectiveReducer:
-    """`BucketReducer` over the collective operations of `comm`, a message space of its own.
+class CollectiveReducer(StepEnd):
+    """`BucketReducer` over the collective operations of `comm`, which no other object may use.
 
     Make it with `flat`, `direct` or `hierarchical`.
     """
@@ -59,7 +67,7 @@ class CollectiveReducer:
         in_background: bool = False,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """on_close: gives `comm` back; called by `close`. Collective. in_background: see `InBackground`."""
+        """on_close: releases `comm`; collective, called by `close`. in_background: see `InBackground`."""
         self._comm = comm
         self._in_background = in_background
         self._on_close: Callable[[], object] | None = on_close
@@ -67,6 +75,7 @@ class CollectiveReducer:
         self._sums = sums
         self._residuals = residuals
         self._memory: list[torch.Tensor] = []
+        self._norm_alone = False
 
     @classmethod
     def flat(
@@ -78,11 +87,11 @@ class CollectiveReducer:
         name: str = "flat",
         on_close: Callable[[], object] = lambda: None,
     ) -> CollectiveReducer:
-        """The backend's all-reduce of the whole bucket.
+        """Returns a reducer that uses the backend's all-reduce of the whole bucket. Not collective.
 
-        name: what it is called, where the backend was set to another algorithm (`nccl-torus`). `bytes_sent` is
-        the ring's bound. fp16 is summed in float16 by Horovod; by the other backends in float32, by slices, and
-        `bytes_sent` is what these take.
+        name: value of `algorithm`, if the backend is configured for another one (`nccl-torus`). `bytes_sent` is
+        computed for a ring. fp16 is summed in float16 by Horovod; by the other backends in float32, by slices, for
+        which `bytes_sent` is then computed. Raises UsageError if the backend cannot sum this wire format.
         """
         num_ranks = comm.num_ranks
         elsewhere = successor_is_elsewhere(comm.rank, num_ranks=num_ranks, topology=topology)
@@ -94,7 +103,7 @@ class CollectiveReducer:
             return all_reduce_bytes(numel * itemsize, num_ranks=num_ranks) if elsewhere else 0
 
         sums = CastSum(comm.start_all_reduce, wire=wire, backend=comm.backend, bytes_of=bytes_of)
-        # Horovod's thread sums what has been started; the other backends' operations only block.
+        # Horovod's thread continues sums that have been started; the other backends' operations only block.
         return cls(
             comm, algorithm=name, sums=sums, in_background=comm.backend == "horovod", on_close=on_close
         )
@@ -109,10 +118,10 @@ class CollectiveReducer:
         wire: str = "fp32",
         on_close: Callable[[], object] = lambda: None,
     ) -> CollectiveReducer:
-        """Within the node, between nodes, within the node, by the backend's operations.
+        """Returns a reducer that sums within the node, between nodes and within the node by the backend's operations.
 
-        levels: of `topology`, made for this reducer alone. `bytes_sent`: this rank's slice by the ring's bound
-        over the nodes.
+        levels: of `topology`, used by this reducer only. `bytes_sent` is computed for a ring over the nodes with this
+        rank's slice. Not collective. Raises UsageError if the backend cannot sum this wire format.
         """
 
         def bytes_of(numel: int, itemsize: int) -> int:
@@ -135,7 +144,7 @@ class CollectiveReducer:
         feedback: bool = False,
         piece_elems: int = sliced_sum.PIECE_ELEMS,
     ) -> CollectiveReducer:
-        """By slices, encoded by any codec: see `sliced_sum`. feedback: keep what a lossy codec loses."""
+        """Returns a reducer that sums by slices: see `sliced_sum`. Not collective. feedback: for a lossy codec."""
         residuals = None
         if feedback and not codec.exact and comm.num_ranks > 1:
             residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)
@@ -155,7 +164,30 @@ class CollectiveReducer:
         check_same_plan(self._comm, buckets, how=how)
         self._sums.plan(buckets, device=device)
         self._memory = [torch.zeros(b.numel, dtype=b.dtype, device=device) for b in buckets]
+        self._will_finish(buckets, self._memory)
+        small = sum(b.numel * b.dtype.itemsize for b in buckets) <= MAX_NORM_ALONE_BYTES
+        self._norm_alone = self._in_background and device.type == "cpu" and small
+        if self._norm_alone:  # other instructions may give other bits
+            capabilities = all_gather_json(self._comm, torch.backends.cpu.get_cpu_capability())
+            self._norm_alone = len(set(capabilities)) == 1
         return list(self._memory)
+
+    def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
+        """Horovod's thread sums the numbers as one more tensor; each rank computes the norm of small buckets itself."""
+        if not self._norm_alone or not len(numbers):
+            return super().finish(numbers, comm=comm)
+        wait = self._comm.start_all_reduce(torch.from_numpy(numbers), number=len(self._memory))
+        return self._finish_alone(numbers, wait, comm=comm)
+
+    def _finish_alone(self, numbers: Numbers, wait: Callable[[], None], *, comm: Collective) -> Finishing:
+        try:
+            wait()
+        except BufferMismatch:  # Horovod reports it on every rank, but not which rank differs
+            check_same(comm, name="how many numbers a step sums", value=len(numbers), error=BufferMismatch)
+            raise
+        square = self._squares.of_share(0, num_shares=1)
+        yield True
+        return Reduced(square, numbers)
 
     def in_background(self, number: int) -> bool:
         return self._in_background
@@ -166,9 +198,8 @@ class CollectiveReducer:
         return self._reduce(number)
 
     def _reduce(self, number: int) -> Iterator[bool]:
-        """Started in the first `next`, as backends match operations by their order, which only the beginnings keep.
-
-        Waited for in the second one: what else may be in flight has been started by then.
+        """Starts the sum in the first `next`, since backends match operations by order, and only the first turns of the
+        reductions have the same order on every rank. Waits in the second, when the others in flight have started.
         """
         finish = None
         if self._comm.num_ranks > 1 and self._memory[number].numel():
@@ -192,7 +223,7 @@ class CollectiveReducer:
             self._residuals.load_state(tensors)
 
     def close(self) -> None:
-        """Give the memory and the communicator back. Collective; a second call does nothing."""
+        """Frees the memory and the communicator. Collective; a second call does nothing."""
         self._memory = []
         if self._on_close is not None:
             close, self._on_close = self._on_close, None

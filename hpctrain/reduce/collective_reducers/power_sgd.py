@@ -1,15 +1,15 @@
-"""PowerSGD: a gradient matrix travels as two thin ones (Vogels et al. 2019, arXiv:1905.13727).
+"""PowerSGD: a gradient matrix is sent as two thin factors (Vogels et al. 2019, arXiv:1905.13727).
 
-A parameter of two dimensions or more is a matrix of shape (n, m) = (outermost dimension, the rest). With M_i a
-rank's gradient and what it has not delivered yet, one power iteration from the last step's Q gives
+A parameter of two dimensions or more is a matrix of shape (n, m) = (outermost dimension, the rest). With M_i the
+gradient of rank i plus its residual, one power iteration from the last step's Q gives
 
     P = orthonormal(sum_i M_i Q)        (n, rank)
     Q = sum_i M_i^T P                   (m, rank)
     sum_i M_i  ~  P Q^T
 
-Buckets are sums of weighted gradients, and so is what is delivered: nothing is averaged. A rank's share is
-P P^T M_i, the projection of its own matrix; the shares add up to P Q^T. What is left, M_i - P P^T M_i, it keeps
-for the next step: it is orthogonal to P, so it does not grow by what other ranks bring.
+Buckets are sums of weighted gradients, and so is the result: nothing is averaged. A rank's share is P P^T M_i,
+the projection of its own matrix; the shares add up to P Q^T. The rank keeps M_i - P P^T M_i as residual for the
+next step: it is orthogonal to P, so it does not grow through other ranks' gradients.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hpctrain.reduce.collective_reducers.traffic_bounds import all_reduce_bytes,
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
+from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 
 FACTORS = "low_rank/factors"
@@ -34,17 +35,18 @@ STEPS = "low_rank/steps"
 
 
 @final
-class LowRankReducer:
-    """`BucketReducer` that sends matrices as factors, and all other parameters as they are, with error feedback.
+class LowRankReducer(StepEnd):
+    """`BucketReducer` that sends matrices as factors, and all other parameters unchanged, with error feedback.
 
-    comm: a message space of its own; its all_reduce carries two messages a bucket, in the bucket's own
-        precision. They block, so a bucket is reduced in one go: nothing else goes on meanwhile.
-    rank: columns of the factors. start_step: steps in which everything is sent as it is, while gradients
-        change their direction too fast for factors that follow them by one iteration a step.
-    topology: for `bytes_sent`, by the ring's bound (see `traffic_bounds`).
-    Deterministic; the same bits on every rank where the ranks' processors and libraries are the same, since
-    each rank makes P orthonormal for itself. A bucket that is not finite on any rank comes out not finite on
-    all, and residuals are then as before (`settle`); a parameter that no rank used keeps its residual.
+    comm: used by this object only; two all_reduce operations per bucket, in the bucket's dtype. They block, so buckets
+        are reduced one after another.
+    rank: columns of the factors. start_step: number of first steps in which everything is sent unchanged, because
+        gradients change direction too fast for factors that are updated by one iteration per step.
+    topology: for `bytes_sent`, computed for a ring (see `traffic_bounds`).
+    Deterministic; bitwise equal on every rank if the ranks' processors and libraries are the same, since each rank
+    orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite on all, and the residuals
+    stay unchanged (`settle`); a parameter that no rank used keeps its residual. Raises UsageError for values out of
+    range.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class LowRankReducer:
         self._buckets: list[FactoredBucket] = []
         self._factors: dict[int, torch.Tensor] = {}  # parameter -> Q, (columns, rank)
         self._steps = 0
-        self._began = False  # whether anything of this step was reduced
+        self._began = False  # True once a bucket of this step was reduced
         self._bytes_sent = 0
 
     @property
@@ -88,12 +90,14 @@ class LowRankReducer:
             for matrix in factored.matrices:
                 if matrix.slot.parameter not in self._factors:
                     self._factors[matrix.slot.parameter] = _first_factor(matrix)
-        return [factored.memory for factored in self._buckets]
+        memory = [factored.memory for factored in self._buckets]
+        self._will_finish(buckets, memory)
+        return memory
 
     # ------------------------------------------------------------------ one bucket
 
     def reduce(self, number: int) -> Iterator[bool]:
-        """All of it in the first `next`: the collective operations block."""
+        """See `BucketReducer.reduce`. All of it runs in the first `next`, as the collective operations block."""
         factored = self._buckets[number]
         self._began = True
         self._residuals.add_to(factored.memory, factored.bucket)
@@ -109,11 +113,11 @@ class LowRankReducer:
             torch.mm(matrix.m, self._factors[matrix.slot.parameter], out=matrix.p)
         factored.pack_plain()
         self._all_reduce(factored.first)
-        # The sums are the same bits on all ranks, so all leave here or none: nobody waits in the second sum.
+        # The sums are bitwise equal on all ranks, so all return here or none does.
         if not bool(torch.isfinite(factored.first).all()):
             factored.memory.fill_(torch.nan)
             return
-        # Householder: orthonormal columns also for matrices of a lower rank, and for zeros.
+        # Householder QR: orthonormal columns also for rank-deficient and zero matrices.
         bases = [torch.linalg.qr(matrix.p, mode="reduced").Q for matrix in factored.matrices]
         for matrix, p in zip(factored.matrices, bases, strict=True):
             torch.mm(matrix.m.T, p, out=matrix.q)
@@ -132,17 +136,17 @@ class LowRankReducer:
                 self._keep(factored, matrix.slot)
 
     def _take(self, matrix: FactoredMatrix, *, p: torch.Tensor, own_q: torch.Tensor) -> None:
-        """Left: the matrix less this rank's share. Bucket: the sum of all shares. Next step's factor: the new Q."""
+        """Writes the new residual (matrix minus this rank's share), the sum into the bucket, and the next step's Q."""
         left = self._residuals.left(matrix.slot).view_as(matrix.m)
         left.copy_(torch.addmm(matrix.m, p, own_q.T, alpha=-1))
         torch.mm(p, matrix.q.T, out=matrix.m)
-        # Zeros say nothing of where to look next. Only the direction counts, and a length of about 1 keeps the
-        # products M Q of very small and very large gradients within the range of the numbers.
+        # A zero Q is no start for the next iteration. Only the direction matters; a largest element of 1 keeps the
+        # products M Q within the floating-point range for very small and very large gradients.
         if (length := float(matrix.q.abs().max())) > 0:
             torch.div(matrix.q, length, out=self._factors[matrix.slot.parameter])
 
     def _delivered(self, factored: FactoredBucket, slots: Sequence[Slot]) -> None:
-        """Sent as it is: nothing is left, unless no rank used the parameter."""
+        """Sets the residuals of slots that were sent unchanged: zero, or the old one if no rank used the parameter."""
         used = factored.used()
         for slot in slots:
             if used[slot.parameter]:
@@ -151,7 +155,7 @@ class LowRankReducer:
                 self._keep(factored, slot)
 
     def _keep(self, factored: FactoredBucket, slot: Slot) -> None:
-        """No rank used the parameter, so the optimizer leaves it alone: what there is of it waits."""
+        """Keeps the residual of a parameter that no rank used, since the optimizer skips it."""
         factored.of(slot).zero_()
         self._residuals.left(slot).copy_(self._residuals.of(slot))
 
@@ -162,9 +166,9 @@ class LowRankReducer:
             self._bytes_sent += all_reduce_bytes(num_bytes, num_ranks=self._comm.num_ranks)
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        # The factors stay, also of a skipped step: they are where to look next, and any finite ones will do.
+        # The factors of a skipped step are kept too: they only start the next iteration, and any finite ones do.
         self._residuals.settle(applied=applied and self._began, rescale=rescale)
-        self._steps += int(self._began)  # none where only the scale changed
+        self._steps += int(self._began)  # no step if only the loss scale changed
         self._began = False
 
     # ------------------------------------------------------------------ state
@@ -173,7 +177,7 @@ class LowRankReducer:
         return self._bytes_sent
 
     def state(self) -> list[StateTensor]:
-        """Residuals by rank; factors and the number of steps, which are the same on every rank."""
+        """Returns the residuals of this rank, and the factors and number of steps, which are the same on every rank."""
         factors = self._flat_factors()
         steps = torch.tensor([self._steps], dtype=torch.int64)
         same = {STEPS: steps, FACTORS: factors} if factors.numel() else {STEPS: steps}
@@ -186,7 +190,7 @@ class LowRankReducer:
         ]
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Factors of another `rank` are left: the run begins with its own. What is not there begins anew."""
+        """See `BucketReducer.load_state`. Factors saved with another `rank` are ignored."""
         self._residuals.load_state(tensors)
         self._steps = int(tensors[STEPS]) if STEPS in tensors else 0
         saved = tensors.get(FACTORS)
@@ -199,7 +203,7 @@ class LowRankReducer:
             offset += factor.numel()
 
     def _flat_factors(self) -> torch.Tensor:
-        """All Q one behind another in the order of the parameters."""
+        """Returns all Q flattened and concatenated in the order of the parameters."""
         factors = [self._factors[parameter].reshape(-1) for parameter in sorted(self._factors)]
         return torch.cat(factors) if factors else torch.zeros(0)
 
@@ -208,6 +212,6 @@ class LowRankReducer:
 
 
 def _first_factor(matrix: FactoredMatrix) -> torch.Tensor:
-    """Random numbers that depend on the parameter's place alone, not on rank, device or buckets."""
+    """Returns random numbers that depend only on the parameter's number, not on rank, device or buckets."""
     generator = torch.Generator().manual_seed(matrix.slot.parameter)
     return torch.randn(tuple(matrix.q.shape), generator=generator, dtype=torch.float32).to(matrix.q)

@@ -1,4 +1,4 @@
-"""What low-rank reduction sends of a bucket, and where it lies. Does not communicate."""
+"""Messages of the low-rank reduction and their layout. Does not communicate."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 
-# A matrix is sent as factors if they have at most 1/MIN_SAVING of its elements: for less, the work and the
-# error of an approximation buy nothing.
+# A matrix is sent as factors if they have at most 1/MIN_SAVING of its elements: a smaller saving is not worth the
+# computation and the error of the approximation.
 MIN_SAVING = 2
 
 
 def matrix_shape(shape: Sequence[int], *, rank: int) -> tuple[int, int] | None:
-    """Rows and columns of a parameter that is worth sending as factors of `rank`; None for all others."""
+    """Returns rows and columns of a parameter that is sent as factors with `rank` columns; None if it is not."""
     if len(shape) < 2 or 0 in shape:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
@@ -26,7 +26,7 @@ def matrix_shape(shape: Sequence[int], *, rank: int) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactoredMatrix:
-    """One parameter: its matrix in the bucket's memory, its factors in the messages, all of them views.
+    """Views for one parameter: its matrix in the bucket's memory, its factors in the messages.
 
     m: (rows, columns). p: (rows, rank). q: (columns, rank).
     """
@@ -41,8 +41,8 @@ class FactoredMatrix:
 class FactoredBucket:
     """A bucket's memory and its two messages.
 
-    `first`: P of every matrix, the gradients that are sent as they are, the flags, and a mark that says whether
-    this rank is finite. `second`: Q of every matrix. Both are empty where no parameter is worth factors.
+    `first`: P of every matrix, the gradients that are sent unchanged, the flags, and one element that is NaN if this
+    rank's values are not finite, else 0. `second`: Q of every matrix. Both are empty if no parameter has factors.
     """
 
     def __init__(self, bucket: Bucket, *, rank: int, device: torch.device) -> None:
@@ -69,11 +69,11 @@ class FactoredBucket:
         self.matrices = tuple(matrices)
 
     def of(self, slot: Slot) -> torch.Tensor:
-        """The parameter's part of the bucket's memory, shape (slot.numel,)."""
+        """Returns the parameter's part of the bucket's memory, shape (slot.numel,)."""
         return self.memory[slot.offset : slot.offset + slot.numel]
 
     def pack_plain(self) -> None:
-        """Everything into the first message that is not a factor."""
+        """Copies the unchanged gradients, the flags and the finite mark into the first message."""
         offset = self._p_elems
         for slot in self.plain:
             self.first[offset : offset + slot.numel] = self.of(slot)
@@ -83,7 +83,7 @@ class FactoredBucket:
         self.first[-1] = 0.0 if bool(torch.isfinite(self.memory).all()) else torch.nan
 
     def unpack_plain(self) -> None:
-        """The sums of what `pack_plain` sent, back to their places."""
+        """Copies the sums of the unchanged gradients and the flags from the first message into the bucket."""
         offset = self._p_elems
         for slot in self.plain:
             self.of(slot).copy_(self.first[offset : offset + slot.numel])
@@ -91,6 +91,6 @@ class FactoredBucket:
         self.memory[self.bucket.first_flag :] = self.first[offset:-1]
 
     def used(self) -> dict[int, bool]:
-        """Parameter -> whether any rank had a gradient for it, once the flags in the memory are summed."""
+        """Returns for each parameter True if any rank had a gradient for it. Call after the flags are summed."""
         flags = self.memory[self.bucket.first_flag :].tolist()
         return {slot.parameter: flag != 0 for slot, flag in zip(self.bucket.slots, flags, strict=True)}

@@ -1,4 +1,4 @@
-"""One rank: its gradients are the sum."""
+"""Reducer for one rank, whose gradients are the sum already."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.step_end import StepEnd
 
 
 @final
-class LocalReducer:
-    """`BucketReducer` with nothing to sum and nothing to send, so nothing is rounded.
+class LocalReducer(StepEnd):
+    """`BucketReducer` that does nothing; no value is rounded.
 
-    wire: what other ranks would be sent; the same defaults then follow from it on any number of ranks.
+    wire: the requested wire format, from which the updater derives the same defaults as with several ranks.
     """
 
     def __init__(self, *, wire: str = "fp32") -> None:
@@ -30,7 +31,9 @@ class LocalReducer:
         return self._wire
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> list[torch.Tensor]:
-        return [torch.zeros(bucket.numel, dtype=bucket.dtype, device=device) for bucket in buckets]
+        memory = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=device) for bucket in buckets]
+        self._will_finish(buckets, memory)
+        return memory
 
     def reduce(self, number: int) -> Iterator[bool]:
         return iter(())

@@ -1,8 +1,8 @@
-"""The largest gradients travel, the others wait (Aji and Heafield 2017, arXiv:1704.05021).
+"""Top-k reduction: only the largest gradients are sent (Aji and Heafield 2017, arXiv:1704.05021).
 
-Of each bucket a rank sends the share of elements that is largest by absolute value, each with its place; the
-ranks' choices differ, so they are gathered, and every rank adds them up in rank order. What was not sent, and
-what rounding lost of what was, is added to the next gradient.
+Of each bucket a rank sends the fraction of elements with the largest absolute values, each with its index. The
+ranks' choices differ, so they are gathered, and every rank adds them up in rank order. Elements not sent, and
+rounding errors of those sent, are added to the next gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hpctrain.reduce.collective_reducers.traffic_bounds import (
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
+from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 
 STEPS = "top_k/steps"
@@ -33,10 +34,10 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKMessage:
-    """What one rank sends of one bucket: a range, places, values, flags, each at a multiple of 8 bytes.
+    """Layout of one rank's message for one bucket: range, indices, values, flags, each at a multiple of 8 bytes.
 
-    range: one float64, the largest absolute value, which is also what says that a rank is not finite. Places
-    are int32 while they fit. Flags are one byte each.
+    range: one float64, the largest absolute value; not finite if any of the rank's values is not. Indices are int32 if
+    they fit. Flags are one byte each.
     """
 
     count: int
@@ -46,7 +47,7 @@ class TopKMessage:
 
     @classmethod
     def of(cls, bucket: Bucket, *, fraction: float, value_dtype: torch.dtype | None) -> TopKMessage:
-        """value_dtype: None sends the values in the bucket's own precision."""
+        """Returns the layout for `bucket`. value_dtype: None sends the values in the bucket's dtype."""
         gradients = bucket.num_gradients
         return cls(
             count=math.ceil(fraction * gradients),
@@ -65,7 +66,7 @@ class TopKMessage:
         return self._ends()[-1]
 
     def parts(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the range, places, values and flags in `data`, (num_bytes,) uint8."""
+        """Returns views of the range, indices, values and flags in `data`, uint8, shape (num_bytes,)."""
         first, second, third, _ = self._ends()
         return (
             data[:first].view(torch.float64),
@@ -88,19 +89,21 @@ class _Planned:
 
 
 @final
-class TopKReducer:
+class TopKReducer(StepEnd):
     """`BucketReducer` that sends the largest elements of each bucket, with error feedback.
 
-    comm: a message space of its own; its all_gather carries one message of each rank a bucket. It blocks, so a
-        bucket is reduced in one go: nothing else goes on meanwhile.
-    fraction: of a bucket's elements that each rank sends, at least one. N ranks bring 8 N fraction bytes an
-        element (float32 values) to every rank, a ring of float32 8 (N-1)/N: it pays where N fraction < 1.
-    value_dtype: torch.float16 sends values as a share of the rank's largest in two bytes, which cannot overflow;
-        None sends them in the bucket's own precision.
-    start_step: steps in which everything is sent as it is.
-    topology: for `bytes_sent`, by the ring's bound (see `traffic_bounds`).
-    Deterministic, the same bits on every rank. A bucket that is not finite on any rank comes out not finite on
-    all, and residuals are then as before (`settle`); a parameter that no rank used keeps its residual.
+    comm: used by this object only; one all_gather per bucket, with one message of each rank. It blocks, so buckets are
+        reduced one after another.
+    fraction: fraction of a bucket's elements that each rank sends, at least one element. Every rank receives
+        8 N fraction bytes per element from N ranks (float32 values), and 8 (N-1)/N with a float32 ring: top-k is
+        smaller if N fraction < 1.
+    value_dtype: torch.float16 sends values relative to the rank's largest in two bytes, which cannot overflow;
+        None sends them in the bucket's dtype.
+    start_step: number of first steps in which all elements are sent.
+    topology: for `bytes_sent`, computed for a ring (see `traffic_bounds`).
+    Deterministic, bitwise equal on every rank. If a bucket is not finite on any rank, the result is not finite on all,
+    and the residuals stay unchanged (`settle`); a parameter that no rank used keeps its residual.
+    Raises UsageError for values out of range.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class TopKReducer:
         self._residuals = Residuals(rank=comm.rank, num_ranks=comm.num_ranks)
         self._planned: list[_Planned] = []
         self._steps = 0
-        self._began = False  # whether anything of this step was reduced
+        self._began = False  # True once a bucket of this step was reduced
         self._bytes_sent = 0
 
     @property
@@ -148,7 +151,9 @@ class TopKReducer:
             data = torch.zeros(message.num_bytes, dtype=torch.uint8, device=device)
             self._planned.append(_Planned(bucket, memory, message, data))
         self._residuals.plan(buckets, device=device)
-        return [planned.memory for planned in self._planned]
+        buffers = [planned.memory for planned in self._planned]
+        self._will_finish(buckets, buffers)
+        return buffers
 
     def reduce(self, number: int) -> Iterator[bool]:
         planned = self._planned[number]
@@ -158,7 +163,7 @@ class TopKReducer:
             self._sum_as_it_is(planned)
         else:
             self._sum_largest(planned)
-        # The collective operations block, and must follow each other alike on every rank: never give way.
+        # The collective operations block, and their order must be the same on every rank: do not yield.
         yield from ()
 
     def _sum_as_it_is(self, planned: _Planned) -> None:
@@ -186,18 +191,18 @@ class TopKReducer:
             if not math.isfinite(largest):
                 memory.fill_(torch.nan)
                 return
-            # One rank's places are all different: the order of these additions is the order of the ranks.
+            # One rank's indices are distinct, so each element is summed in the order of the ranks.
             gradients.index_add_(0, places.long(), self._decode(values, largest=largest, like=memory))
             flags += had
         self._keep_unused(planned)
 
     def _choose(self, planned: _Planned) -> None:
-        """Write this rank's message, and take what it delivers out of the bucket's memory."""
+        """Writes this rank's message, and subtracts the values sent from the bucket's memory."""
         memory, bucket = planned.memory, planned.bucket
         gradients, flags = memory[: bucket.num_gradients], memory[bucket.first_flag :]
         extent, places, values, had = planned.message.parts(planned.data)
         sizes = gradients.abs()
-        largest = float(sizes.max()) if sizes.numel() else 0.0  # NaN where there is one
+        largest = float(sizes.max()) if sizes.numel() else 0.0  # NaN if any is
         chosen = sizes.topk(planned.message.count, sorted=False).indices
         picked = gradients[chosen]
         extent.fill_(largest)
@@ -211,7 +216,7 @@ class TopKReducer:
         return values.to(like.dtype) * unit
 
     def _keep_unused(self, planned: _Planned) -> None:
-        """A parameter that no rank used is left alone by the optimizer: what there is of it waits."""
+        """Keeps the residuals of parameters that no rank used, since the optimizer skips these."""
         flags = planned.memory[planned.bucket.first_flag :].tolist()
         for slot, flag in zip(planned.bucket.slots, flags, strict=True):
             if flag == 0:
@@ -223,14 +228,14 @@ class TopKReducer:
 
     def settle(self, *, applied: bool, rescale: float) -> None:
         self._residuals.settle(applied=applied and self._began, rescale=rescale)
-        self._steps += int(self._began)  # none where only the scale changed
+        self._steps += int(self._began)  # no step if only the loss scale changed
         self._began = False
 
     def bytes_sent(self) -> int:
         return self._bytes_sent
 
     def state(self) -> list[StateTensor]:
-        """Residuals by rank, and the number of steps, which is the same on every rank."""
+        """Returns the residuals of this rank, and the number of steps, which is the same on every rank."""
         steps = torch.tensor([self._steps], dtype=torch.int64)
         return [
             *self._residuals.state(),
@@ -246,8 +251,8 @@ class TopKReducer:
 
 
 def _unit(largest: float) -> float:
-    """A power of two within a factor of 2 of `largest`, so that scaling loses nothing; 1 if not finite."""
+    """Returns a power of two within a factor of 2 of `largest`, so that scaling is exact; 1 if not finite."""
     if not math.isfinite(largest):
         return 1.0
-    # Not below the normal numbers of float32, where it could not be divided by.
+    # At least a normal float32, as values are divided by it.
     return math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -100))

@@ -1,1 +1,1 @@
-"""The seams: `Updater`, `BucketReducer`, the bucket plan and its agreement over ranks, how reductions are polled."""
+"""The interfaces `Updater` and `BucketReducer`, the bucket plan, its check over ranks, and polling of reductions."""

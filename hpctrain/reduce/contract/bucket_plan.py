@@ -1,10 +1,9 @@
-"""Which gradient goes into which bucket. Pure planning.
+"""Assignment of gradients to buckets. Pure planning.
 
-Parameters are taken in the order in which their gradients become ready, so that the first bucket can leave
-while backward still runs (Li et al. 2020, arXiv:2006.15704). Before that order has been seen it is guessed:
-the reverse of the order of registration. A bucket holds gradients of one dtype. Behind them, after a gap, it
-carries one element per parameter that says whether the rank had a gradient for it: a parameter that no rank
-used keeps no gradient, as on one rank.
+Parameters are taken in the order in which their gradients become ready, so that the first bucket can be reduced
+while backward still runs (Li et al. 2020, arXiv:2006.15704). Until that order is known it is assumed to be the
+reverse of the order of registration. A bucket holds gradients of one dtype, then a gap, then one flag element per
+parameter: 1 if the rank had a gradient for it. A parameter that no rank used gets no gradient, as on one rank.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 
 from hpctrain.errors import UsageError
 
-# Zeros between gradients and flags. A codec with one scale for a block of 256 values never meets both in one
-# block, wherever it begins: beside a flag of 1 small gradients would vanish, beside large ones the flag.
+# Zeros between gradients and flags, so that no block of 256 values that a codec encodes with one scale holds both:
+# next to a flag of 1 small gradients would be rounded to 0, next to large gradients the flag would be.
 FLAG_GAP = 255
 
 
@@ -26,10 +25,9 @@ FLAG_GAP = 255
 class Slot:
     """Place of one parameter's gradient in its bucket, in elements.
 
-    parameter: its number in the optimizer's order. used_flag: offset of the element that says the gradient was
-    there. position: where it begins in gradient space, which is all
-    parameters flattened one behind another in the optimizer's order; the same whatever the buckets are.
-    shape: of the gradient as it lies in memory, outermost dimension first; empty where nobody said it.
+    parameter: its number in the optimizer's order. used_flag: offset of its flag: 1 if the rank had a gradient.
+    position: offset in gradient space, the concatenation of all flattened parameters in the optimizer's order, which
+    does not depend on the buckets. shape: of the gradient in memory order, outermost dimension first; empty if unknown.
     """
 
     parameter: int
@@ -50,18 +48,18 @@ class Bucket:
 
     @property
     def num_gradients(self) -> int:
-        """Elements that are gradients: the first ones."""
+        """Number of elements that are gradients: the first ones of the bucket."""
         return self.slots[-1].offset + self.slots[-1].numel
 
     @property
     def first_flag(self) -> int:
-        """Offset of the flags, one for each slot, in the order of the slots, to the end."""
+        """Offset of the flags, which extend to the end of the bucket: one per slot, in the order of the slots."""
         return self.slots[0].used_flag
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What the plan needs to know of a gradient. dtype: in which it is summed; see `sum_dtype`."""
+    """Properties of a gradient that the plan depends on. dtype: the one it is summed in; see `sum_dtype`."""
 
     numel: int
     dtype: torch.dtype
@@ -69,9 +67,9 @@ class GradientSpec:
 
 
 def sum_dtype(parameter: torch.dtype) -> torch.dtype:
-    """dtype in which gradients of a parameter's dtype are summed over the ranks.
+    """Returns the dtype in which gradients of parameters of dtype `parameter` are summed over the ranks.
 
-    float64 in float64, all else in float32: half types lose bits in each addition.
+    float64 for float64, float32 for all others: half types lose bits in each addition.
     """
     return torch.float64 if parameter in (torch.float64, torch.complex128) else torch.float32
 
@@ -79,7 +77,7 @@ def sum_dtype(parameter: torch.dtype) -> torch.dtype:
 def plan_buckets(
     specs: Sequence[GradientSpec], *, bucket_bytes: int, order: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """Returns buckets of up to `bucket_bytes` of gradients each; a larger gradient has a bucket of its own.
+    """Returns buckets of up to `bucket_bytes` of gradients each; a larger gradient gets a separate bucket.
 
     order: every parameter's number once, in the order in which gradients become ready; None: the last parameter first.
     Raises UsageError for a size below 1 or an order that does not name each parameter once.
@@ -106,7 +104,7 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """The first `num_elems` elements of bucket `bucket` are written when the gradients of `parameters` are."""
+    """The first `num_elems` elements of bucket `bucket` are complete once the gradients of `parameters` are written."""
 
     bucket: int
     num_elems: int
@@ -116,8 +114,8 @@ class Milestone:
 def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Milestone]:
     """Returns when to announce that a bucket is partly filled, by the parameter whose gradient completes that part.
 
-    Only in the last bucket of each dtype, each time half of the rest is written, at least `least_elems` elements: that
-    is seldom, and little is left after the last announcement. The other buckets are announced when they are full.
+    Only in the last bucket of each dtype, each time half of the remaining elements, and at least `least_elems`, are
+    written: few announcements, and few elements after the last. The other buckets are announced when they are full.
     """
     found: dict[int, Milestone] = {}
     for number in {bucket.dtype: number for number, bucket in enumerate(buckets)}.values():
@@ -132,12 +130,12 @@ def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Mile
 
 
 def default_order(num_parameters: int) -> list[int]:
-    """Returns the order that is assumed before one was seen: backward begins with what forward used last."""
+    """Returns the order assumed until one is observed: backward begins with the parameters that forward used last."""
     return list(reversed(range(num_parameters)))
 
 
 def completed_order(seen: Sequence[int], *, num_parameters: int) -> list[int]:
-    """Returns `seen`, in which gradients became ready, followed by the parameters that had none."""
+    """Returns `seen`, the order in which gradients became ready, followed by the parameters without gradient."""
     known = set(seen)
     return [*seen, *(index for index in default_order(num_parameters) if index not in known)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hpctrain.comm import Collective
 from hpctrain.reduce.contract.bucket_plan import Bucket
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -17,7 +18,7 @@ Numbers: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A block of a global tensor, for a checkpoint. A block that is the whole tensor is held by all ranks alike."""
+    """A block of a global tensor, for a checkpoint. A block that is the whole tensor is the same on all ranks."""
 
     name: str
     tensor: torch.Tensor
@@ -39,48 +40,20 @@ class Chooser(Protocol):
         """Restores a saved choice, from the next plan on. Returns the bucket size in bytes. Not collective."""
 
 
-@runtime_checkable
-class StepSums(Protocol):
-    """Optional: computes the norm and adds up a few numbers during the reduction.
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What the ranks know when the reductions of a step have ended: the same bits on every rank.
 
-    That saves another pass over the gradients and one collective.
+    norm_square: sum of the squares of all gradients as they are in the buckets; infinite or NaN if one of them is.
+    numbers: sums over the ranks of the numbers that `finish` was given, shape (n,), float64.
     """
 
-    def keep_squares(self) -> None:
-        """From the next plan on, also computes the squares of the sums. Not collective."""
+    norm_square: float
+    numbers: Numbers
 
-    def filled(self, number: int, num_elems: int) -> None:
-        """Announces that the first `num_elems` elements of bucket `number` are written.
 
-        The next reduction may begin with them, and overwrite them. Not collective; a rank may leave it out.
-        """
-
-    def scale_sums(self, factor: float) -> bool:
-        """From now on until the next plan, multiplies the sums by `factor`, which is the same on every rank.
-
-        Returns False, on every rank, where it cannot; then nothing is multiplied. Not collective.
-        """
-
-    def square(self) -> float | None:
-        """Returns the sum of the squares of all gradients of the last reduction: the same bits on every rank.
-
-        Returns None, on every rank, where it was not computed. Not collective.
-        """
-
-    def carry(self, numbers: Numbers) -> bool:
-        """Sums a few numbers over all ranks, in place, with the next reduction of all buckets. Collective.
-
-        numbers: shape (n,), float64; n is the same on every rank. Call it before the first of these reductions; the
-        sums are there when the last has ended. Returns False, on every rank, where it cannot; where it can, `square` is
-        known too.
-        """
-
-    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
-        """Sums a few numbers over all ranks, in place. Collective; a generator of turns, as `reduce`.
-
-        numbers: shape (n,), float64; n is the same on every rank. Call it after `plan`, while no reduction is in
-        flight. The sums are the same bits on every rank. Returns None, on every rank, where it cannot.
-        """
+# Turns, as those of `BucketReducer.reduce`; the last one returns the result.
+Finishing: TypeAlias = Generator[bool, None, Reduced]
 
 
 @runtime_checkable
@@ -88,7 +61,7 @@ class InBackground(Protocol):
     """Optional: reductions that a thread outside Python continues once they have begun."""
 
     def in_background(self, number: int) -> bool:
-        """Returns whether the reduction of bucket `number` is one of these; the same on every rank. Not collective.
+        """Returns True if the reduction of bucket `number` is one of these; the same on every rank. Not collective.
 
         Its first `next` then does not wait for other ranks, so it is started within backward even where no core is free
         for a thread of hpctrain.
@@ -125,8 +98,32 @@ class BucketReducer(Protocol):
         differs between ranks; so a reducer of blocking collectives calls all of them in the first `next`.
         """
 
+    def keep_squares(self) -> None:
+        """From the next plan on, each step ends with `finish`. Not collective."""
+
+    def begin_step(self, factor: float) -> float:
+        """Asks for sums that are multiplied by `factor`, until this is called again. Not collective.
+
+        factor: the same on every rank. Returns the factor by which they are multiplied, the same on every rank:
+        `factor` where that costs no further pass over the gradients, else 1.
+        """
+
+    def filled(self, number: int, num_elems: int) -> None:
+        """Announces that the first `num_elems` elements of bucket `number` are written. Not collective.
+
+        Its reduction may begin with them, and overwrite them. A rank may leave it out.
+        """
+
+    def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
+        """Ends the reductions of a step: returns turns that compute the norm and sum `numbers`. Collective.
+
+        numbers: shape (n,), float64, overwritten with the sums; n is the same on every rank. comm: all ranks, for
+        reducers without a faster way. Call it, on every rank alike, before the first reduction of the step begins, so
+        that the numbers can travel with it, or after the last has ended; take the turns after the last has ended.
+        """
+
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step for error feedback: what was fed back counts as sent only if the step was `applied`.
+        """Ends the step for error feedback: its values count as sent only if the step was `applied`.
 
         applied: the same on every rank. rescale: next loss scale divided by this step's. Not collective.
         """
@@ -140,8 +137,8 @@ class BucketReducer(Protocol):
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
         """Restores `state`. Call it after `plan`.
 
-        tensors: the whole tensors of a checkpoint by name, also of one with another number of ranks. What it does not
-        hold (it was written with another wire format) starts as in a new run; other names are ignored.
+        tensors: the whole tensors of a checkpoint by name; it may be of another number of ranks. Missing tensors (of
+        another wire format) start as in a new run; unknown names are ignored.
         """
 
     def close(self) -> None:

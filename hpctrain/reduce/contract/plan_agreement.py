@@ -1,4 +1,4 @@
-"""Whether every rank reduces the same buckets in the same way, found before the first byte is sent."""
+"""Checks, before the first byte is sent, that every rank reduces the same buckets in the same way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.reduce.contract.bucket_plan import Bucket
 
 
 def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) -> None:
-    """BufferMismatch on every rank, naming the ranks that differ, unless all bring the same. Collective.
+    """Raises BufferMismatch on every rank, naming the ranks that differ, unless all pass the same plan. Collective.
 
     how: the reducer's name and settings, as one line.
     """
@@ -30,9 +30,9 @@ def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) ->
 
 
 def check_dtypes(buckets: Sequence[Bucket], *, what: str) -> None:
-    """UsageError unless all buckets are of float32 or float64. After `check_same_plan`: then all ranks raise."""
+    """Raises UsageError unless all buckets are float32 or float64; on all ranks if `check_same_plan` passed."""
     for bucket in buckets:
         if bucket.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"{what} reduction takes buckets of float32 or float64, not {bucket.dtype}", agreed=True
+                f"{what} reduction needs buckets of float32 or float64, not {bucket.dtype}", agreed=True
             )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar, final
 
-# Sleeps between polls: short enough to notice a message soon, long enough to leave a shared core to backward.
+Result = TypeVar("Result")
+
+# Sleeps between polls: short enough for a fast reaction to messages, long enough to leave a shared core to backward.
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
-# A caller with nothing else to do spins for so long first: the kernel makes the shortest sleep some 70 us long, and a
-# rank that sleeps while the last one arrives keeps that one waiting in turn.
+# A caller with nothing else to do first spins for this long: the kernel rounds the shortest sleep up to about 70 us,
+# and a rank that sleeps while the last one arrives delays that one in turn.
 LOOK_ON_S = 500e-6
 
 
@@ -38,25 +41,58 @@ class Backoff:
             if self._since is None:
                 self._since = now
             if now < self._since + LOOK_ON_S:
-                os.sched_yield()  # to another rank, where ranks share cores
+                os.sched_yield()  # for another rank, if ranks share cores
                 return
         sleep(self._wait_s)
         self._wait_s = min(2 * self._wait_s, self._longest_wait_s)
 
 
+def result_of(turns: Generator[bool, None, Result]) -> Result:
+    """Takes all turns on the calling thread, waiting as `step` does in training. Returns the generator's result."""
+    found: list[Result] = []
+
+    def until_result() -> Iterator[bool]:
+        found.append((yield from turns))
+
+    run_to_end([until_result()])
+    return found[0]
+
+
 def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
     """Runs reductions in turns until all have ended, on the calling thread; waits as `step` does in training."""
-    under_way = list(reductions)
+    in_flight = list(reductions)
     backoff = Backoff()
-    while under_way:
-        got_on = False
-        for reduction in list(under_way):
+    while in_flight:
+        progressed = False
+        for reduction in list(in_flight):
             try:
-                got_on |= next(reduction)
+                progressed |= next(reduction)
             except StopIteration:
-                under_way.remove(reduction)
-                got_on = True
-        if got_on:
+                in_flight.remove(reduction)
+                progressed = True
+        if progressed:
             backoff.reset()
         else:
             backoff.wait(eager=True)
+
+
+def until(ready: Callable[[], bool]) -> Iterator[bool]:
+    """Waits until `ready`. Yields True at the first poll that finds it not ready, then False."""
+    progressed = True
+    while not ready():
+        yield progressed
+        progressed = False
+
+
+def one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
+    """Gives each generator one turn and removes those that have ended. Yields True if any made progress."""
+    progressed = False
+    for _ in range(len(active)):
+        chunk = active.popleft()
+        try:
+            progressed |= next(chunk)
+        except StopIteration:
+            progressed = True
+        else:
+            active.append(chunk)
+    yield progressed

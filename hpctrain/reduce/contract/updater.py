@@ -1,7 +1,7 @@
-"""`Updater`, the interface between the training loop and what updates parameters from the gradients of all ranks.
+"""`Updater`, the interface between the training loop and the code that updates parameters from all ranks' gradients.
 
-Not "all-reduce": a sharded optimizer (reduce-scatter, update the own part, all-gather), a parameter server
-and delayed updates fit behind the same Protocol, and the training loop does not change.
+It is more general than an all-reduce: a sharded optimizer (reduce-scatter, update of the own part, all-gather), a
+parameter server and delayed updates can implement the same Protocol without changes to the training loop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpctrain.reduce.contract.bucket_reducer import StateTensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """What one `step` did. Every field but the seconds is the same on all ranks."""
+    """Result of one `step`. All fields except the times are the same on all ranks."""
 
     applied: bool  # False: gradients were not finite, parameters are unchanged
     grad_norm: float  # global 2-norm before clipping; nan when not applied
     loss_scale: float  # the factor that was used in this step
-    sums: dict[str, float] = field(default_factory=dict)  # the caller's `sums`, added over the ranks
+    sums: dict[str, float] = field(default_factory=dict)  # the caller's `sums`, summed over the ranks
     sync_s: float = 0.0  # seconds with a reduction in flight
     exposed_sync_s: float = 0.0  # seconds of these in which training waited
 
@@ -52,7 +52,7 @@ class Updater(Protocol):
         """Returns a context in which backward only accumulates into `.grad` and reduces nothing."""
 
     def zero_grad(self) -> None:
-        """Drops the gradients, as the optimizer's own `zero_grad`; `step` does it too."""
+        """Drops the gradients, as the optimizer's own `zero_grad`. `step` does this too."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint must hold in addition to the optimizer's, as JSON."""
@@ -63,11 +63,11 @@ class Updater(Protocol):
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Restores `state` and `state_tensors` of a run with any number of ranks. Collective; between steps.
 
-        tensors: whole tensors by name. What is missing starts as in a new run; unknown names are ignored.
+        tensors: whole tensors by name. Missing tensors start as in a new run; unknown names are ignored.
         """
 
     def close(self) -> bool:
         """Removes the hooks from the parameters and ends the thread. Not collective.
 
-        Returns False where a reduction hangs. A closed updater makes no steps.
+        Returns False if a reduction hangs. A closed updater cannot step.
         """

@@ -1,1 +1,1 @@
-"""The all-reduce updater: gradients as views of buckets, loss scale, reduction thread, norm."""
+"""The all-reduce updater: gradients as views of buckets, loss scale, reduction thread, gradient norm."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,12 @@ from hpctrain.reduce.contract.bucket_reducer import (
     Chooser,
     InBackground,
     Numbers,
+    Reduced,
     StateTensor,
-    StepSums,
 )
-from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.contract.gradient_norm import GradientSquares
+from hpctrain.reduce.contract.polling import result_of
+from hpctrain.reduce.contract.step_end import all_reduced
 from hpctrain.reduce.contract.updater import StepOutcome
 from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
@@ -35,24 +38,25 @@ _MIN_ANNOUNCED_ELEMS = 1 << 15
 
 @final
 class AllReduceUpdater:
-    """`Updater` that sums gradient buckets on a thread of its own while backward runs. Making one is collective.
+    """`Updater` that sums gradient buckets on a separate thread while backward runs. The constructor is collective.
 
     Args:
         optimizer: any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
-        comm: the world, used from the calling thread for the small sums of a step where the reducer does not sum them.
+        comm: the world, used from the calling thread for the small sums of a step if the reducer cannot sum them.
         reducer: sums buckets over all ranks, from the reduction thread and, between steps, from the calling thread.
-            It must have a communicator of its own, and is closed by the caller after the updater.
-        bucket_bytes: gradients that are reduced together.
-        loss_scale: default 1, or 1024 and dynamic with fp16 on the wire.
-        clip_norm: limit of the global 2-norm of the gradients; None does not clip.
-        max_in_flight: reductions in flight at once.
-        overlap: False reduces in `step`, on the calling thread. Reductions that a thread outside Python continues
-            (`InBackground`) begin within backward all the same.
+            It needs a separate communicator; the caller closes it after the updater.
+        bucket_bytes: maximum size of a bucket's gradients.
+        loss_scale: default 1, or 1024 and dynamic with the wire format fp16.
+        clip_norm: limit of the global 2-norm of the gradients; None: no clipping.
+        max_in_flight: maximum number of reductions in flight.
+        overlap: False reduces in `step`, on the calling thread; only reductions that a thread outside Python continues
+            (`InBackground`) still begin within backward.
 
-    A plain `loss.backward()` counts with weight 1/num_ranks, as Horovod averages. After backward a parameter's `.grad`
-    is a view of its bucket, where the dtype allows; sparse gradients are made dense. Buckets follow the order of
-    registration in the first step, and after it the order in which gradients became ready on rank 0.
-    Raises UsageError for an optimizer without trainable parameters, or with parameters on several devices.
+    A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. After backward a parameter's `.grad`
+    is a view of its bucket if the dtype allows; sparse gradients are made dense. In the first step buckets follow the
+    reverse order of registration, then the order in which gradients became ready on rank 0.
+    Raises UsageError for invalid arguments, and for an optimizer without trainable parameters or with parameters on
+    several devices.
     """
 
     def __init__(
@@ -68,16 +72,15 @@ class AllReduceUpdater:
         overlap: bool = True,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or none to clip nothing")
+            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
         if max_in_flight < 1:
             raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
         self._optimizer = optimizer
         self._comm = comm
         self._reducer = reducer
         self._chooser = reducer if isinstance(reducer, Chooser) else None
-        self._step_sums = reducer if comm.num_ranks > 1 and isinstance(reducer, StepSums) else None
-        if self._step_sums is not None:
-            self._step_sums.keep_squares()
+        self._distributed = comm.num_ranks > 1
+        reducer.keep_squares()
         self._bucket_bytes = bucket_bytes
         self._clip_norm = clip_norm
         self._parameters = self._trainable()
@@ -89,12 +92,11 @@ class AllReduceUpdater:
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         self._specs = [describe_gradient(p) for p in self._parameters]
-        # Without overlap, ranks that have finished backward begin with what the others have written so far.
-        self._early = None if overlap else self._step_sums
+        # Without overlap, ranks that have finished backward start to sum the elements that the others have announced.
+        self._announces = self._distributed and not overlap
         self._milestones: dict[int, Milestone] = {}
         self._order: list[int] | None = None  # in which gradients become ready, once it is known
         self._memory = self._lay_out(self._buckets_in_order())
-        self._distributed = comm.num_ranks > 1
         self._pipeline = None
         if self._distributed:
             self._pipeline = ReductionPipeline(
@@ -113,7 +115,12 @@ class AllReduceUpdater:
             for index, p in enumerate(self._parameters)
         ]
 
-    # ------------------------------------------------------------------ what the loop calls
+    # ------------------------------------------------------------------ interface of the training loop
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, whose state is saved and which learning rate schedulers take."""
+        return self._optimizer
 
     @property
     def loss_scale(self) -> LossScale:
@@ -126,14 +133,17 @@ class AllReduceUpdater:
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         if loss.numel() != 1:
-            raise UsageError(f"the loss has shape {tuple(loss.shape)}: give one number, as its mean")
+            raise UsageError(
+                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
+            )
         self._unsent_factor = 1.0
-        factor = torch.full_like(loss, weight * self._scale.value)  # as of loss * factor, with two calls less
+        # `backward` with a gradient as its argument would import sympy: 0.3 s of every start.
+        scaled = loss * (weight * self._scale.value)
         if last:
-            loss.backward(factor)
+            scaled.backward()
         else:
             with self.no_sync():
-                loss.backward(factor)
+                scaled.backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -145,32 +155,26 @@ class AllReduceUpdater:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own, for scripts that set the learning rate through their optimizer."""
+        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer."""
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """As the optimizer's, for scripts that treat the updater as their optimizer."""
+        """See `Updater.zero_grad`. Same signature as the optimizer's, for scripts that use the updater in its place."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, *, sums: Mapping[str, float] | None = None) -> StepOutcome:
         if self._closed:
-            raise UsageError("this updater is closed, and no rank's gradients reach another: make a new one")
+            raise UsageError(
+                "this updater is closed and no longer sums gradients over the ranks: make a new one"
+            )
         self._check_parameters()
         self._put_rest()
         self._memory.check_untouched()
-        numbers, carried = self._numbers(sums or {})
         started = time.perf_counter()
-        sync_s = self._finish_reduction()
+        reduced, sync_s = self._finish_reduction(self._numbers(sums or {}))
         waited_s = time.perf_counter() - started
-        square = self._step_sums.square() if self._step_sums is not None else None
-        if not carried:
-            if square is None:
-                numbers[0] = self._memory.square(share=self._comm.rank, num_shares=self._comm.num_ranks)
-            started = time.perf_counter()
-            self._add_up(numbers)
-            waited_s += time.perf_counter() - started
-        shares, replan, *totals = numbers.tolist()
-        square = shares if square is None else square
+        replan, *totals = reduced.numbers.tolist()
+        square = reduced.norm_square
         norm = math.sqrt(square) / self._summed_scale if square >= 0 else math.nan
         finite = math.isfinite(norm) and self._take_gradients(norm)
         if finite:
@@ -203,16 +207,16 @@ class AllReduceUpdater:
 
     def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         if any(self._placed):
-            raise UsageError("load_state between backward and step(): load it before the step begins")
+            raise UsageError("load_state was called between backward and step(): call it between steps")
         saved = state["loss_scale"]
-        # Whether the scale moves, and its limits, are this run's choice; its value and history are the saved run's.
+        # `dynamic` and the limits are those of this run; the scale's value and history are those of the saved run.
         if self._scale.dynamic and saved["dynamic"]:
             self._scale = replace(self._scale, value=saved["value"], good_steps=saved["good_steps"])
         self._scale = replace(
             self._scale, skipped_in_row=saved["skipped_in_row"], skipped_total=saved["skipped_total"]
         )
-        # Reductions and buckets as they were: the order of a sum depends on the algorithm, and may on an
-        # element's place in its bucket.
+        # Restore algorithms and buckets: the order of a sum depends on the algorithm, and may depend on an element's
+        # place in its bucket.
         chosen_anew = False
         if self._chooser is not None and "reduction" in state:
             before = self._chooser.choice_state()
@@ -222,11 +226,11 @@ class AllReduceUpdater:
         self._reset()
         self._reducer.load_state(dict(tensors or {}))
         if self._scale.value != saved["value"]:
-            # What was fed back is in the unit of the buckets: gradients times the scale they were saved under.
+            # Residuals are in the unit of the buckets: gradients times the loss scale at the time of saving.
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """See `Updater.close`. Returns False where a reduction hangs that still uses the reducer's memory."""
+        """See `Updater.close`. Returns False if a reduction hangs; it still uses the reducer's memory."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -236,7 +240,7 @@ class AllReduceUpdater:
         self._closed = True
         return ended
 
-    # ------------------------------------------------------------------ how it is done
+    # ------------------------------------------------------------------ implementation
 
     def _buckets_in_order(self) -> tuple[Bucket, ...]:
         return plan_buckets(self._specs, bucket_bytes=self._bucket_bytes, order=self._order)
@@ -244,9 +248,8 @@ class AllReduceUpdater:
     def _lay_out(self, buckets: tuple[Bucket, ...]) -> GradientMemory:
         """Returns memory for `buckets`. Collective."""
         buffers = self._reducer.plan(buckets, device=self._device)
-        self._milestones = (
-            milestones(buckets, least_elems=_MIN_ANNOUNCED_ELEMS) if self._early is not None else {}
-        )
+        self._squares = GradientSquares(buckets, buffers)
+        self._milestones = milestones(buckets, least_elems=_MIN_ANNOUNCED_ELEMS) if self._announces else {}
         return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
     def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
@@ -261,10 +264,11 @@ class AllReduceUpdater:
         self._placed = [False] * len(self._parameters)
         self._ready: list[int] = []
         self._next_bucket = 0
-        # What gradients are multiplied by on their way into a bucket, if their loss was not: before the wire, as many
-        # ranks' gradients near 1024 overflow float16 when summed.
+        # Factor for gradients of a plain `loss.backward()`, applied when they are written into the bucket. It must be
+        # applied before the reduction, as the sum of many ranks' gradients near 1024 overflows float16.
         self._unsent_factor = self._scale.value / self._comm.num_ranks
-        unscaled = self._step_sums is not None and self._step_sums.scale_sums(1.0 / self._scale.value)
+        unscale = 1.0 / self._scale.value
+        unscaled = self._distributed and self._reducer.begin_step(unscale) == unscale
         self._summed_scale = 1.0 if unscaled else self._scale.value
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -282,7 +286,7 @@ class AllReduceUpdater:
         """Writes a gradient into its bucket, once a step. Returns how many gradients the bucket still waits for."""
         if self._placed[index]:
             raise UsageError(
-                "backward ran twice before step(): the first gradients are already on the wire. Wrap all but "
+                "backward ran twice before step(): the first gradients are being reduced already. Wrap all but "
                 "the last backward of a step in `with updater.no_sync():`"
             )
         self._placed[index] = True
@@ -292,69 +296,65 @@ class AllReduceUpdater:
 
     def _announce_filled(self, milestone: Milestone) -> None:
         """Announces a filled part of a bucket; does nothing if gradients became ready in another order."""
-        if self._early is not None and all(self._placed[index] for index in milestone.parameters):
-            self._early.filled(milestone.bucket, milestone.num_elems)
+        if all(self._placed[index] for index in milestone.parameters):
+            self._reducer.filled(milestone.bucket, milestone.num_elems)
 
     def _send_complete_buckets(self) -> None:
-        """Submits full buckets in the order of the plan, the same on every rank, since the reductions must match."""
+        """Submits full buckets in the order of the plan, which is the same on every rank, as reductions must match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
-            if self._early is not None:
-                self._early.filled(self._next_bucket, self.buckets[self._next_bucket].numel)
+            if self._announces:
+                self._reducer.filled(self._next_bucket, self.buckets[self._next_bucket].numel)
             if self._pipeline is not None:
                 self._pipeline.submit(self._next_bucket)
             self._next_bucket += 1
 
     def _put_rest(self) -> None:
-        """Writes the gradients that no hook has written: of unused parameters, and on ranks without samples."""
+        """Writes the gradients that no hook has written: of unused parameters, or all on ranks without samples."""
         if not all(self._placed):
             for index, placed in enumerate(self._placed):
                 if not placed:
                     self._put(index)
 
-    def _finish_reduction(self) -> float:
-        """Submits the remaining buckets and waits. Returns the seconds with a reduction in flight."""
+    def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, float]:
+        """Submits the remaining buckets and waits. Also returns the seconds with a reduction in flight."""
+        if self._pipeline is None:  # one rank: its gradients are the sums
+            self._send_complete_buckets()
+            return result_of(all_reduced(self._squares, numbers, comm=self._comm)), 0.0
+        finish = functools.partial(self._reducer.finish, numbers, comm=self._comm)
+        # With overlap a reduction may have begun on one rank and not on another: then all ranks begin afterwards.
+        finishing = None if self._overlap else finish()
         self._send_complete_buckets()
-        return self._pipeline.wait() if self._pipeline is not None else 0.0
+        sync_s = self._pipeline.wait()
+        return result_of(finishing or finish()), sync_s
 
     def _take_gradients(self, norm: float) -> bool:
-        """Clips and unscales the sums. Returns whether every parameter's dtype can hold its gradient."""
+        """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient."""
         clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
         self._memory.scale(clip / self._summed_scale)
         return self._memory.copy_out()
 
-    def _numbers(self, sums: Mapping[str, float]) -> tuple[Numbers, bool]:
-        """Returns the numbers that are summed in addition to the gradients, and whether the reducer sums them.
+    def _numbers(self, sums: Mapping[str, float]) -> Numbers:
+        """Returns the numbers that are summed in addition to the gradients, shape (n,).
 
-        If it does not, `_add_up` has to. numbers: shape (n,). First the square of this rank's share of the gradients, 0
-        for now; it is used where the reducer does not know the square of all (one that is not finite makes the sum so
-        on all ranks). Then whether rank 0 has seen for the first time in what order gradients become ready, and the
-        caller's numbers, sorted by name.
+        First 1 if this is rank 0 and it has seen for the first time in what order gradients become ready, else 0; then
+        the caller's numbers, sorted by name.
         """
         news = self._distributed and self._order is None and self._comm.rank == 0 and bool(self._ready)
-        numbers = np.array([0.0, news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
-        carried = not self._overlap and self._step_sums is not None and self._step_sums.carry(numbers)
-        return numbers, carried
-
-    def _add_up(self, numbers: Numbers) -> None:
-        turns = self._step_sums.sum_numbers(numbers) if self._step_sums is not None else None
-        if turns is None:
-            self._comm.all_reduce(torch.from_numpy(numbers))
-        else:
-            run_to_end([turns])
+        return np.array([news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def _check_parameters(self) -> None:
-        """The optimizer's trainable parameters are those that the buckets were planned for."""
+        """Raises UsageError unless the optimizer's trainable parameters are those that the buckets were planned for."""
         now = self._trainable()
         if len(now) != len(self._parameters) or any(
             a is not b for a, b in zip(now, self._parameters, strict=True)
         ):
             raise UsageError(
                 f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
-                "made: others would not be reduced and the ranks would drift apart. Close this updater and make "
+                "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "
                 "a new one after freezing, unfreezing or adding parameters"
             )
 
@@ -363,7 +363,7 @@ def _one_device(parameters: Sequence[torch.nn.Parameter]) -> torch.device:
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:
         raise UsageError(
-            f"parameters lie on {', '.join(devices)}: one rank trains on one device; move the model to one, or "
-            "start a rank for each"
+            f"parameters are on {', '.join(devices)}, but a rank trains on one device: move the model to one, or "
+            "start one rank per device"
         )
     return parameters[0].device

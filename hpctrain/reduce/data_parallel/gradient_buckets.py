@@ -1,8 +1,7 @@
-"""Where gradients lie while a step is made: in the buckets, so that nothing is copied twice."""
+"""Gradients as views of bucket memory during a step, so that no gradient is copied twice."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +11,15 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
-from hpctrain.reduce.data_parallel.gradient_norm import in_rows, square_of
 
 
 @dataclass(slots=True)
 class _Place:
-    """Of one parameter. slot: its part of the bucket, through which we write, complex numbers as pairs.
+    """Place of one parameter. slot: view of its part of the bucket, used for writing; complex numbers as pairs.
 
-    gradient: the same memory as a tensor for `parameter.grad`. It has a version counter of its own, so that it
-    tells a change by the user from ours and the reducer's. None where the parameter's dtype is not the
-    bucket's: then `.grad` is another tensor, and the sum is copied into it.
+    gradient: tensor on the same memory for `parameter.grad`, with a separate version counter, which counts changes by
+    the user but not those through `slot` or by the reducer. None if the parameter's dtype is not the bucket's: then
+    `.grad` is another tensor, and the sum is copied into it.
     """
 
     bucket: int
@@ -50,27 +48,26 @@ class GradientMemory:
                 found[slot.parameter] = _place(parameters[slot.parameter], number, slot, buffer)
         self._places = [found[index] for index in range(len(parameters))]
         self._copied = [index for index, place in enumerate(self._places) if place.gradient is None]
-        # What each `.grad` is to be until the step, and its count of in-place changes.
+        # For each parameter the `.grad` that was written, and its version counter then; both must stay until the step.
         self._sent: list[tuple[torch.Tensor, int] | None] = [None] * len(parameters)
         pairs = list(zip(self.buckets, self.buffers, strict=True))
         self._gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.num_gradients]
-        self._rows = [rows for gradients in self._gradients for rows in in_rows(gradients)]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
 
     def put(self, index: int, *, factor: float) -> int:
-        """Write the parameter's gradient, times `factor`, into its place; the number of its bucket.
+        """Writes the parameter's gradient, times `factor`, into its bucket. Returns the number of the bucket.
 
-        `.grad` is then a view of the place, where the dtype allows. No gradient counts as zeros.
+        Afterwards `.grad` is a view of the bucket if the dtype allows. A missing gradient is written as zeros.
         """
         parameter, place = self._parameters[index], self._places[index]
         gradient = parameter.grad
         if gradient is None:
             place.slot.zero_()
             return place.bucket
-        # In backward each access to a tensor costs a microsecond: its code has left the caches.
+        # During backward each tensor operation takes about a microsecond, as its code is no longer in the caches.
         dense = gradient.detach() if gradient.requires_grad else gradient  # as after create_graph=True
         if dense.layout is not torch.strided:
             dense = dense.to_dense()
@@ -81,7 +78,7 @@ class GradientMemory:
         elif dense.dtype is place.slot.dtype:
             torch.mul(dense, factor, out=place.slot)
         else:
-            # Widened first: a product in a half type would be rounded.
+            # Widen first: a product in a half type would be rounded.
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is not None:
             parameter.grad = gradient = place.gradient
@@ -89,7 +86,7 @@ class GradientMemory:
         return place.bucket
 
     def complete(self, number: int) -> None:
-        """Everything of bucket `number` was put: write beside it for which parameters there was a gradient."""
+        """Writes the flags of bucket `number`, after `put` of all its parameters: 1 if there was a gradient, else 0."""
         had = [self._sent[slot.parameter] is not None for slot in self.buckets[number].slots]
         flags = self._flags[number]
         if all(had):
@@ -98,7 +95,7 @@ class GradientMemory:
             flags.copy_(torch.tensor(had))
 
     def check_untouched(self) -> None:
-        """UsageError if a `.grad` is not what was put: the change is not on the wire, and would be lost."""
+        """Raises UsageError if a `.grad` was changed after `put`: the change would be missing from the sum."""
         for parameter, sent in zip(self._parameters, self._sent, strict=True):
             gradient = parameter.grad
             if sent is None:
@@ -107,30 +104,18 @@ class GradientMemory:
                 same = gradient is sent[0] and gradient._version == sent[1]
             if not same:
                 raise UsageError(
-                    "gradients were changed between backward and step(): they are on their way to the other "
-                    "ranks by then, and the change would be lost. To clip, give clip_norm= when the updater is "
+                    "gradients were changed between backward and step(): their reduction over the ranks has begun "
+                    "by then, and the change would be lost. To clip, pass clip_norm= when the updater is "
                     "made"
                 )
 
-    def square(self, *, share: int, num_shares: int) -> float:
-        """Sum of the squares of a share of the gradients in the buckets; all shares add up to the whole's."""
-        mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
-        mine = [rows for rows in mine if rows.numel()]
-        if not mine:
-            return 0.0
-        square = square_of(torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in mine]))
-        if math.isinf(square):  # perhaps only in float32
-            norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in mine]
-            square = square_of(torch.cat(norms))
-        return square
-
     def scale(self, factor: float) -> None:
-        """Multiply all gradients, in place."""
+        """Multiplies all gradients by `factor`, in place."""
         if factor != 1.0 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
 
     def copy_out(self) -> bool:
-        """Sums into each `.grad` of another dtype; False if one of them cannot be held there (float16)."""
+        """Copies the sums into each `.grad` of another dtype. Returns False if one overflows there (float16)."""
         finite = []
         for index in self._copied:
             parameter, slot = self._parameters[index], self._places[index].slot
@@ -144,10 +129,10 @@ class GradientMemory:
         return not finite or bool(torch.stack(finite).all())
 
     def give_out(self) -> None:
-        """Each `.grad` as the optimizer is to see it: none where no rank had one."""
-        # All flags at once: on a GPU each look at a value waits for the device.
+        """Sets each `.grad` for the optimizer: to the sum, or None if no rank had a gradient."""
+        # All flags in one copy: on a GPU each read of a value waits for the device.
         summed = torch.cat([flags.float() for flags in self._flags]).tolist()
-        if 0 not in summed and None not in self._sent:  # as they were put
+        if 0 not in summed and None not in self._sent:  # every `.grad` is set already
             return
         for slot, flag in zip(self._slots, summed, strict=True):
             if flag == 0:
@@ -156,10 +141,10 @@ class GradientMemory:
                 self._parameters[slot.parameter].grad = gradient
 
     def forget(self) -> None:
-        """The step is done, and no `.grad` is set: the buckets may be written again.
+        """Ends the step, after every `.grad` was dropped: the buckets may be written again.
 
-        A gradient that somebody still holds, as an optimizer may that compares it with the next one, gets
-        memory of its own. (Only the tensor itself is noticed, not views of it.)
+        A gradient that is still referenced elsewhere (an optimizer may compare it with the next one) gets separate
+        memory. Only references to the tensor itself are detected, not views of it.
         """
         self._sent = [None] * len(self._parameters)
         for place in self._places:
@@ -169,7 +154,7 @@ class GradientMemory:
                 place.gradient = fresh
 
     def leave(self) -> None:
-        """No `.grad` is a view any longer: the buckets' memory may go."""
+        """Copies each `.grad` that is a view of a bucket, so that the buckets' memory can be freed."""
         for parameter, place in zip(self._parameters, self._places, strict=True):
             if place.gradient is not None and parameter.grad is place.gradient:
                 parameter.grad = parameter.grad.clone()
@@ -177,7 +162,7 @@ class GradientMemory:
 
 
 def describe_gradient(parameter: torch.nn.Parameter) -> GradientSpec:
-    """What the plan must know of a parameter's gradient. A complex number counts as two elements."""
+    """Returns the `GradientSpec` of a parameter. A complex number counts as two elements."""
     shape = _memory_shape(parameter)
     if parameter.is_complex():
         shape = (*shape, 2)
@@ -189,7 +174,7 @@ def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if parameter.is_complex():
         return _Place(number, flat.view(*parameter.shape, 2), None, True)
-    # Laid out as the parameter is: an optimizer walks over both at once.
+    # Same memory order as the parameter, since an optimizer iterates over both at once.
     order = _memory_order(parameter)
     view = flat.view([parameter.shape[dim] for dim in order]).permute(
         [order.index(dim) for dim in range(len(order))]
@@ -199,7 +184,7 @@ def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch
 
 
 def _memory_order(parameter: torch.Tensor) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost; as they are for a layout with holes."""
+    """Returns the dimensions from the outermost in memory to the innermost; unchanged for a layout with gaps."""
     dims = list(range(parameter.dim()))
     if parameter.is_contiguous():
         return dims

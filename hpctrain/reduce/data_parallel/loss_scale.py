@@ -1,6 +1,6 @@
-"""The factor by which the loss is multiplied before backward. Pure.
+"""Loss scale: the factor by which the loss is multiplied before backward. Pure.
 
-Small gradients vanish in float16, large ones overflow. The factor keeps them in range: it is halved when a
+Small gradients underflow in float16, large ones overflow. The factor keeps them in range: it is halved when a
 step overflowed, and doubled after a number of good steps (Micikevicius et al. 2018, arXiv:1710.03740). All
 factors are powers of two, so scaling and unscaling lose no bits of a float32 gradient.
 """
@@ -17,7 +17,7 @@ SMALLEST = 2.0**-14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """Value and history of the factor. `dynamic` off means that it stays where it is, normally at 1."""
+    """Value and history of the loss scale. With `dynamic` False the value never changes."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -28,14 +28,14 @@ class LossScale:
     max_skipped_in_row: int = 20
 
     def after_good_step(self) -> LossScale:
-        """One step was applied."""
+        """Returns the loss scale after a step that was applied."""
         good = self.good_steps + 1
         if self.dynamic and good >= self.growth_steps:
             return replace(self, value=min(self.value * 2, LARGEST), good_steps=0, skipped_in_row=0)
         return replace(self, good_steps=good, skipped_in_row=0)
 
     def after_overflow(self) -> LossScale:
-        """One step was skipped. Raises DivergedError, on all ranks alike, when too many were in a row (F5)."""
+        """Returns the loss scale after a skipped step. Raises DivergedError on all ranks if too many in a row (F5)."""
         in_row = self.skipped_in_row + 1
         if in_row > self.max_skipped_in_row:
             raise DivergedError(

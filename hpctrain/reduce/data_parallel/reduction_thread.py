@@ -1,4 +1,4 @@
-"""Reduces buckets on a thread of its own while backward runs, several at a time."""
+"""Reduces buckets on a separate thread while backward runs, several at a time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from hpctrain.reduce.contract.polling import LONGEST_WAIT_S, SHORTEST_WAIT_S, Backoff
 
 Reduce = Callable[[int], Iterator[bool]]
-# As many as `Collective.start_all_reduce` allows at once.
-MAX_IN_BACKGROUND = 16
+# One less than `Collective.start_all_reduce` allows in flight: the numbers at the end of a step are one more sum.
+MAX_IN_BACKGROUND = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,16 @@ class ReductionPipeline:
 
     Args:
         reduce: returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
-        overlap: True reduces on a thread of its own from `submit` on. False reduces in `wait`, on the calling thread.
-        in_background: without `overlap`, buckets for which it returns True still begin in `submit`, up to 16 of them,
+        overlap: True reduces on a separate thread from `submit` on. False reduces in `wait`, on the calling thread.
+        in_background: without `overlap`, buckets for which it returns True still begin in `submit`, up to 15 of them,
             since a thread outside Python continues them. It returns the same on every rank. None: no bucket does.
 
     Every rank submits the same numbers in the same order; reductions begin in that order. Each turn works as far as it
     can without waiting. When no reduction made progress, the thread sleeps: 20 us at first, longer each time, up to
     200 us; once `wait` is called it spins for a while first. An exception in a reduction is raised by the next `wait`
-    and by all later ones; other reductions, in flight or submitted later, are dropped. On CUDA the thread has a stream
-    of its own: events order a reduction after the stream that filled its bucket, and the stream that calls `wait` after
-    the reductions.
+    and by all later ones; other reductions, in flight or submitted later, are dropped. On CUDA the thread has a
+    separate stream: events order a reduction after the stream that filled its bucket, and the stream that calls `wait`
+    after the reductions.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class ReductionPipeline:
         self._condition = threading.Condition()  # guards all that follows
         self._submitted: deque[_Submitted] = deque()
         self._pending = 0
-        self._awaited = False  # whether the thread that submits has nothing else to do
+        self._awaited = False  # True while a thread is blocked in `wait`
         self._closed = False
         self._busy_s = 0.0
         self._error: BaseException | None = None
         self._reduced: torch.cuda.Event | None = None
-        self._begun: list[Iterator[bool]] = []  # in `submit`, without a thread
+        self._begun: list[Iterator[bool]] = []  # started in `submit`, if there is no thread
         self._begun_at = 0.0
         self._thread: threading.Thread | None = None
         if overlap:
@@ -104,7 +104,7 @@ class ReductionPipeline:
         return busy_s
 
     def close(self) -> bool:
-        """Ends the thread. Returns False where a reduction hangs: its bucket may still change."""
+        """Ends the thread. Returns False if a reduction hangs; its bucket may still change."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -114,7 +114,7 @@ class ReductionPipeline:
         return not self._thread.is_alive()
 
     def _begins_at_once(self, number: int) -> bool:
-        """Returns whether `number` begins in `submit`: not after one that does not, as all begin in order."""
+        """Returns True if `number` begins in `submit`: only if all before it did, as reductions begin in order."""
         return (
             self._thread is None
             and self._error is None
@@ -131,7 +131,7 @@ class ReductionPipeline:
         self._begun.append(reduction)
         try:
             next(reduction)
-        except StopIteration:  # it has ended at once: `_work_off` finds that out
+        except StopIteration:  # it ended at once; `_work_off` handles that
             pass
         except BaseException as found:
             self._error = found
@@ -181,7 +181,7 @@ class ReductionPipeline:
                 self._condition.notify_all()
 
     def _has_work(self) -> bool:
-        """Returns whether any reduction is left; after an error all that is submitted is dropped."""
+        """Returns True if any reduction remains. After an error drops all that were submitted."""
         with self._condition:
             if self._error is not None:
                 _end(self._begun)
@@ -190,51 +190,51 @@ class ReductionPipeline:
             return bool(self._begun or self._submitted)
 
     def _work_off(self) -> None:
-        """Runs until nothing is in flight and nothing submitted. `_done` counts the reductions that ended."""
+        """Runs until no reduction is in flight or submitted. `_done` counts the reductions that ended."""
         self._done = 0
-        under_way, self._begun = self._begun, []
+        in_flight, self._begun = self._begun, []
         backoff = Backoff(shortest_wait_s=self._shortest_wait_s, longest_wait_s=self._longest_wait_s)
         try:
-            while self._take_up(under_way) or under_way:
-                if self._one_turn(under_way):
+            while self._take_up(in_flight) or in_flight:
+                if self._one_turn(in_flight):
                     backoff.reset()
-                elif under_way:
+                elif in_flight:
                     with self._condition:
-                        if not (self._submitted and len(under_way) < self._max_in_flight):
+                        if not (self._submitted and len(in_flight) < self._max_in_flight):
                             backoff.wait(self._condition.wait, eager=self._awaited)
                 if self._closed:
                     return
         finally:
-            _end(under_way)
+            _end(in_flight)
         with self._condition:
             self._reduced = self._mark()
 
-    def _take_up(self, under_way: list[Iterator[bool]]) -> bool:
-        """Begins submitted reductions, as many as may be in flight. Returns whether there were any."""
+    def _take_up(self, in_flight: list[Iterator[bool]]) -> bool:
+        """Begins submitted reductions, as many as may be in flight. Returns True if it began any."""
         with self._condition:
-            room = max(0, self._max_in_flight - len(under_way))
-            items = [self._submitted.popleft() for _ in range(min(room, len(self._submitted)))]
+            num_free = max(0, self._max_in_flight - len(in_flight))
+            items = [self._submitted.popleft() for _ in range(min(num_free, len(self._submitted)))]
         for item in items:
             if item.filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(item.filled)
-            under_way.append(self._reduce(item.number))
+            in_flight.append(self._reduce(item.number))
         return bool(items)
 
-    def _one_turn(self, under_way: list[Iterator[bool]]) -> bool:
-        """Gives each reduction one turn, the oldest first. Returns whether any made progress."""
-        got_on = False
-        for reduction in list(under_way):
+    def _one_turn(self, in_flight: list[Iterator[bool]]) -> bool:
+        """Gives each reduction one turn, the oldest first. Returns True if any made progress."""
+        progressed = False
+        for reduction in list(in_flight):
             try:
-                got_on |= next(reduction)
+                progressed |= next(reduction)
             except StopIteration:
-                under_way.remove(reduction)
+                in_flight.remove(reduction)
                 self._done += 1
-                got_on = True
-        return got_on
+                progressed = True
+        return progressed
 
 
 def _end(reductions: list[Iterator[bool]]) -> None:
-    """Break off all of these, and empty the list."""
+    """Closes all of these generators and empties the list."""
     for reduction in reductions:
         getattr(reduction, "close", lambda: None)()
     reductions.clear()

@@ -1,1 +1,1 @@
-"""`Compression` for scripts that stay plain Horovod. Imports nothing else of `hpctrain.reduce`."""
+"""`Compression` for plain Horovod scripts. Imports nothing else of `hpctrain.reduce`."""

@@ -1,10 +1,10 @@
-"""Compression for people who keep their own Horovod script: for hvd.DistributedOptimizer(compression=...).
+"""Compression for plain Horovod scripts: for hvd.DistributedOptimizer(compression=...).
 
-Horovod calls `compress(p.grad)` when a gradient is ready, sums what that returns over the ranks by its own
-operation, and makes what `decompress` returns the gradient. So whatever travels must be summed by addition of
-its own dtype, which decides what can be offered here: float16, and integers of 8 bits on a scale that all
-ranks know beforehand (`int8.py`). Low-rank compression needs two sums that depend on each other, and
-bfloat16 is no type that Horovod carries; both are wires of hpctrain's own updater. Horovod is not imported.
+Horovod calls `compress(p.grad)` when a gradient is ready, sums the returned tensor over the ranks, and uses the
+result of `decompress` as the gradient. So the compressed tensor must be summable by addition in its dtype. This
+allows float16, and 8-bit integers with a scale that all ranks know beforehand (`int8.py`). Low-rank compression needs
+two dependent sums, and Horovod does not support bfloat16; both are wire formats of hpctrain's own updater. Horovod is
+not imported.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from typing import Any, NoReturn, Protocol, final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.horovod_compression.error_feedback import HvdResiduals, largest_magnitude
+from hpctrain.reduce.horovod_compression.error_feedback import GradientOwners, HvdResiduals, largest_magnitude
 from hpctrain.reduce.horovod_compression.int8 import Int8Compression
-from hpctrain.reduce.horovod_compression.parameter_lookup import GradientOwners
 
-# What the ranks' values may add up to. Half of the range of float16: each addition may round up.
+# Limit of the sum of the ranks' values: half of float16's range, as each addition may round up.
 SAFE_SUM = 2.0**15
 
 
 class HvdCompression(Protocol):
-    """What hvd.DistributedOptimizer calls, and what a checkpoint of the user's needs."""
+    """Interface of a compression: the methods that hvd.DistributedOptimizer calls, and state for checkpoints."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
 
     def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own state, of tensors, numbers and text: each rank saves its own."""
+        """Returns this rank's state (tensors, numbers and text). Each rank must save its own."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. From another number of ranks: residuals begin at zero, with a warning."""
+        """Restores `state_dict`. If the number of ranks differs, residuals start at zero, with a warning.
+
+        Raises UsageError for the state of another compression or model.
+        """
 
 
 @final
 class Compression:
-    """Makes a compression. named_parameters: `model.named_parameters()`; num_ranks: `hvd.size()`.
+    """Makes compressions. named_parameters: `model.named_parameters()`; num_ranks: `hvd.size()`.
 
-    One object belongs to one optimizer. Both kinds keep each rank's rounding errors and add them to its next
-    gradient (error feedback, Seide et al. 2014, doi:10.21437/Interspeech.2014-274): save `state_dict()` with
-    the optimizer's.
+    Use each object for one optimizer only. Both kinds keep each rank's rounding errors and add them to its next
+    gradient (error feedback, Seide et al. 2014, doi:10.21437/Interspeech.2014-274): save `state_dict()` along with
+    the optimizer's. UsageError for invalid arguments.
     """
 
     @staticmethod
@@ -55,9 +57,9 @@ class Compression:
         scale: float = 1.0,
         error_feedback: bool = True,
     ) -> HvdCompression:
-        """Half the bytes. `scale` multiplies gradients before they are rounded, and is divided out after.
+        """Sends half the bytes. Gradients are multiplied by `scale` before rounding and divided by it afterwards.
 
-        With error feedback nothing overflows: what is too large for the sum is kept back for the next step.
+        With error feedback nothing overflows: the part that is too large for the sum is kept for the next step.
         """
         return Fp16Compression(
             named_parameters, num_ranks=num_ranks, scale=scale, error_feedback=error_feedback
@@ -65,15 +67,15 @@ class Compression:
 
     @staticmethod
     def int8(named_parameters: Iterable[tuple[str, torch.Tensor]], *, num_ranks: int) -> HvdCompression:
-        """A quarter of the bytes. Needs `op=hvd.Sum`; gradients come out as the mean over the ranks."""
+        """Sends a quarter of the bytes. Needs `op=hvd.Sum`; the resulting gradients are the mean over the ranks."""
         return Int8Compression(named_parameters, num_ranks=num_ranks)
 
     @staticmethod
     def bf16(*_: object, **__: object) -> NoReturn:
-        """Refused: Horovod cannot carry it."""
+        """Not supported: raises UsageError, since Horovod cannot sum bfloat16."""
         raise UsageError(
-            "Horovod 0.28.1 cannot sum bfloat16, and as float32 it would save nothing: take Compression.fp16, "
-            "which is as small. hpctrain's own updater carries bfloat16 over Horovod: "
+            "Horovod 0.28.1 cannot sum bfloat16, and as float32 it would save nothing: use Compression.fp16, "
+            "which has the same size. hpctrain's own updater sends bfloat16 over Horovod: "
             "session.updater(model, optimizer, wire='bf16')"
         )
 
@@ -82,8 +84,8 @@ class Compression:
 class Fp16Compression:
     """float16 on the wire. Works with op=hvd.Average and hvd.Sum, groups and gradient_predivide_factor.
 
-    Without error feedback values above 65504 / scale become inf. What Horovod itself rounds while it sums is
-    not fed back. Gradients that are not finite come out not finite, and leave the residual as it was.
+    Without error feedback values above 65504 / scale become inf. Rounding by Horovod's own sum is not fed back.
+    A gradient that is not finite stays so, and leaves the residual unchanged.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Fp16Compression:
 
     def decompress(self, tensor: torch.Tensor, ctx: torch.Tensor | None) -> torch.Tensor:
         if ctx is None:
-            return tensor  # a sparse gradient, which Horovod gathers without asking us
+            return tensor  # a sparse gradient, which Horovod gathers without `compress`
         decoded = tensor.to(_at_least_float32(ctx)).div_(self._scale)
         return decoded.to(ctx.dtype).view(ctx.shape)
 

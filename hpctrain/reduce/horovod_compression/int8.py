@@ -1,14 +1,14 @@
-"""8 bits that Horovod can sum: every rank uses the same scale, and levels so few that the sum fits.
+"""8-bit integers that Horovod can sum: all ranks use the same scale, and few enough levels that the sum fits.
 
-Each parameter has a range, the same on all ranks: values beyond it are clipped, and what is clipped or rounded
-is fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so that no sum of
-N leaves 8 bits. The range follows what all ranks have seen of each other: in front of its levels each rank sends
-whether its values were too large or small for it. A parameter whose range is not known yet, or far too small,
-is sent in full precision once; the sum in front of it shows the largest magnitude that any rank has.
+Each parameter has a range, the same on all ranks: values beyond it are clipped, and clipping and rounding errors
+are fed back into the next step. With N ranks there are 127 // N levels on each side of zero, so that no sum of
+N exceeds 8 bits. All ranks adapt the range alike: in front of its levels each rank sends votes on whether the range
+was too small or too large for its values. A parameter whose range is unknown, or far too small, is sent in full
+precision once; the summed header of that message shows the largest magnitude on any rank.
 
-A message is HEADER int8 values and the levels, four to an int32 (`int8_packing.py`). The header's first 32 are
-the bits of the float32 scale: their sums show to every rank that all used the same, and that Horovod summed
-rather than averaged.
+A message is HEADER int8 values and the levels, four per int32 (`int8_packing.py`). The header's first 32 are
+the bits of the float32 scale: from their sums every rank verifies that all used the same scale, and that Horovod
+summed rather than averaged.
 """
 
 from __future__ import annotations
@@ -22,9 +22,28 @@ from typing import Any, final
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.horovod_compression.error_feedback import HvdResiduals, largest_magnitude
-from hpctrain.reduce.horovod_compression.int8_packing import num_words, pack, unpack
-from hpctrain.reduce.horovod_compression.parameter_lookup import GradientOwners
+from hpctrain.reduce.horovod_compression.error_feedback import GradientOwners, HvdResiduals, largest_magnitude
+
+ONES = 0x01010101
+
+
+def num_words(num_values: int) -> int:
+    return -(-num_values // 4)
+
+
+def pack(values: torch.Tensor, *, levels: int) -> torch.Tensor:
+    """Packs int8 `values` within +-levels, shape (4 n,), in place. Returns the memory as int32 words, shape (n,)."""
+    words = values.view(torch.int32)
+    # uint8 arithmetic wraps: -3 is 253, and 253 + 5 is 2.
+    values.view(torch.uint8).add_(levels)
+    return words.sub_(levels * ONES)
+
+
+def unpack(words: torch.Tensor, *, levels: int, num_ranks: int) -> torch.Tensor:
+    """Unpacks summed `words` in place. Returns the sums over `num_ranks` as int8, shape (4 n,), on the same memory."""
+    words.add_(num_ranks * levels * ONES)
+    return words.view(torch.uint8).sub_(num_ranks * levels).view(torch.int8)
+
 
 LARGEST = 127
 SCALE_BITS = 32
@@ -32,16 +51,16 @@ SCALE_BITS = 32
 VOTES = 4
 HEADER = SCALE_BITS + VOTES
 FAR = 4.0
-STEP = 1.25  # how much a range grows or shrinks at a time
-# Ranges are 2^SMALLEST to 2^HIGHEST; beyond them values travel in full precision. That message begins with
-# one number for each quarter of an octave, and one below and one above: a rank puts 1 where its values end.
+STEP = 1.25  # factor by which a range grows or shrinks per step
+# Ranges are 2^SMALLEST to 2^HIGHEST; beyond them values are sent in full precision. That message begins with one
+# element for each quarter of an octave, one below and one above: a rank sets that of its largest magnitude to 1.
 SMALLEST, HIGHEST, QUARTERS = -100, 120, 4
 FULL_HEADER = QUARTERS * (HIGHEST - SMALLEST) + 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What `decompress` must know. scale: of a level, or None where full precision was sent."""
+    """Context for `decompress`. scale: size of a level; None if full precision was sent."""
 
     name: str
     gradient: torch.Tensor
@@ -50,18 +69,18 @@ class _Sent:
 
 @final
 class Int8Compression:
-    """One byte a value and 36 a parameter. Needs op=hvd.Sum; returns the mean over `num_ranks`.
+    """Sends one byte per value and 36 per parameter. Needs op=hvd.Sum; the result is the mean over `num_ranks`.
 
-    The mean is the same to the bit on every rank, in any order of summing. Where a rank's gradient is not
-    finite, every rank's comes out NaN. The more ranks, the fewer levels: with over 16 (7 levels on each side)
-    Compression.fp16 is the better choice; over 127 none are left.
+    The mean is bitwise equal on every rank, in any order of summing. If a rank's gradient is not finite, the result
+    is NaN on every rank. More ranks mean fewer levels: with more than 16 (7 levels on each side) Compression.fp16 is
+    the better choice; 127 is the limit.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.Tensor]], *, num_ranks: int) -> None:
         if not 1 <= num_ranks <= LARGEST:
             raise UsageError(
-                f"num_ranks is {num_ranks}: int8 sums of Horovod have room for 1 to {LARGEST} ranks. Give "
-                "hvd.size(); with more ranks take Compression.fp16"
+                f"num_ranks is {num_ranks}: int8 sums over Horovod support 1 to {LARGEST} ranks. Pass "
+                "hvd.size(); with more ranks use Compression.fp16"
             )
         self._num_ranks = num_ranks
         self._levels = LARGEST // num_ranks
@@ -97,7 +116,7 @@ class Int8Compression:
 
     def decompress(self, tensor: torch.Tensor, ctx: _Sent | None) -> torch.Tensor:
         if ctx is None:
-            return tensor / self._num_ranks  # a sparse gradient: Horovod gathered and summed it by itself
+            return tensor / self._num_ranks  # a sparse gradient, which Horovod gathered and summed itself
         if ctx.scale is None:
             mean = self._from_full_precision(tensor, name=ctx.name)
         else:
@@ -128,7 +147,7 @@ class Int8Compression:
             return levels.fill_(math.nan)
         span = self._ranges[name]
         if far:
-            del self._ranges[name]  # measured anew by the next step, which also brings what was clipped
+            del self._ranges[name]  # measured again in the next step, which also sends what was clipped
         elif above:
             self._set_range(name, span * STEP)
         elif not above_half:
@@ -142,7 +161,7 @@ class Int8Compression:
             self._ranges.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """As HvdCompression's; `ranges` are the same on all ranks."""
+        """See `HvdCompression.state_dict`. `ranges` are the same on all ranks."""
         return {"kind": "int8", "ranges": dict(self._ranges), **self._residuals.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +172,7 @@ class Int8Compression:
 
 
 def _place(largest: float) -> int:
-    """The number in front of a message in full precision that stands for values up to `largest`."""
+    """Returns the index in the header of a full-precision message that represents magnitude `largest`."""
     if largest < 2.0**SMALLEST:
         return 0
     if not largest < 2.0**HIGHEST:  # or NaN
@@ -172,7 +191,7 @@ def _bits(number: float) -> list[int]:
 
 def _wrong_sum(name: str, *, found: float, num_ranks: int) -> UsageError:
     return UsageError(
-        f"int8 compression of {name!r}: a number that {num_ranks} ranks send came out as {found:g}, which is not "
-        f"their sum. Give hvd.DistributedOptimizer op=hvd.Sum (the gradients come out as the mean) and the "
-        "compression num_ranks=hvd.size(); if both are right, the ranks loaded different compression states"
+        f"int8 compression of {name!r}: a check value sent by {num_ranks} ranks was reduced to {found:g}, which is not "
+        f"their sum. Pass op=hvd.Sum to hvd.DistributedOptimizer (the resulting gradients are the mean) and "
+        "num_ranks=hvd.size() to the compression; if both are right, the ranks loaded different compression states"
     )

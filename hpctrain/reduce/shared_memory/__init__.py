@@ -1,1 +1,1 @@
-"""The engine: buckets in memory that a node's ranks share, chunks between nodes, compiled sums."""
+"""The engine reducer: buckets in memory shared by a node's ranks, chunked messages between nodes, compiled sums."""

@@ -1,4 +1,5 @@
-/* Sums of the buckets of a node's ranks in one pass over memory, and who of them sums what. See add.py and node_sum.py. */
+/* Sums of the buckets of a node's ranks in one pass over memory, and the claiming of pieces by ranks. See summation.py and
+   work_shared_sum.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -6,9 +7,9 @@
 #include <string.h>
 
 #define TILE 1024 /* elements that are summed in the first-level cache before they are written */
-#define LANES 16  /* squares are added in so many sums, in an order that no compiler may change: the same bits on any processor */
+#define LANES 16  /* number of partial sums of squares, in an order that no compiler may change: equal bits on any processor */
 
-/* The same code for several instruction sets; the loader takes the widest that the processor has. */
+/* Compiled for several instruction sets; the loader selects the widest that the processor has. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -60,7 +61,7 @@
 DEFINE_ADD(add_float, float)
 DEFINE_ADD(add_double, double)
 
-/* Of shape (n,) with the same n, and all of float32 or all of float64. */
+/* True if all have the same shape (n,), and all are float32 or all are float64. */
 static int alike(const Py_buffer *views, Py_ssize_t count)
 {
     const char *format = views[0].format;
@@ -115,7 +116,7 @@ done:
     return result;
 }
 
-/* Places in a rank's flags, a cache line apart, as in node_memory.py; what take() returns, as in node_sum.py. */
+/* Indices of a rank's flags, one cache line apart, as in shared_buckets.py; results of take(), as in work_shared_sum.py. */
 enum { FILLED = 0, SUMMED = 8, NUM_FLAGS = 16 };
 enum { WAITS = 0, GOT_ON = 1, ENDED = 2 };
 
@@ -214,14 +215,14 @@ done:
 
 static PyMethodDef methods[] = {
     {"add", add, METH_VARARGS, "add(parts, into, num_squared, factor): see hpctrain.reduce.shared_memory.summation."},
-    {"fill", fill, METH_VARARGS, "fill(flags, count): what was written before is there; see hpctrain.reduce.shared_memory.work_shared_sum."},
+    {"fill", fill, METH_VARARGS, "fill(flags, count): publishes the elements written before; see hpctrain.reduce.shared_memory.work_shared_sum."},
     {"take", take, METH_VARARGS, "take(parts, flags, claimed, squares, local, before, piece_elems, num_squared, factor): see hpctrain.reduce.shared_memory.work_shared_sum."},
     {NULL, NULL, 0, NULL},
 };
 
 static int execute(PyObject *module)
 {
-    return PyModule_AddIntConstant(module, "VERSION", 2); /* as in add.py: a file of an earlier version is not taken */
+    return PyModule_AddIntConstant(module, "VERSION", 2); /* as in summation.py, which rejects other versions */
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};

@@ -1,4 +1,4 @@
-"""Error feedback of the engine: what encoding has lost between nodes, by parameter, for checkpoints and new plans."""
+"""Error feedback of the engine: encoding errors between nodes, by parameter, for checkpoints and new plans."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import torch
 
 from hpctrain.comm import Collective
 from hpctrain.errors import CheckpointError
-from hpctrain.reduce.codecs.error_feedback import LOST
-from hpctrain.reduce.codecs.error_feedback import NAME as RESIDUAL
+from hpctrain.reduce.codecs.error_feedback import LOST, NAME as RESIDUAL
 from hpctrain.reduce.codecs.part_feedback import CodecFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import StateTensor
-from hpctrain.reduce.shared_memory.gradient_slices import tiles
-from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace
+from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, tiles
 
 
 @dataclass(frozen=True, slots=True)
 class LossyPart:
-    """A part of `bucket` that this rank encodes, and what its encoding has lost so far."""
+    """A part of `bucket` that this rank encodes, and its encoding errors."""
 
     bucket: Bucket
     part: ElemRange
@@ -30,9 +28,9 @@ class LossyPart:
 
 @final
 class EngineLosses:
-    """What this rank's encodings have lost, in gradient space: the parameters one after another.
+    """This rank's encoding errors (residuals), in gradient space (see `error_feedback.py`).
 
-    buckets: all of the plan. parts: those that this rank encodes.
+    buckets: all buckets of the plan. parts: those that this rank encodes.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class EngineLosses:
     def state(self) -> list[StateTensor]:
         """Returns blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
 
-        Row c: lost on the way from node c; the last row: lost of the sums.
+        Row c: errors of what node c sent; last row: errors of the sums.
         """
         shape = (self._place.num_nodes + 1, self.num_elems)
         found = []
@@ -70,9 +68,9 @@ class EngineLosses:
         return found
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores what a checkpoint holds; nothing where it holds none.
+        """Restores the errors that a checkpoint holds; does nothing if it holds none.
 
-        On as many nodes each has its own again; on another number the sum goes to the owners. Raises CheckpointError
+        With the same number of nodes each restores its own; otherwise the owners take the sum. Raises CheckpointError
         for another model.
         """
         saved = tensors.get(LOST, tensors.get(RESIDUAL))
@@ -80,8 +78,8 @@ class EngineLosses:
             return
         if saved.dim() != 2 or saved.shape[1] != self.num_elems:
             raise CheckpointError(
-                f"the checkpoint's losses of {self._codec_name} are of shape {tuple(saved.shape)}, this model needs "
-                f"(rows, {self.num_elems}): resume with the model and the frozen parameters it was made with"
+                f"the checkpoint's residuals of {self._codec_name} have shape {tuple(saved.shape)}, this model needs "
+                f"(rows, {self.num_elems}): resume with the same model and frozen parameters as the saved run"
             )
         if LOST not in tensors or saved.shape[0] != self._place.num_nodes + 1:
             self.take_over(saved.double().sum(0))
@@ -93,7 +91,7 @@ class EngineLosses:
             lost.copy_(row)
 
     def total(self, comm: Collective) -> torch.Tensor:
-        """Returns what all ranks together have lost, shape (num_elems,), float64. Collective."""
+        """Returns the sum of all ranks' errors, shape (num_elems,), float64. Collective."""
         total = torch.zeros(self.num_elems, dtype=torch.float64)
         for position, lost, _ in self._pieces():
             total[position : position + lost.numel()] += lost
@@ -101,12 +99,12 @@ class EngineLosses:
         return total
 
     def take_over(self, total: torch.Tensor) -> None:
-        """Gives each owner what was lost of its elements; `total`: shape (num_elems,)."""
+        """Sets each owner's errors to `total`, shape (num_elems,), and all other errors to 0."""
         for position, lost, owned in self._pieces():
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """(position in gradient space, what was lost there (shares memory), whether this rank makes its sum)."""
+        """Yields (position in gradient space, view of the errors there, True if this rank owns their sum)."""
         for lossy in self._parts:
             part, feedback = lossy.part, lossy.feedback
             own = ElemRange(part.begin + feedback.own.start, part.begin + feedback.own.stop)

@@ -1,10 +1,10 @@
 """Two-level sums in shared memory and messages, chunk by chunk, several chunks in flight.
 
-Buckets lie in memory that the ranks of a node share. On one node they are summed there (`work_shared_sum.py`). Between
+Buckets are in memory shared by the ranks of a node. On one node they are summed there (`work_shared_sum.py`). Between
 nodes, for each chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its
-counterparts (`inter_node.py`), and decodes the result straight into every bucket of its node. One copy of each element
-leaves a node, spread over its carriers; no element is copied on its way within the node. With every rank as a node of
-its own this is the flat sum.
+counterparts (`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a
+node once, and the carriers share that work; within the node nothing is copied. With one rank per node this is a flat
+sum.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 """
@@ -18,13 +18,15 @@ from typing import final
 
 import torch
 
-from hpctrain.comm import Collective, all_gather_json
-from hpctrain.comm.interface.transport import NUM_TAGS, Pending, Transport
+from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, all_gather_json
 from hpctrain.reduce.codecs.codec import Codec
 from hpctrain.reduce.codecs.part_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import Numbers, StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, StateTensor
+from hpctrain.reduce.contract.gradient_norm import GradientSquares
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
+from hpctrain.reduce.contract.polling import one_round, until
+from hpctrain.reduce.contract.step_end import all_reduced
 from hpctrain.reduce.shared_memory.engine_losses import EngineLosses, LossyPart
 from hpctrain.reduce.shared_memory.inter_node import Part, Wire, direct, ring
 from hpctrain.reduce.shared_memory.message_buffers import ChunkMemory
@@ -35,27 +37,27 @@ from hpctrain.reduce.shared_memory.work_shared_sum import NodeSum, SumStatus, su
 from hpctrain.topology import Topology
 
 EXCHANGES = {"direct": direct, "ring": ring}
-# What reductions used that were broken off by an error: MPI and the node's other ranks may still write there, so it is
+# Memory of reductions that were aborted by an error. MPI and the node's other ranks may still write to it, so it is
 # kept until the process ends.
 _BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
 
 
 @dataclass(slots=True, kw_only=True)
 class _Planned:
-    """One bucket. buckets: the memory of each of the node's ranks; on_device: where the gradients are, if not there."""
+    """One bucket. buckets: the memory of each of the node's ranks; on_device: the gradients, if on another device."""
 
     bucket: Bucket
     mine: torch.Tensor
     buckets: list[torch.Tensor]
     on_device: torch.Tensor | None
     parts: list[ElemRange]  # this carrier's part of each chunk
-    within: NodeSum | None = None  # where there is one node
-    feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: nothing is fed back
+    within: NodeSum | None = None  # only if there is one node
+    feedback: list[CodecFeedback] = field(default_factory=list)  # of each part; empty: no error feedback
 
 
 @dataclass(slots=True, kw_only=True)
 class _Carried:
-    """Numbers that are summed beside the buckets. to_end: buckets that have not ended yet."""
+    """Numbers that are summed along with the buckets. to_end: number of buckets not yet reduced."""
 
     numbers: Numbers
     laid: Flag
@@ -66,9 +68,9 @@ class _Carried:
 class EngineReducer:
     """`BucketReducer` over a transport.
 
-    levels: the nodes to sum within: the run's topology, or one rank to a node for the flat algorithms.
-    exchange: `direct` or `ring`, between those nodes. feedback: keep what the codec loses (error feedback).
-    chunk_elems: elements of a chunk; in_flight: chunks of one bucket under way at once.
+    comm: all ranks, used by `plan` and `close`. levels: the run's topology, or one rank per node for flat algorithms.
+    exchange: `direct` or `ring`, between those nodes. feedback: error feedback for a lossy codec.
+    chunk_elems: maximum elements of a chunk; in_flight: maximum chunks of one bucket in flight.
     """
 
     def __init__(
@@ -96,12 +98,14 @@ class EngineReducer:
         self._in_flight = in_flight
         self._scratch = ChunkMemory()
         self._next_tag = 0
-        self._under_way = 0
+        self._num_in_flight = 0
         self._bytes_sent = 0
         self._squares = False
+        self._num_begun = 0  # reductions of this step
+        self._all_squares = GradientSquares([], [])
         self._carried: _Carried | None = None
         self._buckets: list[_Planned] = []
-        self._losses: EngineLosses | None = None  # of the buckets that are planned
+        self._losses: EngineLosses | None = None  # of the current plan
         self._memory = NodeMemory(transport, place=self._place)
 
     @property
@@ -119,7 +123,7 @@ class EngineReducer:
         sizes = [b.numel * b.dtype.itemsize for b in buckets]
         if self._memory.lay_out([*sizes, *(tally_bytes(b.numel) for b in buckets if within)]):
             self._comm.barrier()
-        # Ranks of one node may differ in what was installed for them.
+        # The extension may be missing on some ranks of a node.
         all_compiled = within and all(all_gather_json(self._comm, COMPILED is not None))
         self._buckets = []
         self._carried = None
@@ -150,13 +154,15 @@ class EngineReducer:
                 for part, feedback in zip(planned.parts, planned.feedback, strict=True)
             ]
             self._losses = EngineLosses(buckets, parts, place=self._place, codec_name=self._codec.name)
-            # Of other parameters (a calibration's next size) nothing can be kept.
+            # Errors are kept only if the parameters are the same (not in a calibration).
             if lost is not None and lost.numel() == self._losses.num_elems:
                 self._losses.take_over(lost)
-        return [b.mine if b.on_device is None else b.on_device for b in self._buckets]
+        memory = [b.mine if b.on_device is None else b.on_device for b in self._buckets]
+        self._all_squares = GradientSquares(buckets, memory)
+        return memory
 
     def _parts(self, bucket: Bucket) -> list[ElemRange]:
-        """This carrier's part of each chunk; one list as long as the number of chunks on every rank."""
+        """Returns this carrier's part of each chunk; empty ranges if this rank is not a carrier."""
         if self._place.num_nodes == 1:
             return []
         chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
@@ -177,6 +183,26 @@ class EngineReducer:
 
     def keep_squares(self) -> None:
         self._squares = True
+
+    def begin_step(self, factor: float) -> float:
+        self._num_begun = 0
+        return factor if self.scale_sums(factor) else 1.0
+
+    def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
+        """Within a node the reductions carry the numbers if none has begun, and know the squares."""
+        if not self._squares or self._place.num_nodes > 1:
+            return all_reduced(self._all_squares, numbers, comm=comm)
+        carried = len(numbers) > 0 and self._num_begun == 0 and self.carry(numbers)
+        return self._finish_on_node(numbers, comm=comm, carried=carried)
+
+    def _finish_on_node(self, numbers: Numbers, *, comm: Collective, carried: bool) -> Finishing:
+        if not carried and len(numbers):
+            turns = self.sum_numbers(numbers)
+            if turns is not None:
+                yield from turns
+            else:
+                comm.all_reduce(torch.from_numpy(numbers))
+        return Reduced(in_order(b.within.square() for b in self._buckets if b.within is not None), numbers)
 
     def filled(self, number: int, num_elems: int) -> None:
         bucket = self._buckets[number]
@@ -221,28 +247,29 @@ class EngineReducer:
         return self._watched(self._reduce(number, what), what)
 
     def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """`turns`, with the deadline running while it waits."""
-        self._under_way += 1
+        """Wraps `turns`: the watchdog's deadline runs while it waits."""
+        self._num_in_flight += 1
         try:
-            for got_on in turns:
-                if got_on:
-                    self._transport.got_on()
+            for progressed in turns:
+                if progressed:
+                    self._transport.progressed()
                 else:
                     self._transport.waits(what)
-                yield got_on
-            self._under_way -= 1  # not where it was broken off: messages may still arrive
+                yield progressed
+            self._num_in_flight -= 1  # not if it was aborted: messages may still arrive
         finally:
-            self._transport.got_on()
+            self._transport.progressed()
 
     def _reduce(self, number: int, what: str) -> Iterator[bool]:
         bucket = self._buckets[number]
+        self._num_begun += 1
         self._transport.begun(what)
         if bucket.on_device is not None:
             bucket.mine.copy_(bucket.on_device)
         if bucket.within is not None:
             bucket.within.fill(bucket.bucket.numel)
             while (found := bucket.within.sum()) is not SumStatus.ENDED:
-                yield found is SumStatus.GOT_ON
+                yield found is SumStatus.PROGRESSED
             yield from self._add_carried()
         else:
             yield from self._reduce_between(number)
@@ -255,13 +282,13 @@ class EngineReducer:
         arrived, summed = memory.begin_round(number)
         memory.raise_flag(arrived)
         if self._place.column:
-            yield from _until(lambda: memory.raised(arrived, by=range(len(bucket.buckets))))
+            yield from until(lambda: memory.raised(arrived, by=range(len(bucket.buckets))))
             yield from self._all_chunks(bucket, first_tag=first_tag)
         memory.raise_flag(summed)
-        yield from _until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
+        yield from until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
 
     def _add_carried(self) -> Iterator[bool]:
-        """When all buckets hold their sums: then the numbers of all ranks are there, too, or about to be."""
+        """After the last bucket is reduced, waits for all ranks' numbers and sums them."""
         carried = self._carried
         if carried is None:
             return
@@ -272,23 +299,23 @@ class EngineReducer:
             self._memory.add_numbers(carried.laid, carried.numbers)
 
     def _all_laid(self, laid: Flag) -> Iterator[bool]:
-        return _until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
+        return until(lambda: self._memory.raised(laid, by=range(len(self._place.locals))))
 
     def _take_tags(self, num_chunks: int) -> int:
-        """Two tags for each chunk, the same on every rank because the order of the buckets is."""
+        """Reserves two tags per chunk; the same on every rank, as the order of the buckets is."""
         first = self._next_tag
         self._next_tag = (first + 2 * num_chunks) % NUM_TAGS
         return first
 
     def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
-        """The parts of a bucket in order, `in_flight` at a time."""
+        """Reduces the parts of a bucket in order, `in_flight` at a time."""
         active: deque[Iterator[bool]] = deque()
         for number in range(len(bucket.parts)):
             active.append(self._chunk(bucket, number, tag=(first_tag + 2 * number) % NUM_TAGS))
             while len(active) >= self._in_flight:
-                yield from _one_round(active)
+                yield from one_round(active)
         while active:
-            yield from _one_round(active)
+            yield from one_round(active)
 
     def _chunk(self, bucket: _Planned, number: int, *, tag: int) -> Iterator[bool]:
         part = bucket.parts[number]
@@ -321,7 +348,7 @@ class EngineReducer:
     def _deliver_into(
         self, buckets: Sequence[torch.Tensor], spans: Sequence[ElemRange]
     ) -> Callable[[int, torch.Tensor], None]:
-        """Decode a slice once, and lay it into the bucket of every rank of the node."""
+        """Returns a function that decodes a slice once and copies it into the bucket of every rank of the node."""
 
         def deliver(owner: int, data: torch.Tensor) -> None:
             span = spans[owner]
@@ -346,7 +373,7 @@ class EngineReducer:
             self._losses.settle(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """See `EngineLosses.state`; empty where nothing is kept."""
+        """See `EngineLosses.state`; empty without error feedback."""
         return self._losses.state() if self._losses is not None else []
 
     def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -354,32 +381,10 @@ class EngineReducer:
             self._losses.load_state(tensors)
 
     def close(self) -> None:
-        if any(all_gather_json(self._comm, self._under_way > 0)):
+        if any(all_gather_json(self._comm, self._num_in_flight > 0)):
             _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
             return
         self._buckets = []
         self._losses = None
         self._memory = NodeMemory(self._transport, place=self._place)
         self._transport.close()
-
-
-def _until(ready: Callable[[], bool]) -> Iterator[bool]:
-    """Wait: True at the first look that finds it not ready, then False."""
-    got_on = True
-    while not ready():
-        yield got_on
-        got_on = False
-
-
-def _one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
-    """Let each go on once; those that have ended leave."""
-    got_on = False
-    for _ in range(len(active)):
-        chunk = active.popleft()
-        try:
-            got_on |= next(chunk)
-        except StopIteration:
-            got_on = True
-        else:
-            active.append(chunk)
-    yield got_on

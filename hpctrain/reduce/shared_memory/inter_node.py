@@ -1,12 +1,12 @@
-"""The sum between nodes of one carrier's part, as generators over a transport. Two ways, the same bytes.
+"""The sum between nodes of one carrier's part, as generators over a transport. Two algorithms, which send equal bytes.
 
 direct: every carrier sends each owner its slice, encoded once; the owner sums in float32 in node order, encodes
 the sum once and sends it to all. Two roundings, whatever the number of nodes; two phases. Thakur et al. 2005,
-section 4.5, with the pairwise schedule: in round k rank i sends to i + k and receives from i - k, so that no
-node's link is asked for twice in a round.
+section 4.5, with the pairwise schedule: in round k rank i sends to i + k and receives from i - k, so that each
+node's link is used once per round.
 
-ring: each slice goes round, and every carrier adds its own (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
-Neighbours only, but C - 1 roundings on the way and 2 (C - 1) phases.
+ring: each slice passes all carriers, each of which adds its own (Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002). Messages between neighbours only, but C - 1 roundings and 2 (C - 1) phases.
 
 Both send 2 (C - 1) / C of the part's encoded bytes from every node.
 """
@@ -19,26 +19,27 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm.interface.transport import Pending, Transport
+from hpctrain.comm import Pending, Transport
 from hpctrain.reduce.codecs.codec import Codec
 
 
 class Feedback(Protocol):
-    """Encodes one part; may keep what is lost, for the next time. See `part_feedback.py`."""
+    """Encodes one part, with or without error feedback. See `part_feedback.py`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
-        """Encode `values` on their way to an owner. first: their place in the part. May change `values`."""
+        """Encodes `values` for their owner into `out`. first: their offset in the part. May change `values`."""
 
     def encode_sum(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
-        """The same for the sum that this rank owns."""
+        """Encodes the sum that this rank owns into `out`. May change `values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One carrier's part of one chunk.
 
-    values: shape (n,): this node's sum on entry; the sum over nodes in the own slice on leaving.
-    offsets: where the slice of each owner begins, and where the last one ends. peers: world rank of each owner.
+    values: shape (n,): on entry this node's sum, at the end the sum over nodes in the own slice.
+    offsets: offset of each owner's slice, and the end of the last one. peers: world rank of each owner. mine: index of
+    this rank among them.
     """
 
     values: torch.Tensor
@@ -56,7 +57,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How a part travels. tag: first of two tags of its own. scratch: memory for so many bytes. send: counts."""
+    """How a part is sent. tag: first of two tags used by this part only. scratch(n): returns n bytes of memory.
+
+    send: as `Transport.send`, but counts the bytes.
+    """
 
     transport: Transport
     codec: Codec
@@ -66,18 +70,19 @@ class Wire:
     send: Callable[..., Pending]
 
     def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
-        """Wait for messages: True at the first look that finds them missing, then False."""
-        got_on = True
+        """Waits for messages. Yields True at the first poll that finds them incomplete, then False."""
+        progressed = True
         while not self.transport.all_done(pending):
-            yield got_on
-            got_on = False
+            yield progressed
+            progressed = False
 
 
 Deliver = Callable[[int, torch.Tensor], None]
 
 
 def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sum `part` over its peers. deliver(owner, data): called once for each slice with its encoded sum."""
+    """Sums `part` over its peers; generator as `BucketReducer.reduce`. deliver(owner, data): called once per slice with
+    its encoded sum."""
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
     own = part.slice(mine)
@@ -96,7 +101,7 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
             data = wire.scratch(size(values.numel(), dtype=dtype))
             wire.feedback.encode(values, first=part.offsets[owner], out=data)
             pending.append(wire.send(data, to=part.peers[owner], tag=wire.tag))
-    # What the owners send back may come while this rank still waits for others' slices.
+    # The owners' sums may arrive while this rank still waits for slices of others.
     returning = {}
     back = []
     for shift in range(1, count):
@@ -123,7 +128,7 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
 
 
 def _sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
-    """own = the sum in the order of the nodes, so that an element's bits do not depend on who owns it."""
+    """Sums into `own` in the order of the nodes, so that the result does not depend on the owner."""
     before = [arriving[source] for source in sorted(arriving) if source < mine]
     after = [arriving[source] for source in sorted(arriving) if source > mine]
     if before:
@@ -137,7 +142,7 @@ def _sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine:
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """As `direct`, by way of the neighbours."""
+    """Same as `direct`, with messages between neighbours only."""
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
     to, source = part.peers[(mine + 1) % count], part.peers[(mine - 1) % count]
@@ -156,7 +161,7 @@ def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
         pending = []
         if arrived is not None:
             wire.codec.add(arrived, out=coming)
-    # Sums go round as they are encoded by their owner: every node decodes the same bytes.
+    # Sums are forwarded as their owner encoded them: every node decodes the same bytes.
     own = part.slice(mine)
     data = wire.scratch(size(own.numel(), dtype=dtype))
     if own.numel():

@@ -1,4 +1,4 @@
-"""Memory for bytes on their way, used again: a page that is touched for the first time costs more than a copy."""
+"""Pool of message buffers. Memory is reused, since the first access to a page costs more than a copy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _ALIGNMENT = 64
 
 @final
 class ChunkMemory:
-    """Hands out uint8 tensors. What a reduction has taken it gives back as a whole, when it is over."""
+    """Pool of uint8 tensors. A chunk takes buffers through a `Loan`, which returns all of them at its end."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
         self._made: list[
             torch.Tensor
-        ] = []  # lives as long as this does: messages may be on their way into it
+        ] = []  # keeps all buffers alive, since messages may still arrive in them
 
     def loan(self) -> Loan:
         return Loan(self)
@@ -35,22 +35,22 @@ class ChunkMemory:
 
 @final
 class Loan:
-    """What one chunk has taken."""
+    """Buffers that one chunk has taken from the pool. `end` returns them."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         self._memory = memory
         self._taken: list[torch.Tensor] = []
 
     def bytes(self, num_bytes: int) -> torch.Tensor:
-        """Shape (num_bytes,), uint8, aligned to 64 bytes, not zeroed."""
-        # Few sizes, so that chunks of nearly one length use the same memory.
+        """Returns a tensor of shape (num_bytes,), uint8, aligned to 64 bytes, not zeroed."""
+        # Few distinct sizes, so that chunks of similar length reuse the same memory.
         capacity = _ALIGNMENT << max(0, (max(1, num_bytes) - 1) // _ALIGNMENT).bit_length()
         buffer = self._memory.take(capacity)
         self._taken.append(buffer)
         return buffer[:num_bytes]
 
     def values(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
-        """Shape (numel,), of `dtype`, not zeroed."""
+        """Returns a tensor of shape (numel,), `dtype`, not zeroed."""
         return self.bytes(numel * dtype.itemsize).view(dtype)
 
     def end(self) -> None:

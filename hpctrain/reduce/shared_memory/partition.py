@@ -1,22 +1,25 @@
-"""Which rank sums which elements of a bucket. Pure planning.
+"""Partition of a bucket: which rank sums which elements. Pure planning.
 
-A bucket is cut into chunks, so that the node's sums, the conversions and the wire work on different chunks at
-the same time. Each chunk is cut over the carriers of a node, the ranks that have a counterpart on every node;
-each carrier's part is cut over the nodes, whose carrier of that place is the owner: it makes the final sum.
+A bucket is split into chunks, so that the node's sums, the conversions and the network work on different chunks at
+the same time. Each chunk is split over the carriers of a node, the ranks that have a counterpart on every node;
+each carrier's part is split over the nodes into slices. The carrier with the same local rank on that node owns the
+slice: it computes the final sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from hpctrain.comm.interface.buffer_checks import balanced_counts
+from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.storage import split_evenly
 from hpctrain.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class ElemRange:
-    """A run of elements of a bucket: begin <= element < end."""
+    """A range of elements of a bucket: begin <= element < end."""
 
     begin: int
     end: int
@@ -27,25 +30,25 @@ class ElemRange:
 
 
 def cut(span: ElemRange, *, num_parts: int) -> list[ElemRange]:
-    """Parts as even as can be, in order; some are empty when there are fewer elements than parts."""
-    counts = balanced_counts(span.numel, num_parts=num_parts)
+    """Splits `span` into parts of equal length within one element; some are empty if it has fewer elements."""
+    counts = split_evenly(span.numel, num_parts=num_parts)
     ends = list(accumulate(counts, initial=span.begin))
     return [ElemRange(begin, end) for begin, end in pairwise(ends)]
 
 
 def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
-    """Even chunks of at most `chunk_elems`; none for an empty bucket."""
+    """Returns even chunks of at most `chunk_elems` elements; none for an empty bucket."""
     num_chunks = -(-numel // chunk_elems)
     return cut(ElemRange(0, numel), num_parts=num_chunks) if num_chunks else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoLevelPlace:
-    """One rank's part in two-level sums.
+    """One rank's position in two-level sums.
 
-    locals: world ranks of this node, in order. local: this rank's place among them.
-    column: world rank with this local place on every node, by node; empty for a rank that is no carrier.
-    node: this node's place. num_carriers: ranks of the smallest node.
+    locals: world ranks of this node, in order. local: this rank's index among them.
+    column: for each node, the world rank with this local index; empty if this rank is not a carrier.
+    node: index of this node. num_carriers: number of ranks of the smallest node.
     """
 
     locals: tuple[int, ...]
@@ -70,5 +73,22 @@ class TwoLevelPlace:
 
 
 def one_rank_nodes(num_ranks: int) -> Topology:
-    """Every rank for itself: the two-level sum over it is the flat one."""
+    """Returns a topology with one rank per node, with which the two-level sum is a flat one."""
     return Topology(tuple((rank,) for rank in range(num_ranks)), tuple(map(str, range(num_ranks))))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`numel` contiguous elements: from offset `first` in the range, and from `position` in gradient space."""
+
+    first: int
+    position: int
+    numel: int
+
+
+def tiles(bucket: Bucket, span: ElemRange) -> Iterator[Tile]:
+    """Yields the gradients within the range `span` of `bucket`; gap and flags are omitted."""
+    for slot in bucket.slots:
+        begin, end = max(span.begin, slot.offset), min(span.end, slot.offset + slot.numel)
+        if begin < end:
+            yield Tile(begin - span.begin, slot.position + begin - slot.offset, end - begin)

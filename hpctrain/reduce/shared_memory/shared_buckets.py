@@ -1,4 +1,4 @@
-"""The buckets of all ranks of a node in memory that they share, and the flags by which they wait for each other."""
+"""The buckets of a node's ranks in shared memory, and the flags through which the ranks synchronize."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from hpctrain.comm.interface.transport import Transport
+from hpctrain.comm import Transport
 from hpctrain.errors import BufferMismatch
 from hpctrain.reduce.shared_memory.partition import TwoLevelPlace
 from hpctrain.reduce.shared_memory.summation import Counts
 
 _ALIGNMENT = 64
-# A cache line for each flag: ranks that look at one do not slow the writing of another.
+# One cache line per flag, so that polling one flag does not slow down writes to another.
 _FLAG_BYTES = 64
-_FLAG_STEP = _FLAG_BYTES // 8  # from a flag to the next one, in numbers
+_FLAG_STEP = _FLAG_BYTES // 8  # distance between flags, in int64 elements
 _SPARE_BYTES = 1 << 16
-# Numbers that ranks can add up beside the buckets, at a time.
+# Maximum count of numbers that ranks can sum in addition to the buckets, in one call.
 MAX_NUMBERS = 255
-# A flag, and two rows of a count and the numbers: a rank writes the next ones while others still read those before.
+# A flag, and two rows with a count and the numbers: a rank writes one while others may still read the other.
 _ROW_NUMBERS = 1 + MAX_NUMBERS
 _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A place in every rank's flags, and the value that says `here`."""
+    """Index in every rank's flags, and the value to wait for."""
 
     place: int
     value: int
@@ -40,10 +40,10 @@ def _aligned(num_bytes: int) -> int:
 
 @final
 class NodeMemory:
-    """Two flags and so many bytes for each bucket, on each rank of the node, and a place for a few numbers.
+    """Shared memory of a node: per rank and bucket, the bucket's bytes and two flags; per rank, a few numbers.
 
-    A rank raises its own flags only, to the number of the round, or to a count over all rounds; so no flag need be
-    taken down, and 64 bits last. A rank alone on its node has memory of its own.
+    A rank raises only its own flags, to the number of the round or to a count over all rounds, so flags never need to
+    be reset; 64 bits do not overflow. A rank alone on its node uses private memory.
     """
 
     def __init__(self, transport: Transport, *, place: TwoLevelPlace) -> None:
@@ -60,10 +60,10 @@ class NodeMemory:
         self._round_of_numbers = 0
 
     def lay_out(self, sizes: Sequence[int]) -> bool:
-        """Zeroed memory for buckets of so many bytes, the same on every rank; what was there before is gone.
+        """Allocates zeroed memory for buckets of these sizes in bytes, equal on every rank; replaces the earlier ones.
 
-        Collective over the node. True where memory that the ranks had was used again: then all ranks must meet
-        before any of them uses it, as others' flags may still be those of before.
+        Collective over the node. Returns True if existing memory was reused: then a barrier must follow before any rank
+        uses it, since other ranks may not have reset their flags yet.
         """
         offsets = [_NUMBERS_BYTES + 2 * len(sizes) * _FLAG_BYTES]
         for size in sizes:
@@ -72,8 +72,8 @@ class NodeMemory:
         if again:
             self._memory[self._local].zero_()
         else:
-            # Room for the same gradients in other buckets: more flags, more gaps.
-            # MPI lays one rank's memory right behind another's, of whatever size it is.
+            # Extra capacity for the same gradients in other buckets, with more flags and gaps. Aligned, because MPI
+            # places the ranks' segments contiguously.
             capacity = _aligned(offsets[-1] + offsets[-1] // 16 + _SPARE_BYTES)
             own = torch.zeros(capacity, dtype=torch.uint8) if self._alone else None
             self._memory = [own] if own is not None else self._transport.share(capacity)
@@ -88,28 +88,28 @@ class NodeMemory:
         return again
 
     def segments(self, number: int) -> list[torch.Tensor]:
-        """The bytes of bucket `number` of each rank of the node, by local rank."""
+        """Returns the bytes of bucket `number` of each rank of the node, by local rank."""
         begin = self._offsets[number]
         return [memory[begin : begin + self._sizes[number]] for memory in self._memory]
 
     def begin_round(self, number: int) -> tuple[Flag, Flag]:
-        """The flags `my bucket is full` and `my part is summed` of the next reduction of a bucket."""
+        """Starts the next reduction of a bucket. Returns its flags: bucket filled, part summed."""
         self._rounds[number] += 1
         full, summed = self.flags_of(number)
         return replace(full, value=self._rounds[number]), replace(summed, value=self._rounds[number])
 
     def flags_of(self, number: int) -> tuple[Flag, Flag]:
-        """The two flags of a bucket as they are at the beginning."""
+        """Returns the two flags of a bucket with their initial value 0."""
         first = _NUMBERS_BYTES // 8 + 2 * number * _FLAG_STEP
         return Flag(place=first, value=0), Flag(place=first + _FLAG_STEP, value=0)
 
     def counts_of(self, number: int) -> tuple[Counts, ...]:
-        """Where the flags of a bucket are, by local rank: shape (16,), the first one at 0, the second at 8."""
+        """Returns views of a bucket's flags by local rank: int64, shape (16,); first flag at 0, second at 8."""
         first = self.flags_of(number)[0].place
         return tuple(flags[first : first + 2 * _FLAG_STEP] for flags in self._flags)
 
     def lay_numbers(self, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> Flag:
-        """At most MAX_NUMBERS of them, for all to see; the flag `they are there`."""
+        """Publishes at most MAX_NUMBERS numbers to the node's ranks. Returns the flag raised for them."""
         self._round_of_numbers += 1
         row = self._numbers[self._local][self._round_of_numbers % 2]
         row[0] = len(numbers)
@@ -119,23 +119,24 @@ class NodeMemory:
         return flag
 
     def add_numbers(self, laid: Flag, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """`numbers` becomes the sum of what all have laid, in the order of the ranks; all must have raised the flag.
+        """Writes the sum of all ranks' published numbers to `numbers`, in rank order. All must have raised the flag.
 
-        BufferMismatch, on every rank alike, if it is not of as many numbers everywhere.
+        Raises BufferMismatch on every rank if the ranks published different counts of numbers.
         """
         rows = [rows[laid.value % 2] for rows in self._numbers]
         counts = [int(row[0]) for row in rows]
         if len(set(counts)) > 1:
-            told = ", ".join(f"rank {rank}: {n}" for rank, n in zip(self._ranks, counts, strict=True))
+            by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in zip(self._ranks, counts, strict=True))
             raise BufferMismatch(
-                f"ranks add up other counts of numbers ({told}): give each as many", agreed=True
+                f"ranks sum different counts of numbers ({by_rank}): pass equally many on each rank",
+                agreed=True,
             )
         numbers[:] = rows[0][1 : 1 + len(numbers)]
         for row in rows[1:]:
             numbers += row[1 : 1 + len(numbers)]
 
     def raise_flag(self, flag: Flag) -> None:
-        """Say that what this rank wrote before is there to be read."""
+        """Announces that this rank's earlier writes can be read."""
         if self._alone:
             self._flags[0][flag.place] = flag.value
             return
@@ -144,7 +145,7 @@ class NodeMemory:
         self._transport.fence()
 
     def raised(self, flag: Flag, *, by: Iterable[int]) -> bool:
-        """Whether all of these local ranks have raised it; then what they wrote before may be read."""
+        """Returns True if all of these local ranks have raised the flag; then their earlier writes may be read."""
         if self._alone:
             return True
         if any(self._flags[local][flag.place] < flag.value for local in by):

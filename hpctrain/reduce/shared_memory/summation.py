@@ -1,6 +1,6 @@
-"""Sums of arrays in one pass over memory, with the squares of what comes out: compiled where it could be, else numpy.
+"""Sums of arrays and their sum of squares in one pass over memory: compiled if available, else numpy.
 
-torch needs a call for each step and each piece that fits into the cache: twice as long.
+torch needs a call for each step and each cache-sized piece, which takes twice as long.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Array: TypeAlias = NDArray[np.floating[Any]]
 Counts: TypeAlias = NDArray[np.int64]
 Add: TypeAlias = Callable[[tuple[Array, ...], tuple[Array, ...], int, float], float]
 
-# Of what `_add.c` has and how it is called: raise both together.
+# Interface version of `_add.c`; increase it here and there together.
 VERSION = 2
 
-# Values that a core keeps in its cache while it sums them: 256 KB of float32.
+# Elements that fit into a core's cache while they are summed: 256 KB of float32.
 PIECE_ELEMS = 65536
 
 
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
-    """What `add` does, in the same order; the squares' last bits may differ."""
+    """numpy version of `add`: same order of additions; the last bits of the sum of squares may differ."""
     square = 0.0
-    with np.errstate(all="ignore"):  # what is not finite is told by the square
+    with np.errstate(all="ignore"):  # the sum of squares shows values that are not finite
         for begin in range(0, len(parts[0]), PIECE_ELEMS):
             piece = slice(begin, begin + PIECE_ELEMS)
             total = parts[0][piece] + parts[1][piece] if len(parts) > 1 else parts[0][piece]
@@ -43,7 +43,7 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What `_add.c` has. fill, take: see `work_shared_sum.py`; numpy has nothing like them."""
+    """Functions of `_add.c`. fill, take: see `work_shared_sum.py`; they have no numpy version."""
 
     add: Add
     fill: Callable[[Counts, int], None]
@@ -55,7 +55,7 @@ def _compiled() -> Compiled | None:
         from hpctrain.reduce.shared_memory import _add as module
     except ImportError:
         return None
-    # What an old checkout has left behind may be called in another way: better slow than wrong.
+    # A stale build may have another interface: do not use it.
     if getattr(module, "VERSION", 0) != VERSION:
         return None
     return Compiled(module.add, module.fill, module.take)
@@ -66,7 +66,7 @@ _add: Add = COMPILED.add if COMPILED is not None else add_in_numpy
 
 
 def in_order(values: Iterable[float]) -> float:
-    """Their sum, the same bits on every rank: Python's `sum` adds in other ways from version to version."""
+    """Returns the sum, bitwise equal on every rank; the algorithm of Python's `sum` depends on its version."""
     total = 0.0
     for value in values:
         total += value
@@ -74,9 +74,9 @@ def in_order(values: Iterable[float]) -> float:
 
 
 def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0, factor: float = 1.0) -> float:
-    """Each array of `into` becomes the sum of the parts, added in their order, times `factor`; others may be parts.
+    """Writes the sum of `parts`, added in their order, times `factor` into each array of `into`, which may be parts.
 
-    parts, into: shape (n,), contiguous, all of float32 or all of float64; at least one part. Returns the sum of the
-    squares of the first `num_squared` elements of the result, in float64: not finite where one of these is not.
+    parts, into: shape (n,), contiguous, all float32 or all float64; at least one part. Returns the sum of squares
+    of the first `num_squared` elements of the result, in float64; not finite if one of these is not.
     """
     return _add(tuple(parts), tuple(into), num_squared, factor)

@@ -1,1 +1,1 @@
-"""What `hpctrain doctor` examines on a rank, and what it says about the facts of all ranks."""
+"""Implementation of `hpctrain doctor`: facts gathered on each rank, and findings about all ranks."""

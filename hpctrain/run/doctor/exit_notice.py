@@ -1,8 +1,8 @@
-"""What a rank says if it does not come back: for calls that may end the process, or never return.
+"""Prints a message for this rank even if a call ends the process or never returns.
 
-MPI ends the process in which it cannot start, without giving Python a chance; and a rank whose peers never
-come waits in C, holding Python's lock, so that no thread of ours runs. The words are therefore left
-beforehand with a small process that speaks when this one falls silent.
+If MPI cannot start, it ends the process without running Python code; and a rank that waits for missing ranks waits in
+C code that holds the GIL, so that no Python thread runs. The message is therefore passed beforehand to a small helper
+process, which prints it if this process ends or does not answer in time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import final
 
 from hpctrain.errors import ExitCode
 
-# Arguments: the process to speak for, how long it may take, the signal that ends it. Input: the words, and a
-# zero byte once they are taken back; input that ends without it means that the process is gone. It outlives
-# the launcher's SIGTERM. No imports of ours and no site packages (-S -E): it starts fast, and anywhere.
+# Program of the helper. Arguments: PID of the rank's process, time limit in seconds, signal that ends the rank.
+# Standard input: the message, then a zero byte if it is withdrawn; end of input without it means that the process has
+# ended. Ignores the launcher's SIGTERM. No packages are imported (-S -E), so that it starts fast in any environment.
 _SPEAKER = """
 import os, select, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
@@ -44,17 +44,17 @@ if late:
     os.kill(pid, end)
 """
 
-# The signal whose number is the exit code of a failed launch: its handler is libc's _exit itself, which ends
-# the process with the number that it is given. A Python handler would wait for the call that never returns.
+# The signal whose number is the exit code of a failed launch. Its handler is libc's _exit, which is called with the
+# signal's number and so exits with that code. A Python handler would not run until the blocked call returns.
 _END = signal.Signals(int(ExitCode.LAUNCH))
 
 
 @final
 class LastWords:
-    """While the `with` block runs: `words` go to stderr if this process ends, or after `timeout_s`.
+    """Prints `words` to stderr if this process ends within the `with` block, or after `timeout_s` seconds in it.
 
-    After `timeout_s` the process is ended with the exit code of a failed launch, whatever it is doing.
-    Leaving the block, also by an exception, takes the words back.
+    After `timeout_s` the process is also ended, with the exit code of a failed launch, even if it is blocked.
+    Leaving the block, normally or by an exception, withdraws the words.
     """
 
     def __init__(self, words: str, *, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
-"""What the doctor says about the facts it found. Pure: facts in, findings out.
+"""Findings of `hpctrain doctor` about one rank.
 
-`facts` are what `hpctrain.run.doctor.probes.inspect_rank` gathers on one rank: JSON values by topic.
+`facts` is the result of `hpctrain.run.doctor.probes.inspect_rank` on that rank: JSON values by topic.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hpctrain.launch.launchers import cure_for
+from hpctrain.launch import cure_for
 
 Facts = Mapping[str, Any]
 
@@ -20,6 +20,8 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class Severity(str, Enum):
+    """Level of a finding of the doctor."""
+
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
@@ -27,7 +29,7 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the doctor's report. `remedy` is empty when there is nothing to do."""
+    """One line of the doctor's report. `remedy` is empty if there is nothing to do."""
 
     topic: str
     level: Severity
@@ -38,8 +40,8 @@ class Finding:
         return {"topic": self.topic, "level": self.level.value, "text": self.text, "remedy": self.remedy}
 
 
-def judge(facts: Facts) -> list[Finding]:
-    """The findings about one rank by itself."""
+def judge_rank(facts: Facts) -> list[Finding]:
+    """Returns the findings about one rank, regardless of other ranks."""
     return [
         _python(facts),
         _torch(facts),
@@ -55,8 +57,8 @@ def judge(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(findings: list[Finding]) -> Severity:
-    """The gravest level among the findings."""
+def worst_severity(findings: list[Finding]) -> Severity:
+    """Returns the worst_severity level among the findings; OK if there are none."""
     order = (Severity.OK, Severity.WARNING, Severity.PROBLEM)
     return max((finding.level for finding in findings), key=order.index, default=Severity.OK)
 
@@ -97,13 +99,13 @@ def _torch(facts: Facts) -> Finding:
 
 
 def _sums(facts: Facts) -> list[Finding]:
-    # An older hpctrain, which some rank may have, does not tell.
+    # Missing in the facts of an older hpctrain, which some rank may have.
     if facts.get("sums", {}).get("compiled", True):
         return []
     return [
         _warning(
             "sums on a node",
-            "numpy makes them: hpctrain was installed where its C part could not be compiled",
+            "numpy computes them, since hpctrain's C code was not compiled when it was installed",
             "install a C compiler and Python's headers, then hpctrain again (make setup), for sums in half the time",
         )
     ]
@@ -113,7 +115,7 @@ def _launcher(facts: Facts) -> Finding:
     launcher = facts["launcher"]
     if "error" in launcher:
         return _problem(
-            "launcher", launcher["error"], "start the ranks afresh, from a shell without these variables"
+            "launcher", launcher["error"], "start the ranks again, from a shell without these variables"
         )
     if launcher["launcher"] == "none":
         return _ok("launcher", "none: one rank")
@@ -122,7 +124,7 @@ def _launcher(facts: Facts) -> Finding:
 
 
 def _yielding(facts: Facts) -> list[Finding]:
-    # An older hpctrain, which some rank may have, does not tell.
+    # Missing in the facts of an older hpctrain, which some rank may have.
     yielding = facts.get("yielding")
     topic = "waiting ranks"
     if yielding is None:
@@ -133,12 +135,12 @@ def _yielding(facts: Facts) -> list[Finding]:
         return [
             _warning(
                 topic,
-                "the library for more ranks than cores was not compiled, or lies in a folder with a space or a colon",
+                "the library for more ranks than cores was not compiled, or is in a folder with a space or a colon",
                 "on Linux 6.18 and newer such ranks may wait for seconds: install a C compiler, then hpctrain again "
                 "(make setup)",
             )
         ]
-    return [_ok(topic, "the library for more ranks than cores is there, and not preloaded here")]
+    return [_ok(topic, "the library for more ranks than cores is installed, but not preloaded here")]
 
 
 def _several_ranks(facts: Facts) -> bool:
@@ -177,15 +179,15 @@ def _horovod(facts: Facts) -> Finding:
         return _warning(
             "Horovod",
             f"{text}, not MPI",
-            "ranks from mpirun or srun need HOROVOD_WITH_MPI=1: make setup builds it so",
+            "ranks from mpirun or srun need Horovod built with HOROVOD_WITH_MPI=1: make setup does this",
         )
     if facts["torch"].get("devices") and "nccl" not in built:
         return _warning(
             "Horovod",
-            f"{text}: gradients on devices go through the host",
-            "build it where NCCL is found: make setup",
+            f"{text}: gradients on devices are copied through host memory",
+            "build it on a machine with NCCL: make setup",
         )
-    return _ok("Horovod", f"{text}; runs only while a reduction of its own does")
+    return _ok("Horovod", f"{text}; started only if a reduction uses it")
 
 
 def _communication(facts: Facts) -> list[Finding]:
@@ -193,9 +195,9 @@ def _communication(facts: Facts) -> list[Finding]:
     if communication is None:
         return []
     if "error" in communication:
-        return [_problem("communication", communication["error"], "")]  # these errors bring their own remedy
+        return [_problem("communication", communication["error"], "")]  # the message contains the remedy
     reason = f" ({communication['reason']})" if communication["reason"] else ""
-    text = f"{communication['backend']}{reason}, {communication['num_ranks']} ranks have met"
+    text = f"{communication['backend']}{reason}, {communication['num_ranks']} ranks connected"
     if communication["notes"]:
         return [_warning("communication", f"{text}; {'; '.join(communication['notes'])}", "make setup")]
     return [_ok("communication", text)]
@@ -209,7 +211,7 @@ def _hdf5(facts: Facts) -> Finding:
         )
     text = f"{hdf5['hdf5']}, h5py {hdf5['h5py']}"
     if not hdf5["parallel"]:
-        return _ok("HDF5", f"{text}, not parallel: hpctrain does not need it")
+        return _ok("HDF5", f"{text}, not parallel (hpctrain does not need parallel HDF5)")
     return _ok("HDF5", f"{text}, parallel")
 
 
@@ -219,14 +221,18 @@ def _run_directory(facts: Facts) -> list[Finding]:
     if "error" in disk:
         return [
             _problem(
-                topic, f"{disk['path']}: {disk['error']}", "name another with --run-directory, or free it"
+                topic,
+                f"{disk['path']}: {disk['error']}",
+                "give another with --run-directory, or make it writable",
             )
         ]
     text = f"{disk['path']}: {disk['kind']}, {_bytes(disk['free_bytes'])} free"
     if disk["kind"] in _IN_MEMORY:
-        return [_warning(topic, text, "this is memory: runs and checkpoints are gone after a restart")]
+        return [
+            _warning(topic, text, "this is memory: runs and checkpoints are lost at a restart of the machine")
+        ]
     if disk["free_bytes"] < _LOW_SPACE_BYTES:
-        return [_warning(topic, text, "checkpoints may not fit: free space, or name another directory")]
+        return [_warning(topic, text, "checkpoints may not fit: free space, or give another directory")]
     return [_ok(topic, text)]
 
 
@@ -237,7 +243,7 @@ def _scratch(facts: Facts) -> Finding:
         return _warning(
             "scratch",
             f"/dev/shm has {_bytes(shm)} free",
-            "ranks of one node exchange data there: in a container start it with a larger --shm-size",
+            "ranks of one node exchange data there: start the container with a larger --shm-size",
         )
     shown = "no /dev/shm" if shm is None else f"/dev/shm {_bytes(shm)} free"
     return _ok("scratch", f"temporary directory {_bytes(tmp)} free, {shown}")

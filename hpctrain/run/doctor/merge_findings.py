@@ -1,4 +1,4 @@
-"""One report from the facts of all ranks: equal findings once, differences between ranks named. Pure."""
+"""Merges the facts of all ranks into one report: equal findings once, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpctrain.comm.collectives.agreement import describe_ranks
-from hpctrain.run.doctor.findings import Facts, Finding, Severity, judge
+from hpctrain.comm import describe_ranks
+from hpctrain.run.doctor.findings import Facts, Finding, Severity, judge_rank
 from hpctrain.topology import Topology
 
-# What must be the same on every rank: topic, what it is called, how it is read from a rank's facts.
+# Facts that must be the same on every rank: (topic, function that reads the value from a rank's facts).
 _SAME: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
     ("python", lambda f: ".".join(f["python"]["version"].split(".")[:2])),
     ("hpctrain", lambda f: f["python"]["hpctrain"]),
@@ -34,8 +34,8 @@ _SAME_IF_POSSIBLE: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
 )
 
 
-def merge(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """The report over all ranks. Entry r of `facts_by_rank` comes from rank r."""
+def merge_findings(facts_by_rank: Sequence[Facts]) -> list[Finding]:
+    """Returns the findings about all ranks. Entry r of `facts_by_rank` is from rank r."""
     return [
         *_fold(facts_by_rank),
         *_placement(facts_by_rank),
@@ -45,27 +45,27 @@ def merge(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 
 def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Each rank's own findings, equal ones once. What only some ranks found is told with their numbers.
+    """Each rank's own findings, equal ones once. A finding of some ranks only is prefixed with these ranks.
 
-    Of good news that differs by rank (space free, say) the lowest rank's stands for all.
+    Of OK findings with different texts (free space, for example) only that of the lowest rank is kept.
     """
     ranks_by_finding: dict[Finding, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):
-        for finding in judge(facts):
+        for finding in judge_rank(facts):
             ranks_by_finding.setdefault(finding, []).append(rank)
-    told: list[Finding] = []
+    merged: list[Finding] = []
     good: set[str] = set()
     for finding, ranks in ranks_by_finding.items():
         if finding.level is Severity.OK:
             if finding.topic not in good:
-                told.append(finding)
+                merged.append(finding)
             good.add(finding.topic)
         elif len(ranks) == len(facts_by_rank):
-            told.append(finding)
+            merged.append(finding)
         else:
-            told.append(replace(finding, text=f"{_where(ranks, facts_by_rank)}: {finding.text}"))
-    topics = list(dict.fromkeys(finding.topic for finding in told))
-    return sorted(told, key=lambda finding: topics.index(finding.topic))
+            merged.append(replace(finding, text=f"{_where(ranks, facts_by_rank)}: {finding.text}"))
+    topics = list(dict.fromkeys(finding.topic for finding in merged))
+    return sorted(merged, key=lambda finding: topics.index(finding.topic))
 
 
 def _differences(
@@ -113,19 +113,19 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 
 def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Does TCP's congestion control suit short bursts between nodes?"""
-    # An older hpctrain, which some rank may have, does not tell.
+    """Warns of BBR as TCP's congestion control, which delays short bursts between nodes."""
+    # Missing in the facts of an older hpctrain, which some rank may have.
     names = [facts.get("tcp", {}).get("congestion_control") for facts in facts_by_rank]
     ranks = [rank for rank, name in enumerate(names) if name == "bbr"]
     if not ranks:
         return []
-    text = f"{_where(ranks, facts_by_rank)}: BBR, whose sums of a MB wait 40 ms for an acknowledgement now and then"
+    text = f"{_where(ranks, facts_by_rank)}: BBR: a sum of 1 MB sometimes waits 40 ms for an acknowledgement"
     remedy = "over Ethernet: sysctl net.ipv4.tcp_congestion_control=cubic on the nodes; over InfiniBand it is not used"
     return [Finding(topic="TCP", level=Severity.WARNING, text=text, remedy=remedy)]
 
 
 def _cores(facts_of_host: Sequence[Facts]) -> Finding:
-    """Do the ranks of one host and their threads fit on its cores? (F8)"""
+    """Warns if the ranks of one host, or their threads, outnumber its cores (F8)."""
     num_ranks = len(facts_of_host)
     usable = {core for facts in facts_of_host for core in facts["cores"]["usable"]}
     of_machine = max(int(facts["cores"]["of_machine"] or 0) for facts in facts_of_host)
@@ -135,7 +135,7 @@ def _cores(facts_of_host: Sequence[Facts]) -> Finding:
     level, remedy = Severity.OK, ""
     if num_ranks > len(usable):
         level = Severity.WARNING
-        remedy = "ranks wait for each other's cores: start fewer ranks, or do not measure with this"
+        remedy = "ranks wait for each other's cores: start fewer ranks, or do not use this for measurements"
         if of_machine > len(usable):
             remedy = (
                 f"the ranks are bound to {len(usable)} of the machine's {of_machine} cores: use mpirun "
@@ -150,7 +150,7 @@ def _cores(facts_of_host: Sequence[Facts]) -> Finding:
 
 
 def _where(ranks: Sequence[int], facts_by_rank: Sequence[Facts]) -> str:
-    """`ranks 0-2 (a, b)`: the ranks, and the hosts they are on."""
+    """The ranks and their hosts, for example `ranks 0-2 (a, b)`."""
     hosts = list(dict.fromkeys(facts_by_rank[rank]["host"] for rank in ranks))
     shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
     return f"{describe_ranks(ranks)} ({shown})"

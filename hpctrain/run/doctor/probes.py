@@ -1,4 +1,4 @@
-"""The doctor's probes: what is there on this rank, as JSON facts. Nothing here communicates or starts MPI."""
+"""Probes of `hpctrain doctor`: facts about this rank, as JSON values. Nothing here communicates or starts MPI."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from hpctrain.comm.backends.library_probe import probe_horovod, probe_mpi4py
+from hpctrain.comm import probe_horovod, probe_mpi4py
 from hpctrain.errors import LaunchError
-from hpctrain.launch.identity import RankIdentity, identify
-from hpctrain.launch.yielding import find_library, in_effect
+from hpctrain.launch import RankIdentity, find_library, identify, in_effect
+from hpctrain.storage import filesystem_of
 from hpctrain.version import __version__
 
 
 def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
-    """The facts of this rank by topic. A part that is missing or broken is a fact with the key `error`."""
+    """Returns the facts of this rank by topic. A component that is missing or broken has the key `error`."""
     return {
         "host": hostname,
         "python": _python(),
@@ -42,7 +40,7 @@ def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: s
 
 
 def identity_of(facts: Mapping[str, Any]) -> RankIdentity | None:
-    """The launcher's part of the facts as a value again; None when the variables contradict each other."""
+    """Converts the launcher's facts back to a RankIdentity; None if the launcher's variables are contradictory."""
     launcher = facts["launcher"]
     return None if "error" in launcher else RankIdentity(**launcher)
 
@@ -110,7 +108,7 @@ def _hdf5() -> dict[str, Any]:
 
 
 def _run_directory(directory: Path) -> dict[str, Any]:
-    """`kind` and free space of the filesystem where `directory` is or would be; `error` if unwritable."""
+    """`kind` and `free_bytes` of the filesystem where `directory` is or would be made; `error` if it is unwritable."""
     facts: dict[str, Any] = {"path": str(directory)}
     try:
         place = directory.absolute()
@@ -118,21 +116,12 @@ def _run_directory(directory: Path) -> dict[str, Any]:
             place = place.parent
         if not place.is_dir():
             return {**facts, "error": f"{place} is a file, not a directory"}
-        # Asking the system's access() is not enough on network filesystems: write a file for real.
+        # access() is not reliable on network filesystems: make a file.
         with tempfile.NamedTemporaryFile(dir=place, prefix=".hpctrain-doctor-"):
             pass
-        return {**facts, "kind": _filesystem(place), "free_bytes": shutil.disk_usage(place).free}
+        return {**facts, "kind": filesystem_of(place).kind, "free_bytes": shutil.disk_usage(place).free}
     except OSError as error:
         return {**facts, "error": f"cannot be written ({error.strerror})"}
-
-
-def _filesystem(place: Path) -> str:
-    """Type of the filesystem that `place` is on: that of the longest mount point above it."""
-    place = place.resolve()
-    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next(
-        (mounts[parent] for parent in (place, *place.parents) if parent in mounts), "unknown filesystem"
-    )
 
 
 def _scratch() -> dict[str, Any]:
@@ -147,5 +136,5 @@ def _tcp() -> dict[str, Any]:
     try:
         name = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     except OSError:
-        return {"error": "the system does not say"}
+        return {"error": "not reported by the system"}
     return {"congestion_control": name}

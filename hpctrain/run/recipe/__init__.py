@@ -1,1 +1,1 @@
-"""The recipe: its sections as validated values, read from a TOML file."""
+"""The recipe: its sections as validated objects, read from a TOML file."""

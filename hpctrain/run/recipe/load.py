@@ -1,4 +1,4 @@
-"""Recipe files: read, overridden from the command line, validated, and told apart from typing errors."""
+"""Reads recipe files, applies overrides from the command line, validates, and reports all faults."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ else:
 
 
 def load_recipe(path: Path, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe. Relative paths in it are relative to the working directory.
+    """Reads and validates a recipe. Relative paths in it are relative to the working directory.
 
     overrides: `section.key=value`, the value as in TOML; a bare word counts as a string.
-    Raises RecipeError that names every fault found.
+    Raises RecipeError, which lists all faults.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def load_recipe(path: Path, *, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(document: dict[str, Any], *, source: str = "recipe") -> Recipe:
-    """Validate a recipe given as nested dictionaries."""
+    """Validates a recipe given as nested dictionaries. Raises RecipeError, which lists all faults."""
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
@@ -78,7 +78,7 @@ def _faults(error: ValidationError) -> Iterator[str]:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """`; did you mean …?`, or the list of valid keys."""
+    """`; did you mean …?`, or the list of valid keys; empty if the section is not known."""
     section: type[BaseModel] = Recipe
     for part in location[:-1]:
         annotation = section.model_fields[str(part)].annotation
@@ -91,7 +91,7 @@ def _nearest(location: tuple[int | str, ...]) -> str:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe with every default filled in, as TOML that `load_recipe` reads back to an equal value."""
+    """Returns the recipe, with every default filled in, as TOML that `load_recipe` reads back as an equal recipe."""
     lines: list[str] = []
     for name, section in recipe.model_dump().items():
         lines.append(f"[{name}]")
@@ -107,7 +107,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, str | bool | int):
-        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        # A JSON string is a TOML basic string, except that TOML requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float):
         return repr(value)

@@ -1,6 +1,6 @@
-"""One TOML file is one run. The recipe is a frozen value, validated before anything communicates.
+"""Schema of the recipe, the TOML file that describes one run. It is validated before anything communicates.
 
-The descriptions of the fields are the user's reference: `docs/recipe.md` is generated from them.
+`docs/recipe.md` is generated from the sections' docstrings and the fields' descriptions.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hpctrain.run.device import DEVICE_NAMES
+from hpctrain.run.compute.device import DEVICE_NAMES
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.section import Section
 
 
 class RunSection(Section):
-    """What kind of run this is, and where it leaves its files."""
+    """The run: its length, files, backend, device and precision."""
 
     directory: str = Field(description="Run directory: records, metrics, checkpoints. Shared by all nodes.")
-    name: str = Field("run", min_length=1, description="A name for the tables.")
+    name: str = Field("run", min_length=1, description="Name of the run in its output and tables.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of model initialisation and sample order.")
     epochs: int | None = Field(
         None, ge=1, description="Train this many passes over the data. This or `steps`."
     )
     steps: int | None = Field(None, ge=1, description="Train this many optimizer steps. This or `epochs`.")
     ranks: int | None = Field(
-        None, ge=1, description="Number of ranks that the run insists on; another number is refused at start."
+        None, ge=1, description="Required number of ranks; with another number the run does not start."
     )
     backend: Literal["auto", "horovod", "mpi", "serial"] = Field(
         "auto",
-        description="Communication backend. `auto`: MPI; with GPUs Horovod for the gradients, where it is built with "
-        "NCCL. `horovod`: its all-reduce for the algorithms flat and hierarchical-flat and NCCL's, MPI for the rest.",
+        description="Communication backend. `auto`: MPI; with GPUs, Horovod for the gradients if it is built with "
+        "NCCL. `horovod`: its all-reduce for the algorithms flat, hierarchical-flat and NCCL's, MPI for the rest.",
     )
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
         "fp32",
         description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: a float32 model, autocast around forward. "
-        "Floating-point fields of a batch are handed to the task in the model's dtype.",
+        "Floating-point fields of a batch are passed to the task in the model's dtype.",
     )
     device: str = Field(
         "auto",
         pattern=rf"^({DEVICE_NAMES})$",
-        description="`auto`: CUDA where every rank has a device of its own, else the CPU on all ranks. `cuda`: "
-        "a device of its own, or an error. `cuda:0`: the first one of each machine, which its ranks share; not over "
+        description="`auto`: CUDA if every rank has a separate device, else the CPU on all ranks. `cuda`: a separate "
+        "device for each rank, or an error. `cuda:0`: the first device of each machine, shared by its ranks; not with "
         "NCCL.",
     )
     threads_per_rank: int | None = Field(
@@ -52,16 +52,17 @@ class RunSection(Section):
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="A collective operation that takes longer ends the run with code 6: all ranks have ended by then, "
-        "so they give up a quarter of it before, at most 5 s.",
+        description="A collective operation that takes longer ends the run with code 6. Ranks give up earlier, by a "
+        "quarter of this time but at most 5 s, so that all have ended by then.",
     )
     deterministic: bool = Field(
-        True, description="Ask torch for deterministic algorithms, so that a resumed run gives the same bits."
+        True,
+        description="Use torch's deterministic algorithms, so that a resumed run gives bit-identical results.",
     )
 
 
 class TaskSection(Section):
-    """What is trained."""
+    """The task: model, loss and metrics."""
 
     target: str = Field(
         pattern=r"^[\w.]+:[\w.]+$",
@@ -71,7 +72,7 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """What it is trained on."""
+    """Training and evaluation data."""
 
     train: str = Field(description="Dataset directory made by `hpctrain data pack`.")
     held_out: str | None = Field(None, description="Dataset directory for evaluation.")
@@ -79,85 +80,87 @@ class DataSection(Section):
     micro_batches: int = Field(
         1,
         ge=1,
-        description="Parts in which a rank computes its share of the batch; traffic only after the last.",
+        description="Parts in which a rank computes its share of the batch; gradients are reduced after the last.",
     )
     order: Literal["shuffle", "blocks", "sequential", "weighted", "stratified"] | None = Field(
         None,
-        description="Which sample when, see guides/data-order.md. `shuffle`: all, anew each epoch. `blocks`: shuffled "
-        "blocks, mixed within `order_window` of them: large reads. `sequential`: as stored. `weighted`: drawn with "
-        "replacement by `weights`. `stratified`: all, each batch with the classes of `strata` in the dataset's "
-        "proportions. Absent: as `shuffle` says.",
+        description="Order of the samples, see guides/data-order.md. `shuffle`: all, in a new order each epoch. "
+        "`blocks`: shuffled blocks, mixed within `order_window` of them, for large reads. `sequential`: as stored. "
+        "`weighted`: drawn with replacement by `weights`. `stratified`: all, each batch with the classes of `strata` "
+        "in the dataset's proportions. Absent: set by `shuffle`.",
     )
     order_block: int | None = Field(
-        None, ge=1, description="`blocks`: samples in a block. Absent: as many as take 4 MiB."
+        None, ge=1, description="`blocks`: samples in a block. Absent: as many as fit into 4 MiB."
     )
-    order_window: int = Field(64, ge=1, description="`blocks`: so many blocks are mixed with each other.")
+    order_window: int = Field(
+        64, ge=1, description="`blocks`: number of blocks that are mixed with each other."
+    )
     weights: str | None = Field(
         None, min_length=1,
-        description="`weighted`: a field with one number a sample, or a .npy file of them; an epoch draws as many "
+        description="`weighted`: a field with one number per sample, or a .npy file of them. An epoch draws as many "
         "samples as the dataset has.",
     )  # fmt: skip
     strata: str | None = Field(
         None, min_length=1,
-        description="`stratified`: a field with one whole number (the class) a sample, or a .npy file of them.",
+        description="`stratified`: a field with one integer (the class) per sample, or a .npy file of them.",
     )  # fmt: skip
     shuffle: bool = Field(
         True, description="Short for `order`: `true` is `shuffle`, `false` is `sequential`."
     )
     last_batch: Literal["keep", "drop", "pad"] = Field(
         "keep",
-        description="What happens to the last, smaller batch of an epoch. `pad`: it is filled by repeating its own "
-        "samples, which weigh nothing in the loss.",
+        description="Treatment of the last, smaller batch of an epoch. `pad`: it is filled with copies of its own "
+        "samples, which have weight 0 in the loss.",
     )
     io: Literal["auto", "map", "read", "collective"] = Field(
         "auto",
-        description="How training data are read. `map`: copied from memory maps. `read`: read at their places in the "
-        "files; an error of the disk is told. `collective`: all ranks together, by MPI-IO. `auto`: `map` for local "
-        "files that fit into `cache_mb`, else `read`.",
+        description="How training data are read. `map`: from memory maps. `read`: with read calls, so that disk errors "
+        "are reported. `collective`: by all ranks together, with MPI-IO. `auto`: `map` for local files that fit into "
+        "`cache_mb`, else `read`.",
     )
     cache_mb: float | None = Field(
         None, ge=0,
-        description="Memory bound of a rank's cache of decoded chunks, and of files mapped with `auto`, MB. Absent: "
+        description="Memory limit of a rank's cache of decoded chunks, and of files mapped with `auto`, MB. Absent: "
         "64 MiB of chunks, and files up to a quarter of the node's memory.",
     )  # fmt: skip
-    prefetch_mb: float = Field(64.0, gt=0, description="Memory bound of prefetched batches per rank, MB.")
+    prefetch_mb: float = Field(64.0, gt=0, description="Memory limit of prefetched batches per rank, MB.")
     check: Literal["off", "first-epoch", "always"] = Field(
         "off",
-        description="Compare what is read with its hashes: never, each block once per start, or at every read.",
+        description="Compare data with their hashes: never, each block once per start of the run, or at every read.",
     )
     on_damage: Literal["stop", "skip"] = Field(
         "stop",
-        description="What a damaged block that `check` finds does: end the run, or leave its samples out of the "
-        "batches, counted in the metrics and the summary.",
+        description="If `check` finds a damaged block: end the run, or leave its samples out of the batches and count "
+        "them in the metrics and the summary.",
     )
     transform: str | None = Field(
         None, pattern=r"^[\w.]+:[\w.]+$",
-        description="`module:function` that makes a training batch's arrays from those that were read, found as the "
-        "task is.",
+        description="`module:function` that computes a training batch's arrays from those that were read. Searched for "
+        "like the task.",
     )  # fmt: skip
     held_out_transform: str | None = Field(
-        None, pattern=r"^[\w.]+:[\w.]+$", description="The same for held-out batches. Absent: they stay as read."
+        None, pattern=r"^[\w.]+:[\w.]+$", description="The same for held-out batches. Absent: no transform."
     )  # fmt: skip
     workers: int = Field(
         0, ge=0,
-        description="Processes of each rank that run `transform`, for Python that holds the interpreter. 0: in the "
-        "threads that read.",
+        description="Processes of each rank that run `transform`, for Python code that holds the GIL. 0: it runs in "
+        "the reading threads.",
     )  # fmt: skip
     stage: str | None = Field(
         None, min_length=1,
         description="A directory on each node's own storage: training shards are copied there in the background, "
-        "compared with their hashes, and read from there. What a run leaves there the next one removes.",
+        "compared with their hashes, and read from there. Files left by a run are removed by the next one.",
     )  # fmt: skip
-    stage_gb: float = Field(100.0, gt=0, description="What the copies on a node may take, GB.")
+    stage_gb: float = Field(100.0, gt=0, description="Maximum size of the copies on a node, GB.")
     memory_store: bool = Field(
         False,
-        description="Read the training data once, into the memory of all ranks together, and take every sample from "
-        "there by MPI's one-sided reads.",
+        description="Read the training data once, into the combined memory of all ranks, and fetch every sample from "
+        "there with MPI's one-sided reads.",
     )
     evaluation_batch: int = Field(1024, ge=1, description="Samples per evaluation batch, over all ranks.")
     evaluation_samples: int | None = Field(
         None, ge=1,
-        description="Evaluate on so many held-out samples, always the same ones, drawn from all; rounded up to whole "
+        description="Evaluate on this many held-out samples, always the same random ones; rounded up to whole "
         "evaluation batches. Absent: on all of them.",
     )  # fmt: skip
 
@@ -174,9 +177,9 @@ class DataSection(Section):
                 "on_damage = 'skip' needs check = 'first-epoch' or 'always', and no memory_store"
             )
         if self.io == "collective" and (self.check != "off" or self.memory_store):
-            raise ValueError("io = 'collective' goes with check = 'off' and without memory_store")
+            raise ValueError("io = 'collective' needs check = 'off' and no memory_store")
         if self.stage is not None and (self.io == "collective" or self.memory_store):
-            raise ValueError("stage goes neither with io = 'collective' nor with memory_store")
+            raise ValueError("stage cannot be combined with io = 'collective' or memory_store")
         if self.workers and self.transform is None:
             raise ValueError("workers run a transform: set transform, or leave workers out")
         for key, order in (("weights", "weighted"), ("strata", "stratified")):
@@ -185,14 +188,30 @@ class DataSection(Section):
         return self
 
 
-class OptimizerSection(Section):
-    """How parameters move."""
+# Keys of the section [optimizer] that say nothing of an optimizer of the user's.
+OF_NAMED_OPTIMIZERS = frozenset({"name", "momentum", "betas", "weight_decay"})
 
-    name: Literal["sgd", "adam", "adamw"] = Field("adamw", description="Optimizer of torch.optim.")
+
+class OptimizerSection(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["sgd", "adam", "adamw", "lars", "lamb"] = Field(
+        "adamw",
+        description="Optimizer. `lars` (You et al. 2017, arXiv:1708.03888) and `lamb` (You et al. 2020, "
+        "arXiv:1904.00962) scale each layer's step by its norms, for large batches; they need the package "
+        "pytorch-optimizer.",
+    )
+    target: str | None = Field(
+        None, pattern=r"^[\w.]+:[\w.]+$",
+        description="`module:Class` or `module:function` instead of `name`, found as the task is. A class is called "
+        "with the trainable parameters, `lr` and `options`; a function with the model, `lr` and `options`. Groups of "
+        "other learning rates keep their ratio to `lr` through the schedule.",
+    )  # fmt: skip
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `target`.")
     lr: float = Field(1e-3, gt=0, description="Base learning rate, for a global batch of `reference_batch`.")
-    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of `sgd`.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Momentum of `sgd`, `lars`.")
     betas: list[float] = Field(
-        [0.9, 0.999], min_length=2, max_length=2, description="Betas of `adam`, `adamw`."
+        [0.9, 0.999], min_length=2, max_length=2, description="Betas of `adam`, `adamw`, `lamb`."
     )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
     clip_norm: float | None = Field(
@@ -203,17 +222,24 @@ class OptimizerSection(Section):
         description="Scale `lr` with global_batch / reference_batch (Goyal et al. 2017, arXiv:1706.02677).",
     )
     reference_batch: int | None = Field(None, ge=1, description="The global batch for which `lr` was chosen.")
-    schedule: Literal["constant", "cosine", "step"] = Field("constant", description="After the warm-up.")
+    schedule: Literal["constant", "cosine", "step"] = Field(
+        "constant", description="Learning-rate schedule after the warm-up."
+    )
+    schedule_target: str | None = Field(
+        None, pattern=r"^[\w.]+:[\w.]+$",
+        description="`module:function` instead of `schedule`: called with the steps since the warm-up and their number "
+        "in all, it returns the factor of `lr`. A pure function, so that a resumed run computes the same.",
+    )  # fmt: skip
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up from lr/warmup_steps to lr.")
     final_lr_fraction: float = Field(0.0, ge=0, le=1, description="`cosine` ends at this fraction of lr.")
     step_every: int | None = Field(
-        None, ge=1, description="`step`: multiply lr by `step_factor` so often, in steps."
+        None, ge=1, description="`step`: multiply lr by `step_factor` every this many steps."
     )
     step_factor: float = Field(0.1, gt=0, le=1, description="`step`: the factor.")
     max_skipped_in_row: int = Field(
         20,
         ge=0,
-        description="More skipped steps in a row than this (gradients not finite) end the run, code 7.",
+        description="More skipped steps in a row than this (non-finite gradients) end the run with code 7.",
     )
 
     @model_validator(mode="after")
@@ -224,58 +250,66 @@ class OptimizerSection(Section):
             )
         if self.schedule == "step" and self.step_every is None:
             raise ValueError("schedule = 'step' needs step_every")
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum belongs to sgd; {self.name} has betas")
+        if self.target is not None and (given := self.model_fields_set & OF_NAMED_OPTIMIZERS):
+            raise ValueError(f"{', '.join(sorted(given))}: with target, give these in optimizer.options")
+        if self.options and self.target is None:
+            raise ValueError("options belong to target: set target too, or leave options out")
+        if self.schedule_target is not None and "schedule" in self.model_fields_set:
+            raise ValueError("set one of schedule and schedule_target, not both")
+        if self.momentum and self.name not in ("sgd", "lars"):
+            raise ValueError(f"momentum belongs to sgd and lars; {self.name} has betas")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}: each must be at least 0 and below 1")
         return self
 
 
 class ReductionSection(Section):
-    """How gradients cross the network."""
+    """Reduction of gradients over the ranks."""
 
     algorithm: Literal[
         "auto", "flat", "ring", "direct", "hierarchical", "hierarchical-ring", "hierarchical-flat",
         "nccl-hierarchical", "nccl-torus",
     ] = Field(
         "auto",
-        description="How gradients are summed; see guides/reduction.md. `auto`: by measurement at the start, for "
-        "each size of bucket. Where an algorithm cannot run, a note says which one runs instead.",
+        description="Algorithm that sums gradients; see guides/reduction.md. `auto`: chosen by measurement at the "
+        "start, for each bucket size. If an algorithm cannot run, a note names the one that runs instead.",
     )  # fmt: skip
     wire: Literal["auto", "fp32", "fp16", "bf16", "int8", "top-k", "low-rank"] = Field(
         "fp32",
-        description="What is sent of a gradient. `fp16`: two bytes, scaled, with overflowed steps skipped on all "
-        "ranks. `bf16`: two bytes. `int8`: one, with a scale for 256 and error feedback. `top-k`: the largest 1 % with "
-        "error feedback. `low-rank`: PowerSGD with error feedback. `auto`: the faster of `fp32` and `fp16`.",
+        description="Wire format of gradients. `fp16`: two bytes per element, scaled; steps that overflow are skipped "
+        "on all ranks. `bf16`: two bytes. `int8`: one byte, with a scale per 256 elements and error feedback. `top-k`: "
+        "the largest 1 % with error feedback. `low-rank`: PowerSGD with error feedback. `auto`: the faster of `fp32` "
+        "and `fp16`.",
     )
     bucket_mb: float | None = Field(
         None,
         gt=0,
-        description="Gradients are sent in buckets of about this many MB. Absent: as measured, or 4 where nothing is.",
+        description="Approximate size of a bucket of gradients, MB. Absent: chosen by measurement, or 4 if nothing is "
+        "measured.",
     )
     calibration: str | None = Field(
         None,
-        description="A file of measurements that several runs share; made or added to. The run's own file is "
+        description="A file of measurements that several runs share; it is created or extended. The run's own file is "
         "`reduction.json` in its directory.",
     )
     sync_batch_norm: bool = Field(
         False,
-        description="Batch norm over the samples of all ranks: its layers in the model are replaced by ours.",
+        description="Batch norm over the samples of all ranks; replaces the model's batch norm layers.",
     )
 
 
 class TelemetrySection(Section):
-    """What the run tells."""
+    """Progress, metrics and evaluation."""
 
-    progress_every_s: float = Field(5.0, gt=0, description="How often rank 0 tells its progress, s.")
-    metrics_every_steps: int = Field(1, ge=1, description="A metrics record per rank every so many steps.")
+    progress_every_s: float = Field(5.0, gt=0, description="Time between rank 0's progress lines, s.")
+    metrics_every_steps: int = Field(1, ge=1, description="Steps between metrics records of each rank.")
     evaluate_every_steps: int | None = Field(
-        None, ge=1, description="Evaluate on held-out data so often. It is always done at the end."
+        None, ge=1, description="Steps between evaluations on held-out data. There is always one at the end."
     )
 
 
 class Recipe(Section):
-    """The whole run."""
+    """A complete recipe."""
 
     run: RunSection
     task: TaskSection
@@ -293,7 +327,7 @@ class Recipe(Section):
             self.data.held_out is None or self.telemetry.evaluate_every_steps is None
         ):
             raise ValueError(
-                "checkpoint.keep_best needs data.held_out and telemetry.evaluate_every_steps, where its metric is from"
+                "checkpoint.keep_best needs data.held_out and telemetry.evaluate_every_steps, which give its metric"
             )
         if self.run.ranks is not None and self.data.global_batch < self.run.ranks:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What every section of a recipe is."""
+"""Base class of the sections of a recipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion from other types."""
+    """Base of all sections: immutable, no unknown keys, no implicit type conversion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from hpctrain.checkpoint import Replicated, Shard, State, load, save
 from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.checkpoint.format.metadata import decode_metadata
 from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure
 from hpctrain.checkpoint.operations.verify import verify
@@ -32,6 +30,7 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import hash_of
 
 LIMIT_S = 5.0
 MEMORY_BYTES = 512 << 20

@@ -23,11 +23,11 @@ from unittest.mock import patch
 
 from hpctrain.checkpoint import load_newest_good
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
-from hpctrain.checkpoint.files.filesystem_type import Filesystem
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
+from hpctrain.storage.filesystem_type import Filesystem
 from tests.faults.checkpoint.mounts import Nodes, own_mounts
 from tests.faults.checkpoint.power_loss import states_after, write_out
 from tests.faults.checkpoint.process_ranks import Ended, in_a_fork

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.communicator import ReduceOp
 from hpctrain.errors import CommunicationError, HpctrainError
 
 
-class SocketWorld:
+class SocketWorld(Attributes):
     """One rank's end: a socket to each of the others."""
 
     backend = "sockets"

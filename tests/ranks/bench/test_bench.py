@@ -186,7 +186,7 @@ def test_steps_are_measured_on_one_rank_and_two_and_leave_nothing(place: Path) -
     assert rows["weak", 2]["exposed_s"]["median"] > 0
     assert document["recipe"]["run"]["directory"] == "runs/digits"
     assert "run 3/3" in result.stderr
-    assert "efficiency against 1 rank" in result.stdout
+    assert "efficiency relative to 1 rank" in result.stdout
     assert_nothing_left(place)
 
 

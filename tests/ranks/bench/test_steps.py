@@ -18,7 +18,7 @@ from benchmarks.step.variants import CELLS, DEFAULT, PEER, companions, default_o
 pytestmark = pytest.mark.launches
 
 CELL = CELLS["digits-2"]
-TINY = Scale(rounds=1, share=0.05, screening_share=0.05, start_s=120.0, restart=False)
+TINY = Scale(rounds=1, share=0.05, screening_share=0.05, start_s=120.0, restart_every=0)
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from hpctrain.checkpoint.engines.engine_name import Engine
 from hpctrain.checkpoint.engines.mpio_engine import write_together
 from hpctrain.checkpoint.engines.posix_engine import write_direct
 from hpctrain.checkpoint.engines.write_batch import ByteRange
-from hpctrain.checkpoint.files.filesystem_type import Filesystem
 from hpctrain.comm.collectives.agreement import agreed
 from hpctrain.comm.watchdog.monitored_world import Monitored
 from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.storage.filesystem_type import Filesystem
 from tests.ranks.checkpoint.save_cases import digests
 
 # kind -> (pieces, their greatest length, least length, whether ranks own them in turn or each a part of the file)
@@ -51,7 +51,9 @@ def pieces_of(kind: str, *, num_ranks: int) -> tuple[list[tuple[int, int, int]],
     return pieces, offset + 1000
 
 
-def stretches_of(data: np.ndarray, pieces: list[tuple[int, int, int]], *, rank: int) -> Iterator[ByteRange]:
+def element_runs_of(
+    data: np.ndarray, pieces: list[tuple[int, int, int]], *, rank: int
+) -> Iterator[ByteRange]:
     for offset, length, writer in pieces:
         if writer == rank:
             yield offset, data[offset : offset + length].data
@@ -104,12 +106,12 @@ def write_every_pattern(comm: Any, directory: Path) -> list[str]:
                     path.write_bytes(b"\xaa" * num_bytes)
             comm.barrier()
             number = next(number for number, members in enumerate(files) if comm.rank in members)
-            stretches = stretches_of(data, pieces, rank=comm.rank)
+            byte_ranges = element_runs_of(data, pieces, rank=comm.rank)
             if engine == "direct":
-                write_direct(paths[number], stretches)
+                write_direct(paths[number], byte_ranges)
             else:
                 write_together(
-                    paths[number], stretches, comm=comm, batch_bytes=batch_bytes,
+                    paths[number], byte_ranges, comm=comm, batch_bytes=batch_bytes,
                     groups=[[comm.members[r] for r in members] for members in files],
                 )  # fmt: skip
             comm.barrier()
@@ -167,11 +169,11 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
 
     def told(path: Path, *, failing: bool = False) -> str:
         world.barrier()
-        stretches = stretches_of(data, pieces, rank=world.rank)
+        byte_ranges = element_runs_of(data, pieces, rank=world.rank)
         if failing:
-            stretches = _failing(stretches)
+            byte_ranges = _failing(byte_ranges)
         try:
-            agreed(world, lambda: write_together(path, stretches, comm=world, batch_bytes=20_000))
+            agreed(world, lambda: write_together(path, byte_ranges, comm=world, batch_bytes=20_000))
         except HpctrainError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
@@ -233,11 +235,11 @@ def _saved_when_changed(world: Any, directory: Path, *, engine: str) -> str:
     return f"{wrong}; left: {len(list(directory.iterdir()))}"
 
 
-def _failing(stretches: Iterator[ByteRange]) -> Iterator[ByteRange]:
-    for number, stretch in enumerate(stretches):
+def _failing(byte_ranges: Iterator[ByteRange]) -> Iterator[ByteRange]:
+    for number, byte_range in enumerate(byte_ranges):
         if number == 50:
             raise CheckpointError("the device is gone")
-        yield stretch
+        yield byte_range
 
 
 def _choices(world: Any, directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hpctrain.checkpoint import Replicated, Saver, State, load, save, saving_int
 from hpctrain.checkpoint.tiers.two_tier_save import TwoTier
 from hpctrain.comm import World, all_gather_json
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
-from hpctrain.train.state import Position, TrainingState
+from hpctrain.train.state.training_state import Position, TrainingState
 from tests.ranks.checkpoint_tiers.tiers_cases import open_tiers
 from tests.ranks.train.training_cases import Classifier, train
 from tests.sessions import session_over

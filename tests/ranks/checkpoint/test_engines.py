@@ -41,13 +41,13 @@ def test_both_engines_write_the_same_bytes_and_every_rank_hears_of_an_error(
         assert told.endswith("; left: ['step-00000001.h5']")
         assert errors[f"changed, {engine}"] == "[]; left: 3"
 
-    assert choices["direct"] == ["direct", "asked for"]
-    assert choices["mpio"] == ["mpio", "asked for"]
+    assert choices["direct"] == ["direct", "requested"]
+    assert choices["mpio"] == ["mpio", "requested"]
     assert choices["auto"][0] == "direct"
     assert choices["remembered"]
     engine, note = choices["shared"]
     assert engine in ("direct", "mpio")
     assert "nfs4: " in note
     assert " MB/s direct, " in note
-    assert choices["background"] == ["direct", "a background thread writes for itself"]
+    assert choices["background"] == ["direct", "a background thread cannot use MPI-IO"]
     assert choices["left behind"] == []

@@ -28,9 +28,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         result = run_ranks(num_ranks, cases.load_others_and_save, str(directory), backend=backend)
         for found in result.outputs:
             assert len(found["loaded"]) == 2 * place
-            assert found["direct"].startswith("direct: asked for")
-            assert found["mpio"].startswith("mpio: asked for")
-            assert found["auto"].startswith("direct: " if num_ranks > 1 else "direct: one rank")
+            assert found["direct"].startswith("direct: requested")
+            assert found["mpio"].startswith("mpio: requested")
+            assert found["auto"].startswith("direct: " if num_ranks > 1 else "direct: there is only one rank")
     return directory
 
 

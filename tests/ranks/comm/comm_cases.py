@@ -125,7 +125,7 @@ def totals(world: World) -> dict[str, Any]:
 
 def small_pieces(world: World) -> list[str]:
     """The contract over a world whose pieces are so short that every buffer takes many."""
-    from tests.contract.collective_cases import run_all
+    from hpctrain.testing.collective_cases import run_all
 
     if world.backend == "horovod":
         from hpctrain.comm.backends.horovod_world import HorovodWorld
@@ -244,7 +244,7 @@ def one_rank_has_a_longer_buffer_in_pieces(world: World, directory: str) -> None
 
 def horovod_when_needed(world: World) -> dict[str, Any]:
     """`world` is MPI's. Whether Horovod runs, before its reductions, with two worlds of them, with one, and after."""
-    from tests.contract.collective_cases import run_all
+    from hpctrain.testing.collective_cases import run_all
 
     opened = open_world("horovod")
     horovod = importlib.import_module("horovod.torch")
@@ -275,9 +275,9 @@ def horovod_in_a_session(world: World) -> dict[str, Any]:
     horovod = importlib.import_module("horovod.torch")
     found: dict[str, Any] = {}
     for algorithm in ("hierarchical", "auto", "flat"):
-        reduction = session.reduction(ReductionPlan(algorithm=algorithm), gradient_bytes=4096)
+        reduction = session.reductions.make(ReductionPlan(algorithm=algorithm), gradient_bytes=4096)
         found[algorithm] = [reduction.algorithm.partition(":")[0], horovod.is_initialized()]
-    session.reducer(algorithm="flat")(torch.ones(3))
+    session.reductions.in_place_sum(algorithm="flat")(torch.ones(3))
     session.close()
     found["closed"] = horovod.is_initialized()
     return found

@@ -25,7 +25,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack(backend: str, tmp_pat
     ending = read_ending(tmp_path)
     assert ending is not None
     assert ending.leave_at - began < limit_s + 2  # a busy machine comes to it later
-    assert "(limit 4 s, of which 1 s are to end in)" in result.stderr
+    assert "(limit 4 s, including 1 s to end the run)" in result.stderr
     assert "has waited 3" in result.stderr
     assert "in step 41 for all_reduce number 3 of split 1 (ranks 0-2) (10 x float32)" in result.stderr
     assert "did not come: rank 1\n" in result.stderr

@@ -47,9 +47,9 @@ def check(outputs: list[Any], *, backend: str) -> None:
         assert memory["wrong"] == []
         assert memory["labels"] == expected_labels(NUM_SAMPLES, num_ranks=num_ranks, rank=rank)
         assert [text.split(",")[0] for text in memory["refused"]] == [
-            "samples -1 to -1 were asked of a memory store",
-            "samples 101 to 101 were asked of a memory store",
-            "samples were asked of a memory store that is closed",
+            "samples -1 to -1 were requested from a memory store",
+            "samples 101 to 101 were requested from a memory store",
+            "samples were requested from a memory store that is closed",
         ]
         together = output["together"]
         assert together["wrong"] == []
@@ -57,7 +57,7 @@ def check(outputs: list[Any], *, backend: str) -> None:
         assert len(together["refused"]) == 2
         assert together["refused"] == outputs[0]["together"]["refused"]
         assert "shard-00000.h5 has" in together["refused"][0]
-        assert "samples 101 to 101 were asked of" in together["refused"][1]
+        assert "samples 101 to 101 were requested from" in together["refused"][1]
         assert all(text.startswith("True ") for text in together["refused"])
         assert output["broken"] == outputs[0]["broken"]
         assert output["too much"] == outputs[0]["too much"]
@@ -129,6 +129,8 @@ def test_what_mpi_says_it_has_read_and_has_not_ends_the_run(dataset: Path) -> No
     indices = np.arange(NUM_SAMPLES)[::-3]
     assert same(together.gather(indices), original.gather(indices))
     files.forgets = True
-    with pytest.raises(DataError, match=r"MPI says .*shard-00002.h5 on rank 0, and gave others") as raised:
+    with pytest.raises(
+        DataError, match=r"MPI reported .*shard-00002.h5 on rank 0, but returned others"
+    ) as raised:
         together.gather(indices)
     assert raised.value.agreed

@@ -131,5 +131,5 @@ def test_a_dry_run_prints_a_line_that_a_shell_can_run(tmp_path: Path) -> None:
 def test_a_launch_that_cannot_be_ends_with_5_and_a_remedy() -> None:
     argv = [sys.executable, "-m", "hpctrain.cli.main", "launch", "-n", "2", "--", "no-such-program"]
     result = run_command(None, argv, expect=5)
-    assert "'no-such-program', is no program" in result.stderr
+    assert "'no-such-program', is not an executable program" in result.stderr
     assert "Traceback" not in result.stderr

@@ -136,7 +136,7 @@ def test_horovod_without_mpi4py_trains_with_its_own_operations() -> None:
     then = "updater.step(); print(updater.step.__self__._reducer.algorithm)"
     command = session_script(without_mpi4py=True, backend="horovod", algorithm="hierarchical-ring", then=then)
     done = run_command(2, command, env={"HPCTRAIN_RANKS_PER_NODE": "2"}, expect=0)
-    assert "the backend horovod has no messages of our own here" in done.stdout + done.stderr
+    assert "the backend horovod has no point-to-point messages here" in done.stdout + done.stderr
 
 
 def test_an_error_between_backward_and_step_ends_with_its_own_code() -> None:

@@ -26,7 +26,7 @@ from hpctrain.tasks.characters import Characters
 from hpctrain.tasks.digits import Digits
 from hpctrain.topology import Topology
 from hpctrain.train import Decay, Schedule
-from hpctrain.train.task import Fields, Task
+from hpctrain.train.task.task import Fields, Task
 
 # By rank: two that share memory, and enough nodes that a ring rounds sums on their way.
 NODE_NAMES = ("a", "a", "b", "c")

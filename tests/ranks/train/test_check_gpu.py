@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -40,6 +42,15 @@ def without_mpi(directory: Path) -> str:
         found = next(Path(place, name) for place in ("/bin", "/usr/bin") if Path(place, name).exists())
         (directory / name).symlink_to(found)
     return str(directory)
+
+
+def test_the_archive_has_all_that_hpctrain_needs_but_torch_and_numpy() -> None:
+    needed = re.search(r"install_requires=\[(.*?)\]", (REPOSITORY / "setup.py").read_text(), flags=re.DOTALL)
+    assert needed is not None
+    names = set(re.findall(r"""["']([a-z0-9-]+)[<>=]""", needed[1]))
+    assert {"h5py", "lazy-loader"} <= names
+    packed = runpy.run_path(str(REPOSITORY / "scripts" / "pack_gpu_check.py"))["WHEELS"]
+    assert names - {"torch", "numpy", "tomli"} <= set(packed)
 
 
 def test_the_archive_checks_what_needs_no_gpu_with_its_own_open_mpi(archive: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.bench.checkpoint.measure import Cache, CheckpointAsked, measure_checkpoint, take_turns
+from hpctrain.bench.checkpoint.measure import CheckpointAsked, measure_checkpoint, take_turns
 from hpctrain.bench.checkpoint.methods import Loading, MethodTime, SyncSaving
 from hpctrain.bench.checkpoint.raw_io import RawShare, make_state
-from hpctrain.bench.page_cache import cached_share
+from hpctrain.bench.page_cache import Cache, cached_share
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError, UsageError
@@ -93,7 +93,7 @@ def test_every_way_is_measured_and_what_was_written_to_is_removed_but_for_what_i
             assert row.share_of_raw == pytest.approx(sum(shares) / 2)
     assert rows["raw write"].share_of_raw is None
     assert measured.rank_bytes == [300_000]
-    assert [note for note in measured.notes if "too few to measure a disk with" in note]
+    assert [note for note in measured.notes if "too few to measure a disk:" in note]
     assert told == sorted(told)
     assert (told[0], told[-1]) == (0, 1)
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("[!.]*") if path.is_file())

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.bench.data.batch_wait import wait_behind
-from hpctrain.bench.data.measure import Cache, DataAsked, Reader, batches_to_read, measure_data
+from hpctrain.bench.data.measure import DataAsked, Reader, batches_to_read, measure_data
 from hpctrain.bench.data.raw_reads import RawReader
 from hpctrain.bench.data.report import data_document, data_lines, data_table
-from hpctrain.bench.page_cache import cached_share, evict
+from hpctrain.bench.page_cache import Cache, cached_share, evict
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.data import Dataset, pack_arrays, pack_tokens
 from hpctrain.errors import DataError, UsageError
@@ -153,7 +153,7 @@ def test_a_file_leaves_the_page_cache_unless_it_is_mapped(tmp_path: Path) -> Non
     if after == 1.0:
         pytest.skip("this filesystem is in memory")
     assert after == 0.0
-    with pytest.raises(DataError, match="gone cannot be put out"):
+    with pytest.raises(DataError, match="gone cannot be dropped"):
         evict([tmp_path / "gone"])
 
 

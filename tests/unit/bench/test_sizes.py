@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.bench.all_reduce.bandwidth import algorithm_bandwidth, bound_bytes, bound_seconds, bus_bandwidth
 from hpctrain.bench.all_reduce.reducers import ALGORITHMS, parse_names

@@ -171,7 +171,7 @@ def test_records_that_are_not_there_are_an_error_that_says_what_to_do(tmp_path: 
     write_records(tmp_path, ranks=2, steps=5)
     with pytest.raises(LaunchError, match="--scratch a folder that all nodes share"):
         read_run(tmp_path, StepCell(num_ranks=3, global_batch=7), first_step=3, last_step=5)
-    with pytest.raises(LaunchError, match="rank 0 has recorded no step 6"):
+    with pytest.raises(LaunchError, match="rank 0 did not record step 6"):
         read_run(tmp_path, StepCell(num_ranks=2, global_batch=7), first_step=3, last_step=6)
 
 

@@ -44,7 +44,7 @@ def test_pack_then_info_then_verify(packed: Path) -> None:
     assert f"{packed}/train: 1,438 samples in 1 shard" in text
     assert "field image: uint8 (1, 8, 8)" in text
     assert "num_classes: 10" in text
-    assert succeed("verify", packed) == f"{packed}/test: whole\n{packed}/train: whole\n"
+    assert succeed("verify", packed) == f"{packed}/test: undamaged\n{packed}/train: undamaged\n"
 
 
 def test_info_as_json(packed: Path) -> None:
@@ -80,7 +80,7 @@ def test_verify_names_the_damage_and_fails_with_a_data_error(packed: Path) -> No
     result = run("verify", packed)
     assert isinstance(result.exception, DataError)
     assert "is damaged in 1 place: restore the shards" in str(result.exception)
-    assert f"{packed}/test: whole" in result.stdout
+    assert f"{packed}/test: undamaged" in result.stdout
     assert "shard-00000.h5, field 'label', samples 0 to 1437: the content differs" in result.stdout
     result = run("verify", packed, "--json")
     report = json.loads(result.stdout)

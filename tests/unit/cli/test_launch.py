@@ -31,7 +31,7 @@ app.command(context_settings=LAUNCH_SETTINGS)(launch_command)
     ("options", "words"),
     [
         (["-n", "0", "--", "true"], "at least 1 rank"),
-        (["-n", "2", "--", "no-such-program"], "'no-such-program', is no program"),
+        (["-n", "2", "--", "no-such-program"], "'no-such-program', is not an executable program"),
         (["-n", "2", "--", "train.py"], "`python train.py`"),
         (["-n", "2", "--host", "a", "--hostfile", "b", "--", "true"], "give one of them"),
         (["-n", "2", "--hostfile", "no/such/file", "--", "true"], "cannot be read"),

@@ -226,7 +226,7 @@ def test_another_scheduler_leaves_the_nodes_to_mpirun() -> None:
         ),
         pytest.param({"launcher": Launcher.SRUN}, ["no srun"], id="no srun"),
         pytest.param(
-            {"launcher": Launcher.SRUN, "machine": CLUSTER}, ["no Slurm allocation"], id="no allocation"
+            {"launcher": Launcher.SRUN, "machine": CLUSTER}, ["not in a Slurm allocation"], id="no allocation"
         ),
         pytest.param(
             {"launcher": Launcher.SRUN, "machine": CLUSTER, "environ": JOB, "hosts": ["a"]},

@@ -220,11 +220,11 @@ def test_mpi_that_agrees_passes_the_cross_check() -> None:
 @pytest.mark.parametrize(
     ("environ", "mpi", "words"),
     [
-        (OPEN_MPI, (0, 1), ["rank 1 of 4", "MPI says rank 0 of 1", "do not belong together", "mpirun"]),
+        (OPEN_MPI, (0, 1), ["rank 1 of 4", "MPI reports rank 0 of 1", "do not belong together", "mpirun"]),
         (SLURM_STEP, (0, 1), ["rank 2 of 3", "srun --mpi=TYPE"]),
-        (OPEN_MPI, (1, 8), ["MPI says rank 1 of 8", "another launch"]),
-        (OPEN_MPI, (2, 4), ["MPI says rank 2 of 4", "numbered in two ways"]),
-        ({}, (0, 4), ["no launcher's variables", "MPI says rank 0 of 4"]),
+        (OPEN_MPI, (1, 8), ["MPI reports rank 1 of 8", "another launch"]),
+        (OPEN_MPI, (2, 4), ["MPI reports rank 2 of 4", "number the ranks differently"]),
+        ({}, (0, 4), ["no launcher's variables", "MPI reports rank 0 of 4"]),
     ],
 )
 def test_mpi_that_disagrees_is_told_in_plain_words(

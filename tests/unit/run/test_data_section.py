@@ -46,7 +46,7 @@ def test_a_run_stopped_and_resumed_sees_the_samples_of_an_uninterrupted_one(wher
         assert sorted(whole.seen[:SAMPLES]) == list(range(SAMPLES))
     other = {"order": "blocks", "order_block": 5} if name != "blocks" else {"order": "sequential"}
     kept = {key: value for key, value in data.items() if key not in ORDERS[name]}
-    with pytest.raises(CheckpointError, match="its place in the data means nothing here"):
+    with pytest.raises(CheckpointError, match="its position in the data is not valid in this run"):
         run(where, Task(), run={"steps": 20}, data={**kept, **other})
 
 
@@ -134,7 +134,7 @@ def test_a_column_comes_from_a_field_or_from_a_file(tmp_path: Path) -> None:
     assert np.array_equal(read_column(dataset, str(tmp_path / "w.npy")), weight[::-1])
     for source, message in (
         ("x", r"field 'x' of .* has shape \(3,\) in each sample: one number is needed"),
-        ("y", "'y' is no field of .*, which has x, weight, w1, and no .npy file"),
+        ("y", "'y' is not a field of .*, which has x, weight, w1, nor a .npy file"),
         (str(tmp_path / "short.npy"), r"float32 of shape \(49,\); one number for each of the 50 samples"),
         (str(tmp_path / "objects.npy"), "cannot be read as an array: Object arrays cannot be loaded"),
         (str(tmp_path / "none.npy"), "none.npy cannot be read as an array"),
@@ -197,8 +197,8 @@ def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where
     ("data", "expected"),
     [
         ({"on_damage": "skip"}, "on_damage = 'skip' needs check = 'first-epoch'"),
-        ({"io": "collective", "check": "always"}, "io = 'collective' goes with check = 'off'"),
-        ({"stage": "/tmp", "memory_store": True}, "stage goes neither with"),
+        ({"io": "collective", "check": "always"}, "io = 'collective' needs check = 'off'"),
+        ({"stage": "/tmp", "memory_store": True}, "stage cannot be combined with"),
         ({"workers": 2}, "workers run a transform"),
         ({"transform": "no colon"}, "data.transform"),
     ],

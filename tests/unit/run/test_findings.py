@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpctrain.run.doctor.findings import Finding, Severity, judge, worst
-from hpctrain.run.doctor.merge_findings import merge
+from hpctrain.run.doctor.findings import Finding, Severity, judge_rank, worst_severity
+from hpctrain.run.doctor.merge_findings import merge_findings
 from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
 MPIRUN = {
@@ -55,8 +55,8 @@ def of_topic(findings: list[Finding], topic: str) -> list[Finding]:
 
 
 def test_ranks_that_are_alike_are_told_once(facts: list[dict[str, Any]]) -> None:
-    findings = merge(facts)
-    assert worst(findings) is Severity.OK, findings
+    findings = merge_findings(facts)
+    assert worst_severity(findings) is Severity.OK, findings
     assert len({finding.topic for finding in findings}) == len(findings)
     assert of_topic(findings, "topology")[0].text == "1 node x 4 ranks: host"
 
@@ -67,7 +67,7 @@ def test_it_says_whether_waiting_ranks_sleep(
 ) -> None:
     for found in facts:
         found["yielding"]["in_effect"] = in_effect
-    (finding,) = of_topic(merge(facts), "waiting ranks")
+    (finding,) = of_topic(merge_findings(facts), "waiting ranks")
     assert finding.level is Severity.OK
     assert words in finding.text
 
@@ -75,7 +75,7 @@ def test_it_says_whether_waiting_ranks_sleep(
 def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, Any]]) -> None:
     facts[3]["torch"]["version"] = "2.12.0"
     facts[3]["host"] = "other"
-    found = of_topic(merge(facts), "torch")[-1]
+    found = of_topic(merge_findings(facts), "torch")[-1]
     version = facts[0]["torch"]["version"]
     assert found.level is Severity.PROBLEM
     assert found.text == f"differs between ranks: {version} on ranks 0-2 (host), 2.12.0 on rank 3 (other)"
@@ -86,7 +86,7 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
     [
         ({"torch": {"error": "cannot be loaded"}}, "torch", Severity.PROBLEM, "cannot be loaded"),
         ({"torch": {"cuda": "12.8"}}, "torch", Severity.WARNING, "no device is visible"),
-        ({"sums": {"compiled": False}}, "sums on a node", Severity.WARNING, "numpy makes them"),
+        ({"sums": {"compiled": False}}, "sums on a node", Severity.WARNING, "numpy computes them"),
         (
             {"yielding": {"library": None, "in_effect": False}},
             "waiting ranks",
@@ -117,23 +117,23 @@ def test_each_fault_has_its_finding(
 ) -> None:
     for part, values in change.items():
         facts[0].setdefault(part, {}).update(values)
-    found = of_topic(judge(facts[0]), topic)[0]
+    found = of_topic(judge_rank(facts[0]), topic)[0]
     assert found.level is level
     assert words in found.text
     assert found.remedy or topic == "communication"
-    assert worst(merge(facts)) is not Severity.OK
+    assert worst_severity(merge_findings(facts)) is not Severity.OK
 
 
 def test_an_hdf5_that_is_not_parallel_is_no_fault(facts: list[dict[str, Any]]) -> None:
     facts[0]["hdf5"]["parallel"] = False
-    (found,) = of_topic(judge(facts[0]), "HDF5")
+    (found,) = of_topic(judge_rank(facts[0]), "HDF5")
     assert found.level is Severity.OK
     assert "not parallel" in found.text
 
 
 def test_a_fault_of_one_rank_is_told_with_its_rank(facts: list[dict[str, Any]]) -> None:
     facts[2]["run_directory"] = {"path": facts[0]["run_directory"]["path"], "error": "cannot be written (x)"}
-    found = [finding for finding in merge(facts) if finding.level is Severity.PROBLEM]
+    found = [finding for finding in merge_findings(facts) if finding.level is Severity.PROBLEM]
     assert any(finding.text.startswith("rank 2 (host): ") for finding in found)
     assert any("unusable on rank 2 (host)" in finding.text for finding in found)
 
@@ -142,7 +142,7 @@ def test_several_ranks_without_any_library_are_a_problem(facts: list[dict[str, A
     for rank in facts:
         rank["mpi"] = {"error": "not installed"}
         rank["horovod"] = {"error": "not installed"}
-    assert of_topic(merge(facts), "MPI")[0].level is Severity.PROBLEM
+    assert of_topic(merge_findings(facts), "MPI")[0].level is Severity.PROBLEM
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_overcommitted_cores_are_a_warning(
     for rank in facts:
         rank["cores"].update(usable=list(usable), of_machine=of_machine)
         rank["torch"]["threads"] = threads
-    found = of_topic(merge(facts), "cores")
+    found = of_topic(merge_findings(facts), "cores")
     assert len(found) == 1
     assert found[0].level is level
     assert remedy in found[0].remedy
@@ -173,9 +173,9 @@ def on_two_nodes(facts: list[dict[str, Any]]) -> None:
 
 def test_bbr_between_nodes_is_a_warning_that_names_them(facts: list[dict[str, Any]]) -> None:
     facts[2]["tcp"] = facts[3]["tcp"] = {"congestion_control": "bbr"}
-    assert not of_topic(merge(facts), "TCP")  # on one node nothing goes over TCP
+    assert not of_topic(merge_findings(facts), "TCP")  # on one node nothing goes over TCP
     on_two_nodes(facts)
-    (found,) = of_topic(merge(facts), "TCP")
+    (found,) = of_topic(merge_findings(facts), "TCP")
     assert found.level is Severity.WARNING
     assert "ranks 2-3 (node1)" in found.text
     assert "cubic" in found.remedy
@@ -185,20 +185,20 @@ def test_other_congestion_control_and_systems_that_do_not_tell_are_fine(facts: l
     on_two_nodes(facts)
     facts[0]["tcp"] = {"error": "the system does not say"}
     del facts[1]["tcp"]  # an older version's
-    assert not of_topic(merge(facts), "TCP")
+    assert not of_topic(merge_findings(facts), "TCP")
 
 
 def test_ranks_bound_to_cores_of_their_own_are_fine(facts: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(facts):
         rank["cores"]["usable"] = [2 * number, 2 * number + 1]
-    assert of_topic(merge(facts), "cores")[0].level is Severity.OK
+    assert of_topic(merge_findings(facts), "cores")[0].level is Severity.OK
 
 
 def test_contradictory_variables_are_a_fact_and_not_an_exception(tmp_path: Path) -> None:
     environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": "9"}
     facts = inspect_rank(run_directory=tmp_path, environ=environ, hostname="host")
     assert identity_of(facts) is None
-    assert of_topic(merge([facts]), "launcher")[0].level is Severity.PROBLEM
+    assert of_topic(merge_findings([facts]), "launcher")[0].level is Severity.PROBLEM
 
 
 def test_a_run_directory_is_tried_where_it_would_be_made(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_reductions_run_beside_backward_where_that_gains(
     def on_rank(world: World) -> bool:
         here.rank = world.rank
         session = session_over(world, nodes=case.nodes, device=case.device)
-        found = session.overlap()
+        found = session.reductions.overlap()
         session.close()
         return found
 

@@ -15,7 +15,7 @@ LAYOUTS = {
     "a": ("flat", "1 node x 1 rank"),
     "aa": ("flat", "1 node x 2 ranks"),
     "ab": ("flat", "2 nodes x 1 rank"),
-    "aabb": ("hierarchical-flat", "a buffer of any size"),
+    "aabb": ("hierarchical-flat", "buffers of any size"),
 }
 
 
@@ -27,7 +27,10 @@ def test_every_name_sums_and_what_runs_instead_is_told(layout: str) -> None:
         session = session_over(world, nodes=layout)
         notes = {}
         for name in ALGORITHM_NAMES:
-            reduce, buffer = session.reducer(algorithm=name), torch.tensor([world.rank + 1.0, 10.0])
+            reduce, buffer = (
+                session.reductions.in_place_sum(algorithm=name),
+                torch.tensor([world.rank + 1.0, 10.0]),
+            )
             reduce(buffer)
             ranks = len(layout)
             assert buffer.tolist() == [ranks * (ranks + 1) / 2, 10.0 * ranks], name

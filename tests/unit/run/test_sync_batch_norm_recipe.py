@@ -12,7 +12,7 @@ import torch
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
-from hpctrain.train.sync_batch_norm import communicates_in_forward
+from hpctrain.train.task.sync_batch_norm import communicates_in_forward
 from tests.unit.run.test_training import Task, run
 
 NUM_SAMPLES = 44  # 3 batches of 14, and one of 2: on three ranks the last has none

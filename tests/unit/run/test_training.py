@@ -20,8 +20,8 @@ from hpctrain.data import pack_arrays
 from hpctrain.errors import CheckpointError, DataError, DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.resilience import StopRequest
 from hpctrain.run import parse_recipe
+from hpctrain.run.compute.device import Proposal, choose_device, decide, propose
 from hpctrain.run.data import open_same_dataset
-from hpctrain.run.device import Proposal, choose_device, decide, propose
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from tests.sessions import session_over

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from hpctrain.checkpoint import load, open_checkpoint
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first, is_spare, partial_files
-from hpctrain.checkpoint.files.filesystem_type import filesystem_of
 from hpctrain.checkpoint.retention.save_interval import advise
 from hpctrain.checkpoint.saving.save_requests import FILE_NAME
 from hpctrain.comm.backends.serial_world import SerialWorld
@@ -28,6 +27,7 @@ from hpctrain.resilience import SaveSignal, StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.initial_state import renamed
 from hpctrain.run.training import Resume, carry_out
+from hpctrain.storage.filesystem_type import filesystem_of
 from hpctrain.telemetry import read_records
 from hpctrain.train import CheckpointPolicy
 from tests.sessions import session_over
@@ -363,7 +363,7 @@ def test_through_two_tiers_a_lost_shared_folder_is_recovered_from_the_node(where
         ({"when_busy": "skip"}, "belongs to mode = 'async'"),
         ({"keep_best": "loss"}, "write METRIC:min or METRIC:max"),
         ({"keep_best": "loss:min"}, "needs data.held_out and telemetry.evaluate_every_steps"),
-        ({"files": 0}, 'a number from 1 on, or "node"'),
+        ({"files": 0}, 'a number of at least 1, or "node"'),
         ({"files": "nodes"}, "files"),
         ({"local": "/tmp/x", "files": 3}, "leave files out"),
         ({"engine": "mpio", "mode": "async"}, "writes with all ranks at once"),

@@ -463,7 +463,7 @@ def test_help_of_arguments_is_shown_and_nothing_warns() -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "Where the dataset goes" in result.stdout
+    assert "Directory of the dataset" in result.stdout
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a shared library")

@@ -20,11 +20,11 @@ import torch
 from hpctrain.errors import RecipeError
 from hpctrain.resilience import StopRequest
 from hpctrain.telemetry import RecordWriter, StepClock, read_records, write_json
-from hpctrain.train.progress import ProgressLine
-from hpctrain.train.schedule import Decay, Schedule, scaled_lr
-from hpctrain.train.seeds import capture_generators, derive_seed, restore_generators, seed_generators
-from hpctrain.train.settings import CheckpointPolicy
-from hpctrain.train.task import import_task
+from hpctrain.train.loop.progress import ProgressLine
+from hpctrain.train.loop.settings import CheckpointPolicy
+from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
+from hpctrain.train.task.schedule import Decay, Schedule, scaled_lr
+from hpctrain.train.task.task import import_task
 
 # ---------------------------------------------------------------------- schedule
 

@@ -14,47 +14,13 @@ from hpctrain.checkpoint.engines.engine_choice import choose_engine
 from hpctrain.checkpoint.engines.engine_name import Engine
 from hpctrain.checkpoint.engines.two_phase_plan import BatchExtent, dealt, domains, plan_turn
 from hpctrain.checkpoint.engines.write_batch import WriteBatch, joined, paced
-from hpctrain.checkpoint.files.filesystem_type import Filesystem, filesystem_of, kind_in
 from hpctrain.checkpoint.files.lustre_striping import Stripes, alignment_of, set_stripes, stripes_for
 from hpctrain.checkpoint.saving.save_options import PageCache, SaveOptions
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.storage.filesystem_type import Filesystem
 
 LUSTRE = Filesystem(kind="lustre")
-MOUNTS = r"""
-22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
-30 22 0:40 / /home rw - autofs systemd-1 rw
-31 30 0:41 / /home rw - nfs4 server:/home rw,vers=4.2
-32 22 0:42 / /lustre/my\040scratch rw - lustre 10.0.0.1@tcp:/fs rw
-33 22 0:43 / /gluster rw shared:3 master:1 - fuse.glusterfs node-0:/volume rw
-34 22 0:44 / /gluster/local rw - tmpfs tmpfs rw
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "shared"),
-    [
-        ("/", "ext4", False),
-        ("/var/run", "ext4", False),
-        ("/home/me", "nfs4", True),
-        ("/homes/me", "ext4", False),
-        ("/lustre/my scratch/run", "lustre", True),
-        ("/gluster", "fuse.glusterfs", True),
-        ("/gluster/local/run", "tmpfs", False),
-    ],
-)
-def test_the_innermost_and_last_mount_says_what_filesystem_a_path_is_on(
-    path: str, kind: str, shared: bool
-) -> None:
-    found = kind_in(MOUNTS, path=Path(path))
-    assert found == kind
-    assert Filesystem(kind=found).is_shared is shared
-
-
-def test_a_directory_that_is_not_there_yet_is_on_its_parents_filesystem(tmp_path: Path) -> None:
-    assert filesystem_of(tmp_path / "not" / "yet") == filesystem_of(tmp_path)
-    assert filesystem_of(Path("/dev/shm/checkpoints")).kind == "tmpfs"
-    assert filesystem_of(tmp_path, mounts=tmp_path / "none").is_shared  # unknown: to be tried out
 
 
 @pytest.mark.parametrize(
@@ -100,15 +66,17 @@ def test_every_turn_gets_on_until_nothing_is_left() -> None:
             offset += length
         for _ in range(1000):
             reaches = [
-                reach(stretches[0][0], stretches[-1][1], scattered=rng.random() < 0.8) if stretches else None
-                for stretches in left
+                reach(byte_ranges[0][0], byte_ranges[-1][1], scattered=rng.random() < 0.8)
+                if byte_ranges
+                else None
+                for byte_ranges in left
             ]
             if not any(reaches):
                 break
             max_span = rng.randint(1, 100)
             turn = plan_turn(reaches, max_span=max_span)
             assert turn.until - turn.begin <= max_span
-            before = [list(stretches) for stretches in left]
+            before = [list(byte_ranges) for byte_ranges in left]
             assert not turn.alone & turn.together
             for rank in turn.alone:
                 left[rank] = []
@@ -123,17 +91,17 @@ def test_every_turn_gets_on_until_nothing_is_left() -> None:
 def test_batches_hold_no_more_than_they_may_and_lose_nothing(max_bytes: int) -> None:
     rng = random.Random(max_bytes)
     file = bytes(rng.randrange(256) for _ in range(2000))
-    stretches, offset = [], 0
+    byte_ranges, offset = [], 0
     while offset < len(file):
         length = rng.randint(0, 60)
         if rng.random() < 0.7:
-            stretches.append((offset, memoryview(file)[offset : offset + length]))
+            byte_ranges.append((offset, memoryview(file)[offset : offset + length]))
         offset += length
     expected = bytearray(len(file))
-    for begin, view in stretches:
+    for begin, view in byte_ranges:
         expected[begin : begin + view.nbytes] = view
     # What begins before the file's end may be given later: HDF5's own structures come first.
-    batch = WriteBatch([*stretches[5:], *stretches[:5]], max_bytes=max_bytes)
+    batch = WriteBatch([*byte_ranges[5:], *byte_ranges[:5]], max_bytes=max_bytes)
     found = bytearray(len(file))
     batch.fill()
     while (now := batch.reach) is not None:
@@ -148,9 +116,9 @@ def test_batches_hold_no_more_than_they_may_and_lose_nothing(max_bytes: int) -> 
 
 def test_a_limit_is_kept_and_loses_nothing() -> None:
     data = memoryview(bytes(range(200)) * 100)
-    stretches = [(offset, data[offset : offset + 500]) for offset in range(0, len(data), 500)]
+    byte_ranges = [(offset, data[offset : offset + 500]) for offset in range(0, len(data), 500)]
     begin_s = time.monotonic()
-    assert list(paced(stretches, limit_bytes_per_s=200_000)) == stretches
+    assert list(paced(byte_ranges, limit_bytes_per_s=200_000)) == byte_ranges
     assert time.monotonic() - begin_s >= 0.08  # 20 KB; what comes last is not waited for
 
 
@@ -168,20 +136,20 @@ def test_every_byte_of_a_window_is_dealt_to_one_writer(num_writers: int, block_b
         assert places == sorted(places)
         assert sum(a < b for a, b in itertools.pairwise(places)) <= num_writers
         assert all(place % block_bytes == 0 for place in places if place not in (begin, until))
-        stretches = [
+        byte_ranges = [
             (offset, memoryview(file)[offset : min(offset + 37, until)]) for offset in range(begin, until, 50)
         ]
-        parts = dealt(stretches, places=places)
+        parts = dealt(byte_ranges, places=places)
         for part, (first, stop) in zip(parts, itertools.pairwise(places), strict=True):
             assert all(first <= offset and offset + view.nbytes <= stop for offset, view in part)
             assert all(view == file[offset : offset + view.nbytes] for offset, view in part)
-        assert sum(view.nbytes for part in parts for _, view in part) == sum(v.nbytes for _, v in stretches)
+        assert sum(view.nbytes for part in parts for _, view in part) == sum(v.nbytes for _, v in byte_ranges)
 
 
 def test_one_rank_writes_directly_and_is_told_that_it_has_no_mpi(tmp_path: Path) -> None:
     world = SerialWorld()
     choice = choose_engine(Engine.AUTO, directory=tmp_path, comm=world)
-    assert (choice.engine, choice.note) == (Engine.DIRECT, "one rank has nobody to share MPI-IO with")
+    assert (choice.engine, choice.note) == (Engine.DIRECT, "there is only one rank")
     with pytest.raises(CheckpointError, match="the serial backend has no MPI ranks: use direct or auto"):
         choose_engine(Engine.MPIO, directory=tmp_path, comm=world)
     with pytest.raises(UsageError, match="which a background thread cannot"):

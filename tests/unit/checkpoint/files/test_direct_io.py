@@ -61,12 +61,12 @@ def written(path: Path, *, seed: int) -> tuple[bytes, bytes]:
     """What is in the file, and what should be."""
     path.write_bytes(bytes([FILL]) * FILE_BYTES)
     expected = bytearray([FILL]) * FILE_BYTES
-    stretches = []
+    byte_ranges = []
     for offset, num_bytes, is_aligned in pieces(seed):
         data = np.random.default_rng([seed, offset]).bytes(num_bytes)
         expected[offset : offset + num_bytes] = data
-        stretches.append((offset, memory(data, like=offset if is_aligned else None)))
-    write_direct(path, iter(stretches), bypass_cache=True)
+        byte_ranges.append((offset, memory(data, like=offset if is_aligned else None)))
+    write_direct(path, iter(byte_ranges), bypass_cache=True)
     return path.read_bytes(), bytes(expected)
 
 
@@ -86,7 +86,7 @@ def test_what_is_joined_in_the_writers_memory_is_written_as_it_was_handed_over(
     expected = bytearray([FILL]) * FILE_BYTES
     lent = 0
 
-    def stretches() -> Iterator[tuple[int, memoryview]]:
+    def byte_ranges() -> Iterator[tuple[int, memoryview]]:
         nonlocal lent
         for offset, num_bytes, is_joined in pieces(seed):
             data = np.random.default_rng([seed, offset]).bytes(num_bytes)
@@ -100,7 +100,7 @@ def test_what_is_joined_in_the_writers_memory_is_written_as_it_was_handed_over(
             for begin, end in ((0, num_bytes // 3), (num_bytes // 3, num_bytes)):
                 yield offset + begin, joined[begin:end].data
 
-    write_direct(path, stretches(), bypass_cache=True, staging=staging)
+    write_direct(path, byte_ranges(), bypass_cache=True, staging=staging)
     assert path.read_bytes() == bytes(expected)
     assert staging.memory_for(0, 100).base is None  # the writer's memory is gone
     need_a_way_past_the_cache(path)
@@ -112,13 +112,13 @@ def test_a_part_of_what_was_lent_is_refused_before_its_memory_is_used_again(tmp_
     path.write_bytes(bytes(FILE_BYTES))
     need_a_way_past_the_cache(path)
 
-    def stretches() -> Iterator[tuple[int, memoryview]]:
+    def byte_ranges() -> Iterator[tuple[int, memoryview]]:
         joined = staging.memory_for(0, 400_000)
         yield 0, joined[:100_000].data
         staging.write_now()
 
-    with pytest.raises(RuntimeError, match="only a part was handed over"):
-        write_direct(path, stretches(), bypass_cache=True, staging=staging)
+    with pytest.raises(RuntimeError, match="only a part of the lent memory"):
+        write_direct(path, byte_ranges(), bypass_cache=True, staging=staging)
 
 
 def test_what_is_gathered_can_be_had_written_before_more_comes(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_is_gathered_can_be_had_written_before_more_comes(tmp_path: Path) -
     data = np.random.default_rng(0).bytes(300_000)
     path.write_bytes(bytes(2 * len(data)))
 
-    def stretches() -> Iterator[tuple[int, memoryview]]:
+    def byte_ranges() -> Iterator[tuple[int, memoryview]]:
         yield 0, memory(data, like=None)
         assert path.read_bytes()[: len(data)] == bytes(len(data))
         staging.write_now()
@@ -137,7 +137,7 @@ def test_what_is_gathered_can_be_had_written_before_more_comes(tmp_path: Path) -
         yield len(data), memory(data, like=None)
 
     need_a_way_past_the_cache(path)
-    write_direct(path, stretches(), bypass_cache=True, staging=staging)
+    write_direct(path, byte_ranges(), bypass_cache=True, staging=staging)
     assert path.read_bytes() == 2 * data
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.checkpoint import (
     Checkpoint,
@@ -27,7 +26,7 @@ from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 from hpctrain.checkpoint.loading.check_structure import read_structure
 from hpctrain.checkpoint.loading.node_sharing import divide, units_of
-from hpctrain.checkpoint.loading.read_ranges import flat_start, stretches_of
+from hpctrain.checkpoint.loading.read_ranges import element_runs_of, flat_start
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.comm import Monitored
 from hpctrain.comm.backends.serial_world import SerialWorld
@@ -186,16 +185,23 @@ def test_stretches_hold_whole_extents_in_the_order_of_the_file(data: st.DataObje
             extents.append(StoredExtent(box=box, hash="0" * 16))
     box = Box(offset=(5, 0), shape=(rows, columns))
     piece = StoredPiece(file=0, dataset="/x", file_offset=4096, box=box, extents=tuple(extents))
-    stretches = list(stretches_of(piece))
-    assert [s.start for s in stretches] == [0, *(s.start + s.num_elems for s in stretches[:-1])]
-    assert stretches[-1].start + stretches[-1].num_elems == rows * columns
-    assert {id(extent) for stretch in stretches for extent in stretch.extents} == set(map(id, extents))
+    element_runs = list(element_runs_of(piece))
+    assert [s.start for s in element_runs] == [0, *(s.start + s.num_elems for s in element_runs[:-1])]
+    assert element_runs[-1].start + element_runs[-1].num_elems == rows * columns
+    assert {id(extent) for element_run in element_runs for extent in element_run.extents} == set(
+        map(id, extents)
+    )
     flat = torch.arange(rows * columns).reshape(rows, columns)
-    for stretch in stretches:
-        for extent in stretch.extents:
+    for element_run in element_runs:
+        for extent in element_run.extents:
             inside = Box(offset=(extent.box.offset[0] - 5, extent.box.offset[1]), shape=extent.box.shape)
             places = flat[inside.slices()].reshape(-1)
-            assert stretch.start <= int(places.min()) <= int(places.max()) < stretch.start + stretch.num_elems
+            assert (
+                element_run.start
+                <= int(places.min())
+                <= int(places.max())
+                < element_run.start + element_run.num_elems
+            )
             one_run = bool((places.diff() == 1).all())
             assert flat_start(inside, shape=(rows, columns)) == (int(places[0]) if one_run else None)
 

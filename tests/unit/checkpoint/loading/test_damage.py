@@ -17,7 +17,6 @@ import torch
 from hpctrain.checkpoint import Replicated, State, load, load_newest_good, open_checkpoint, save
 from hpctrain.checkpoint.format.boxes import Box, runs_of, whole
 from hpctrain.checkpoint.format.commit_header import SEAL_BYTES, Seal, decode_seal, encode_seal
-from hpctrain.checkpoint.format.content_hash import hash_of
 from hpctrain.checkpoint.format.damage import DamagedContentError
 from hpctrain.checkpoint.format.metadata import decode_metadata
 from hpctrain.checkpoint.loading.check_structure import content_places, hash_structure, read_structure
@@ -28,6 +27,7 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
+from hpctrain.storage import hash_of
 from tests.unit.checkpoint.states import same_bits, state_of, whole_tensors
 
 TRIALS = 250
@@ -153,7 +153,7 @@ def test_a_file_of_a_folder_that_is_a_link_to_elsewhere_is_refused(good_folder: 
     assert is_loaded(rot.path)
 
 
-def stretches_of(path: Path, files: list[Path]) -> list[tuple[str, Path, int, int]]:
+def element_runs_of(path: Path, files: list[Path]) -> list[tuple[str, Path, int, int]]:
     """Of each extent the first run of bytes that lie together: tensor, file, begin, end."""
     found = []
     for tensor in read_structure(path).metadata.tensors.values():
@@ -171,9 +171,9 @@ def test_no_zeroed_or_swapped_extents_are_loaded_as_good(rot: Rot) -> None:
         content = damaged.get(file) or rot.contents[file]
         damaged[file] = content[:begin] + data + content[begin + len(data) :]
 
-    stretches = stretches_of(rot.path, rot.files)
+    element_runs = element_runs_of(rot.path, rot.files)
     swaps, zeroed = 0, 0
-    for number, (name, file, begin, end) in enumerate(stretches):
+    for number, (name, file, begin, end) in enumerate(element_runs):
         mine = rot.contents[file][begin:end]
         if any(mine):
             damaged: dict[Path, bytes | None] = {}
@@ -186,7 +186,7 @@ def test_no_zeroed_or_swapped_extents_are_loaded_as_good(rot: Rot) -> None:
             with_bytes(damaged, file, begin, mine[-half:] + mine[half:-half] + mine[:half])
             rot.refused(f"halves of {name} swapped", damaged)
             swaps += 1
-        for other, other_file, other_begin, other_end in stretches[number + 1 :]:
+        for other, other_file, other_begin, other_end in element_runs[number + 1 :]:
             theirs = rot.contents[other_file][other_begin:other_end]
             if len(theirs) == len(mine) and theirs != mine:
                 damaged = {}
@@ -258,7 +258,7 @@ def test_damage_that_one_rank_meets_makes_all_ranks_fall_back(
     step, reasons, same = results[0]
     assert (step, same) == (1, True)
     assert "tensor 'columns', bytes" in reasons[0]
-    assert "does not begin with the seal" in reasons[1]
+    assert "does not begin with a commit header" in reasons[1]
     said = [line for line in capfd.readouterr().err.splitlines() if "CHECKPOINT REJECTED" in line]
     assert len(said) == 2
     assert str(newest) in said[0]

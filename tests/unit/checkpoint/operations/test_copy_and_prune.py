@@ -121,7 +121,7 @@ def test_a_checkpoint_that_is_there_is_replaced_only_when_asked(tmp_path: Path) 
     with pytest.raises(UsageError, match="choose another directory"):
         copy_checkpoint(path, tmp_path / "run", comm=SERIAL, replace=True)
     for target in (tmp_path / "x.h5", path, saved(tmp_path / "folder", files=2)):
-        with pytest.raises(UsageError, match="a checkpoint is called by its step"):
+        with pytest.raises(UsageError, match="a checkpoint is named after its step"):
             copy_checkpoint(path, target, comm=SERIAL)
     with pytest.raises(UsageError, match="3 files by 2 ranks"):
         run_threads(2, lambda w: copy_checkpoint(path, tmp_path / "x", comm=w, files=3), timeout_s=60)
@@ -160,7 +160,7 @@ def test_prune_deletes_nothing_before_one_is_proven(tmp_path: Path) -> None:
     assert done.passed_over[0].startswith("step-00000030.h5: ")
     assert names(tmp_path) == ["step-00000020", "step-00000030.h5"]
     damage(tmp_path / "step-00000020")
-    with pytest.raises(CheckpointError, match="none is whole: step-00000030"):
+    with pytest.raises(CheckpointError, match="all are damaged: step-00000030"):
         prune(tmp_path, comm=SERIAL, retention=Retention(last=1))
     assert names(tmp_path) == ["step-00000020", "step-00000030.h5"]
     (tmp_path / "empty").mkdir()

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.checkpoint.format.boxes import Box, runs_of
 from hpctrain.checkpoint.format.state import Header

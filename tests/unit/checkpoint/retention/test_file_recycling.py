@@ -22,13 +22,13 @@ from hpctrain.checkpoint.files.checkpoint_names import (
     partial_name,
     spare_name,
 )
-from hpctrain.checkpoint.files.filesystem_type import filesystem_of
 from hpctrain.checkpoint.files.syscalls import allocate, declare_empty
 from hpctrain.checkpoint.operations.verify import verify
 from hpctrain.checkpoint.retention.file_recycling import remove_spares, take_spare
 from hpctrain.checkpoint.retention.policy import Retention
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
+from hpctrain.storage.filesystem_type import filesystem_of
 
 with warnings.catch_warnings():
     # typer itself uses names that newer releases of click deprecate.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.checkpoint.retention.policy import Best, Retention, steps_to_delete
 from hpctrain.errors import UsageError

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.checkpoint.retention.save_interval import Costs, advise, daly_interval_s, in_words
 from hpctrain.checkpoint.saving.save_requests import FILE_NAME, SaveRequests, ask_for_save

@@ -295,7 +295,7 @@ def test_ranks_whose_states_differ_all_fail_and_name_the_tensor(tmp_path: Path) 
         gap: "shards of 's', [4], do not hold every element exactly once: 3 elements",
         outside: "does not lie inside shape [3]",
         flat: "a box at [1] of shape [1, 2] does not lie inside shape [3, 2]",
-        fraction: "its place is whole numbers, not offset (1.0,) in shape (3,)",
+        fraction: "offset and global_shape must be integers, not (1.0,) and (3,)",
         document: "'place' of rank 2 differs from rank 0's",
         not_json: "must be JSON",
     }

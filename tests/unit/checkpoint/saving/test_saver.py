@@ -255,7 +255,7 @@ def test_after_it_was_closed_nothing_is_saved(tmp_path: Path) -> None:
     saver = saver_into(tmp_path, options=SaveOptions())
     saver.close()
     saver.close()
-    with pytest.raises(UsageError, match="step 7 comes after this saver was closed"):
+    with pytest.raises(UsageError, match="cannot save step 7: this Saver is closed"):
         saver.save(state_with(weights(1.0)), step=7)
 
 

@@ -209,7 +209,7 @@ def test_a_stranger_that_accepts_gets_no_file(tmp_path: Path, source: Path) -> N
         thread = threading.Thread(target=answer)
         thread.start()
         partner = PartnerAddress(node="right", addresses=("127.0.0.1",), port=stranger.getsockname()[1])
-        with pytest.raises(PartnerError, match="something else than this run's partner"):
+        with pytest.raises(PartnerError, match="another server than this run's partner"):
             connect(partner, token=TOKEN, timeout_s=2, within_s=0.2)
         thread.join()
     assert len(got[0]) == 48  # a random number and a proof: nothing of ours
@@ -229,7 +229,7 @@ def test_an_offer_that_makes_no_sense_is_refused_and_the_reason_reaches_the_send
     tmp_path: Path, source: Path, change: dict[str, object], reason: str
 ) -> None:
     store = store_of(tmp_path)
-    with serving(store) as partner, pytest.raises(PartnerError, match=f"right.*it says: .*{reason}"):
+    with serving(store) as partner, pytest.raises(PartnerError, match=f"right.*it reports: .*{reason}"):
         send_file(source, offer=replace(offer_of(source), **change), partner=partner, token=TOKEN)  # type: ignore[arg-type]
     assert list(store.partner.glob("step-*")) == []
 
@@ -262,7 +262,7 @@ def test_a_partner_whose_disk_fails_says_so_before_all_was_sent(tmp_path: Path) 
     with (
         serving(store) as partner,
         file_size_limit(3 << 20),
-        pytest.raises(PartnerError, match=r"node right, after .* bytes: it says: cannot write .*limit"),
+        pytest.raises(PartnerError, match=r"node right, after .* bytes: it reports: cannot write .*limit"),
     ):
         send_file(large, offer=offer_of(large), partner=partner, token=TOKEN, on_bytes=sent.append)
     assert sum(sent) < 1 << 29
@@ -337,7 +337,7 @@ def test_what_has_no_note_or_another_length_does_not_count(tmp_path: Path, sourc
 def test_a_copy_with_another_hash_than_written_is_refused_and_removed(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "SYNC_BYTES", 1 << 20)  # several stretches also in this small file
+    monkeypatch.setattr(drain, "SYNC_BYTES", 1 << 20)  # several byte_ranges also in this small file
     monkeypatch.setattr(drain, "COPY_CHUNK_BYTES", 300_000)
     target = tmp_path / "copy"
     digest = xxhash.xxh3_64_hexdigest(source.read_bytes())

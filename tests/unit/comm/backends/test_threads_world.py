@@ -8,8 +8,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.comm import World, make_two_level, raise_together
 from hpctrain.comm.backends.threads_world import run_threads

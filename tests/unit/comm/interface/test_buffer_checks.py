@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.comm import describe_ranks
 from hpctrain.comm.backends.horovod_environment import apply_settings, can_start_again, has_groups
 from hpctrain.comm.backends.open_world import open_world, yield_while_idle
 from hpctrain.comm.interface.buffer_checks import (
     as_rows,
-    balanced_counts,
     pack,
     reordered,
     sum_in_order,
@@ -32,13 +30,14 @@ from hpctrain.comm.watchdog.rank_status import (
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.launch.yielding import YIELD_VARIABLE
+from hpctrain.storage import split_evenly
 
 counts_lists = st.lists(st.integers(0, 12), min_size=1, max_size=6)
 
 
 @given(num_elems=st.integers(0, 1000), num_parts=st.integers(1, 50))
-def test_balanced_counts_add_up_and_differ_by_one(num_elems: int, num_parts: int) -> None:
-    counts = balanced_counts(num_elems, num_parts=num_parts)
+def test_split_evenly_add_up_and_differ_by_one(num_elems: int, num_parts: int) -> None:
+    counts = split_evenly(num_elems, num_parts=num_parts)
     assert sum(counts) == num_elems
     assert len(counts) == num_parts
     assert max(counts) - min(counts) <= 1
@@ -164,7 +163,7 @@ def test_an_absent_rank_is_found_in_another_communicator_or_silent_or_without_tr
     assert set(texts) == {1, 2, 3}
     assert "waits in broadcast number 2 of other" in texts[1]
     assert "last heard of 60 s ago" in texts[2]
-    assert "no trace" in texts[3]
+    assert "no position file" in texts[3]
 
 
 def test_a_rank_outside_the_group_that_went_silent_is_found() -> None:

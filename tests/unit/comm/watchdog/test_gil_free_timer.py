@@ -64,7 +64,7 @@ def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path)
     assert time.monotonic() - start_s < 15
     assert process.returncode == 6, told
     assert "rank 0 on" in told
-    assert "its Python stands still inside the communication library" in told
+    assert "its Python interpreter is blocked inside the communication library" in told
 
 
 def test_a_rank_that_holds_the_lock_outside_any_operation_lives_on(tmp_path: Path) -> None:

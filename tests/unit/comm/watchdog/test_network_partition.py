@@ -1,24 +1,23 @@
-"""Which host is cut off, judged from who reached whom; and the doors on which they knock."""
+"""Which host is cut off, judged from who reached whom; and the probes, for which nothing listens."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from hpctrain.comm.watchdog.host_probe import (
-    Door,
     HostReachability,
-    Listener,
-    Proof,
-    doors_of_others,
+    ProbeTarget,
+    ReservedPort,
     host_addresses,
-    knock,
+    probe,
     ranks_to_read,
+    targets_of_others,
 )
 from hpctrain.comm.watchdog.network_partition import find_cut, name_hosts
 from hpctrain.comm.watchdog.rank_status import RankPosition
@@ -96,111 +95,91 @@ def test_many_hosts_are_counted() -> None:
 
 
 @contextlib.contextmanager
-def listener() -> Iterator[Listener]:
-    made = Listener()
+def reserved() -> Iterator[ReservedPort]:
+    made = ReservedPort()
     try:
         yield made
     finally:
         made.close()
 
 
-def door(made: Listener, **changes: object) -> Door:
-    facts = {"host": "b", "addresses": ("127.0.0.1",), "port": made.door.port, "token": made.door.token}
-    return Door(**{**facts, **changes})  # type: ignore[arg-type]
+@contextlib.contextmanager
+def unanswered_port() -> Iterator[int]:
+    """A port whose kernel drops new connections, as a cut link does: the queue of its listener is full."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(server.getsockname())
+        time.sleep(0.1)
+        yield server.getsockname()[1]
 
 
-def test_a_listener_is_reached_by_ipv4_and_at_this_hosts_addresses() -> None:
-    with listener() as made:
-        doors = [door(made), door(made, host="c", addresses=(*host_addresses(), "127.0.0.1"))]
-        assert knock(doors, timeout_s=5) == {"b": True, "c": True}
-        assert knock(doors, timeout_s=5) == {"b": True, "c": True}
+def target(port: int, *, host: str = "b", addresses: tuple[str, ...] = ("127.0.0.1",)) -> ProbeTarget:
+    return ProbeTarget(host=host, addresses=addresses, port=port)
 
 
-def test_another_service_at_the_port_is_not_taken_for_the_rank() -> None:
-    with listener() as made:
-        assert knock([door(made, token="0" * 16)], timeout_s=5) == {"b": False}
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        start_s = time.monotonic()
-        mute = Door(host="b", addresses=("127.0.0.1",), port=silent.getsockname()[1], token="t")
-        assert knock([mute], timeout_s=0.3) == {"b": False}
-        assert time.monotonic() - start_s < 3
+def test_a_reserved_port_is_reached_at_all_addresses_and_nothing_listens() -> None:
+    with reserved() as made:
+        port = made.target.port
+        targets = [target(port), target(port, host="c", addresses=(*host_addresses(), "127.0.0.1"))]
+        assert probe(targets, timeout_s=5) == {"b": True, "c": True}
+        listening = [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+        assert port not in listening
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", port))
 
 
-def test_a_host_whose_rank_stands_still_is_reached_by_its_connection() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        still = Door(host="b", addresses=("127.0.0.1",), port=silent.getsockname()[1], token="t")
-        assert knock([still], timeout_s=5, proof=Proof.CONNECTION) == {"b": True}
+def test_a_host_whose_rank_has_ended_is_reached() -> None:
+    with reserved() as made:
+        port = made.target.port
+    assert probe([target(port)], timeout_s=5) == {"b": True}
 
 
-def test_a_host_that_refuses_is_reached() -> None:
-    with listener() as made:
-        gone = door(made)
-    assert knock([gone], timeout_s=5) == {"b": True}
+def test_a_port_where_something_listens_by_now_is_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert probe([target(other.getsockname()[1])], timeout_s=5) == {"b": True}
 
 
 def test_many_hosts_that_do_not_answer_cost_no_more_than_one() -> None:
-    with listener() as made, socket.create_server(("127.0.0.1", 0), backlog=100) as mute:
-        doors = [door(made, host=f"h{n}", port=mute.getsockname()[1]) for n in range(40)]
+    with reserved() as made, unanswered_port() as silent:
+        targets = [target(silent, host=f"h{n}") for n in range(40)]
         start_s = time.monotonic()
-        found = knock([*doors, door(made)], timeout_s=0.5)
+        found = probe([*targets, target(made.target.port)], timeout_s=0.5)
         assert time.monotonic() - start_s < 5
         assert [host for host, answered in found.items() if answered] == ["b"]
 
 
 def test_addresses_that_this_host_has_too_are_left_out() -> None:
-    with listener() as made:
-        assert knock([door(made)], timeout_s=5, own=("127.0.0.1",)) == {}
+    with reserved() as made:
+        assert probe([target(made.target.port)], timeout_s=5, own=("127.0.0.1",)) == {}
 
 
-def test_a_listener_goes_on_after_a_caller_that_says_much_or_nothing() -> None:
-    with listener() as made, socket.create_connection(("127.0.0.1", made.door.port)) as caller:
-        caller.sendall(b"x" * 10_000)
-        with socket.create_connection(("127.0.0.1", made.door.port)):
-            assert knock([door(made)], timeout_s=5) == {"b": True}
+def position(rank: int, host: str, *, port: int | None = 1, address: str = "10.0.0.1") -> RankPosition:
+    return RankPosition(rank=rank, host=host, pid=1, written=0.0, addresses=[address], port=port)
 
 
-def test_a_closed_listener_leaves_no_thread_behind() -> None:
-    before = set(threading.enumerate())  # other tests' worlds may listen still
-    with listener():
-        pass
-    deadline_s = time.monotonic() + 5
-    while any(t.name == "hpctrain-listener" for t in set(threading.enumerate()) - before):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
-def position(rank: int, host: str, *, port: int | None = 1) -> RankPosition:
-    return RankPosition(
-        rank=rank, host=host, pid=1, written=0.0, addresses=["10.0.0.1"], port=port, token="t"
-    )
-
-
-def test_one_door_a_host_and_none_of_this_host() -> None:
+def test_one_target_a_host_and_none_of_this_host() -> None:
     positions = [position(rank, f"h{rank // 2}") for rank in range(6)]
-    assert [found.host for found in doors_of_others(positions, here="h1")] == ["h0", "h2"]
-    assert doors_of_others([position(0, "b", port=None)], here="a") == ()
+    assert [found.host for found in targets_of_others(positions, here="h1")] == ["h0", "h2"]
+    assert targets_of_others([position(0, "b", port=None)], here="a") == ()
 
 
 def test_of_many_hosts_so_many_are_drawn() -> None:
     positions = [position(rank, f"h{rank}") for rank in range(300)]
-    assert len(doors_of_others(positions, here="h0", max_hosts=64)) == 64
+    assert len(targets_of_others(positions, here="h0", max_hosts=64)) == 64
     assert ranks_to_read(range(5)) == [0, 1, 2, 3, 4]
     assert len(set(ranks_to_read(range(1000), max_ranks=256))) == 256
 
 
 def test_a_host_that_never_answered_is_not_asked_again() -> None:
     reach = HostReachability()
-    with listener() as made, socket.create_server(("127.0.0.1", 0)) as mute:
-        there = RankPosition(
-            rank=1, host="b", pid=1, written=0.0,
-            addresses=["127.0.0.1"], port=made.door.port, token=made.door.token,
-        )  # fmt: skip
-        behind_a_firewall = RankPosition(
-            rank=2, host="c", pid=1, written=0.0,
-            addresses=["127.0.0.1"], port=mute.getsockname()[1], token="t",
-        )  # fmt: skip
-        reach.learn([there, behind_a_firewall], timeout_s=0.3)
-        assert [known.host for known in reach.doors] == ["b"]
-        reach.look(timeout_s=1)
+    with reserved() as made, unanswered_port() as silent:
+        there = position(1, "b", port=made.target.port, address="127.0.0.1")
+        behind_a_firewall = position(2, "c", port=silent, address="127.0.0.1")
+        assert not reach.learn([there, behind_a_firewall], timeout_s=0.3)
+        assert [known.host for known in reach.targets] == ["b"]
+        reach.probe(timeout_s=1)
         assert reach.found == {"b": True}
     reach.close()

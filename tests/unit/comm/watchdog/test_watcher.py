@@ -150,7 +150,7 @@ def test_files_that_hang_do_not_hold_up_the_deadline(
     with rank.track.during("barrier"):
         assert rank.ended.wait(8)
     assert [code for _, code in rank.how] == [6]
-    assert "do not answer" in capfd.readouterr().err
+    assert "cannot be read" in capfd.readouterr().err
     rank.watcher.end()
 
 
@@ -169,8 +169,8 @@ def test_what_an_earlier_attempt_left_counts_for_nothing(
         assert rank.ended.wait(15)
     told = capfd.readouterr().err
     assert rank.how[0] == ("abort", 6)  # rank 1 has not said that it leaves
-    assert "rank 1 has left no trace" in told
-    assert "different things" not in told
+    assert "rank 1 has written no position file" in told
+    assert "different arguments" not in told
     assert "old reason" not in told
     rank.watcher.end()
 

@@ -71,16 +71,16 @@ def test_entries_of_one_file_count_its_bytes_once() -> None:
     ("place", "value", "message"),
     [
         ("indexed", False, "'../files/a.h5' is not a plain file name"),
-        ("shards.0.file", "../files/..", "is no file name"),
-        ("shards.0.fields.x.whole", True, "one sample a dataset"),
-        ("shards.0.fields.x.num_bytes", 16, "has 16 bytes, 2 samples make 32"),
-        ("shards.0.fields.x.first_row", 5, "ends behind the end of the file"),
+        ("shards.0.file", "../files/..", "is not a file name"),
+        ("shards.0.fields.x.whole", True, "is a whole HDF5 dataset: the shard must have exactly one sample"),
+        ("shards.0.fields.x.num_bytes", 16, "has 16 bytes, 2 samples need 32"),
+        ("shards.0.fields.x.first_row", 5, "ends after the end of the file"),
         ("shards.1.fields.z.hashes", ["0" * 16] * 2, "has 2 hashes, not 1"),
-        ("shards.1.file", "", "is no file name"),
-        ("fields.x.classes", ["a"], "names of classes belong to integers"),
+        ("shards.1.file", "", "is not a file name"),
+        ("fields.x.classes", ["a"], "only integers that are not ragged can have names of classes"),
         ("fields.y.classes", [], "at least one name"),
         ("fields.y.classes", ["a", "a"], "named twice"),
-        ("fields.z.shape", [], "has at least one dimension"),
+        ("fields.z.shape", [], "must have at least one dimension"),
         ("statistics.q", {"mean": 0, "std": 0, "min": 0, "max": 0, "count": 0}, "does not have"),
         ("windows", {"file": "w.npy", "file_bytes": 9, "hash": "0" * 16}, "windows are listed if"),
         ("samples", 4, "the shards add up to 3"),
@@ -104,7 +104,7 @@ def test_the_same_rows_twice_and_a_field_named_as_a_length_are_refused() -> None
         Manifest.model_validate({**twice, "samples": 4})
     named = copy.deepcopy(DOCUMENT)
     named["fields"]["z.length"] = named["fields"]["x"]
-    with pytest.raises(ValidationError, match=r"fields z\.length are named as lengths are"):
+    with pytest.raises(ValidationError, match=r"fields z\.length have the names of lengths of ragged fields"):
         Manifest.model_validate(named)
 
 

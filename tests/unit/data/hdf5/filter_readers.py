@@ -18,7 +18,7 @@ import numpy as np
 
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import Dataset, verify
-from hpctrain.data.indexing.index_files import OldIndex, Reading, index_files
+from hpctrain.data.indexing.index_files import IndexReading, OldIndex, index_files
 from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.data.integrity.read_checker import check_while_reading
 from hpctrain.data.locality.memory_store import MemoryStore
@@ -42,7 +42,7 @@ def right(samples: Dataset | MemoryStore | StagedDataset) -> None:
 
 def hashed(path: Path) -> None:
     index_files(
-        path.with_suffix(".hashed"), files=[str(path)], fields="x=/x,y=/y", reading=Reading.CONTENT,
+        path.with_suffix(".hashed"), files=[str(path)], fields="x=/x,y=/y", reading=IndexReading.CONTENT,
         block_bytes=1000, old=OldIndex.REPLACE,
     )  # fmt: skip
     statistics = Dataset.open(path.with_suffix(".hashed")).manifest.statistics["x"]
@@ -59,7 +59,7 @@ def headers(path: Path) -> None:
 def tokens(path: Path) -> None:
     where = path.with_suffix(".tokens")
     index_files(
-        where, files=[str(path)], fields="tokens=/tokens", reading=Reading.CONTENT, old=OldIndex.REPLACE,
+        where, files=[str(path)], fields="tokens=/tokens", reading=IndexReading.CONTENT, old=OldIndex.REPLACE,
         tokens=TokenRequest(window=50, stride=50, documents="/starts"),
     )  # fmt: skip
     found = Dataset.open(where).gather(np.array([0, 4, 5]))["tokens"]

@@ -14,8 +14,8 @@ import pytest
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.data import Dataset, read_manifest, verify
 from hpctrain.data.format.token_windows import split_windows
-from hpctrain.data.indexing.index_files import OldIndex, Paths, Reading, index_files
-from hpctrain.data.indexing.request import SampleIs, find_files, parse_fields
+from hpctrain.data.indexing.index_files import IndexPaths, IndexReading, OldIndex, index_files
+from hpctrain.data.indexing.request import SampleIs, find_files, parse_field_paths
 from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.errors import DataError, UsageError
 
@@ -119,7 +119,7 @@ def test_one_sample_a_file_of_different_lengths_is_padded_if_asked(tmp_path: Pat
             file.create_dataset("x", data=np.full((number, 2), number, np.int16), **options)
     with pytest.raises(DataError, match=r"shape \(1, 2\).* but \(2, 2\) in /x of .*2.h5: --pad x pads"):
         index_files(tmp_path / "index", files=[str(tmp_path)], fields="x=x", samples=SampleIs.FILE)
-    fields = parse_fields("x=x", padded=["x"])
+    fields = parse_field_paths("x=x", padded=["x"])
     dataset = opened(tmp_path / "index", files=[str(tmp_path)], fields=fields, samples=SampleIs.FILE)  # type: ignore[arg-type]
     batch = dataset.gather(np.array([3, 0, 2]))
     assert batch["x.length"].tolist() == [4, 1, 3]
@@ -180,7 +180,7 @@ def test_members_of_a_table_are_fields(tmp_path: Path) -> None:
         tmp_path / "index",
         files=[str(tmp_path)],
         fields="id=/table:id,name=/table:name,s=/table:spectrum",
-        reading=Reading.CONTENT,
+        reading=IndexReading.CONTENT,
     )
     batch = dataset.gather(np.array([5, 0, 3]))
     assert batch["id"].tolist() == [5, 0, 3]
@@ -208,7 +208,7 @@ def test_token_streams_are_cut_into_windows(tmp_path: Path) -> None:
         files=[str(tmp_path)],
         fields="tokens=tokens",
         tokens=request,
-        reading=Reading.CONTENT,
+        reading=IndexReading.CONTENT,
     )
     assert [Path(path).name for path in indexed.too_short] == ["1.h5"]
     dataset = Dataset.open(tmp_path / "index")
@@ -259,7 +259,9 @@ def test_split_windows_agree_with_counting_document_by_document() -> None:
 def test_hashes_find_damage_and_statistics_are_of_the_content(tmp_path: Path) -> None:
     names = three_files(tmp_path, dtype=">f4", chunks=(3, 6, 5), compression="gzip")
     out = tmp_path / "index"
-    index_files(out, files=names, fields="x=/data/images,y=/labels", reading=Reading.CONTENT, block_bytes=256)
+    index_files(
+        out, files=names, fields="x=/data/images,y=/labels", reading=IndexReading.CONTENT, block_bytes=256
+    )
     statistics = read_manifest(out).statistics
     assert statistics["x"].count == IMAGES.size
     assert statistics["x"].mean == pytest.approx(IMAGES.mean(dtype=np.float64))
@@ -290,7 +292,7 @@ def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
 def test_relative_paths_move_with_the_files(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     names = three_files(tmp_path / "a")
-    index_files(tmp_path / "a/index", files=names, fields="y=labels", paths=Paths.RELATIVE)
+    index_files(tmp_path / "a/index", files=names, fields="y=labels", paths=IndexPaths.RELATIVE)
     assert read_manifest(tmp_path / "a/index").shards[0].file == "../f0.h5"
     (tmp_path / "a").rename(tmp_path / "b")
     assert np.array_equal(Dataset.open(tmp_path / "b/index").gather(SHUFFLED)["y"], LABELS[SHUFFLED])
@@ -300,7 +302,7 @@ def test_an_index_is_replaced_only_if_asked_and_only_when_the_new_one_is_complet
     names = three_files(tmp_path)
     out = tmp_path / "index"
     index_files(out, files=names, fields="y=labels")
-    with pytest.raises(UsageError, match="holds an index already: --overwrite"):
+    with pytest.raises(UsageError, match="already holds an index: --overwrite"):
         index_files(out, files=names, fields="y=labels")
     with pytest.raises(DataError, match="has no /nothing"):
         index_files(out, files=names, fields="y=/nothing", old=OldIndex.REPLACE)
@@ -355,7 +357,7 @@ def test_files_are_found_by_name_glob_and_directory_and_each_once(tmp_path: Path
 def test_ranks_share_the_work_and_make_the_same_index(tmp_path: Path) -> None:
     names = three_files(tmp_path, chunks=(4, 6, 5), compression="gzip")
     fields = "x=/data/images,y=/labels"
-    alone = index_files(tmp_path / "alone", files=names, fields=fields, reading=Reading.CONTENT).manifest
+    alone = index_files(tmp_path / "alone", files=names, fields=fields, reading=IndexReading.CONTENT).manifest
     out, progress = tmp_path / "shared", list[tuple[int, int | None]]()
 
     def on_a_rank(world: ThreadsWorld) -> Any:
@@ -363,7 +365,7 @@ def test_ranks_share_the_work_and_make_the_same_index(tmp_path: Path) -> None:
             out,
             files=names,
             fields=fields,
-            reading=Reading.CONTENT,
+            reading=IndexReading.CONTENT,
             progress=(lambda done, total: progress.append((done, total))) if world.rank == 0 else None,
             comm=world,
         ).manifest

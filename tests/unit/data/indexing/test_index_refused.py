@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data.indexing.index_files import index_files
-from hpctrain.data.indexing.request import SampleIs, parse_fields
+from hpctrain.data.indexing.request import SampleIs, parse_field_paths
 from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.errors import DataError, UsageError
 
@@ -55,22 +55,30 @@ REFUSED: list[tuple[Make, str, str]] = [
         "x=/x",
         r"is empty, its shape is \(0, 3\): leave the file out",
     ),
-    (lambda f: f.create_dataset("x", data=5), "x=/x", r"is one number, not a row a sample: --samples file"),
+    (
+        lambda f: f.create_dataset("x", data=5),
+        "x=/x",
+        r"is one number, not one row per sample: --samples file",
+    ),
     (two_lengths, "x=/x,y=/y", r"same number of samples: x has 4, y has 5"),
-    (lambda f: f.create_dataset("x", data=TABLE), "x=/x", r"table \(compound\) of a, b: say which.*x=/x:b"),
+    (
+        lambda f: f.create_dataset("x", data=TABLE),
+        "x=/x",
+        r"table \(compound\) of a, b: choose a member.*x=/x:b",
+    ),
     (lambda f: f.create_dataset("x", data=TABLE), "x=/x:c", r"no member 'c'; its members are a, b"),
-    (lambda f: f.create_dataset("x", data=[1]), "x=/x:c", r"is no table \(compound\): leave out ':c'"),
+    (lambda f: f.create_dataset("x", data=[1]), "x=/x:c", r"is not a table \(compound\): leave out ':c'"),
     (references, "x=/x", r"holds references to objects"),
     (pickled, "x=/x", r"holds pickled Python objects"),
     (lambda f: f.create_dataset("x", data=[1j]), "x=/x", r"is complex128; possible are bool"),
     (lambda f: f.create_dataset("x", data=np.uint64([1])), "x=/x", r"is uint64; possible are bool"),
-    (lambda f: f.create_dataset("x", data=[["a", "b"]]), "x=/x", r"has \(2,\) strings a sample"),
-    (lambda f: f.create_dataset("x", data=np.array([b"\xff"])), "x=/x", r"strings that are no UTF-8"),
-    (lambda f: f.create_dataset("x", (2,), h5py.vlen_dtype("i4")), "x=/x", r"2 samples that are all empty"),
+    (lambda f: f.create_dataset("x", data=[["a", "b"]]), "x=/x", r"has \(2,\) strings per sample"),
+    (lambda f: f.create_dataset("x", data=np.array([b"\xff"])), "x=/x", r"strings that are not UTF-8"),
+    (lambda f: f.create_dataset("x", (2,), h5py.vlen_dtype("i4")), "x=/x", r"2 samples, which are all empty"),
     (lambda f: f.create_dataset("x", (2,), h5py.vlen_dtype(">i4")), "x=/x", r"in the other byte order"),
-    (virtual, "x=/x", r"is virtual, its data lie in other files"),
+    (virtual, "x=/x", r"is virtual, its data are in other files"),
     (external_storage, "x=/x", r"keeps its data in another file"),
-    (circle, "x=/x", r"is a circle of soft links"),
+    (circle, "x=/x", r"is a cycle of soft links"),
     (
         lambda f: f.update(x=h5py.ExternalLink("b.h5", "/x")),
         "x=/x",
@@ -79,8 +87,8 @@ REFUSED: list[tuple[Make, str, str]] = [
     (lambda f: f.update(g=h5py.ExternalLink("b.h5", "/")), "x=/g/x", r"/g/x of .* is a link to another file"),
     (lambda f: f.update(g=h5py.ExternalLink("b.h5", "/")), "x=/*/x", r"/g of .* is a link to another file"),
     (lambda f: f.create_dataset("a/x", data=[1]), "x=/*/x,y=/*/y", r"has no /a/y; /a holds x"),
-    (lambda f: f.create_dataset("a/x", data=[1]), "x=/*/x,y=/*/x/*", r"do not fit the same groups"),
-    (lambda f: f.create_dataset("x", data=[1]), "x=/*/x", r"holds nothing that fits /\*/x"),
+    (lambda f: f.create_dataset("a/x", data=[1]), "x=/*/x,y=/*/x/*", r"do not match the same groups"),
+    (lambda f: f.create_dataset("x", data=[1]), "x=/*/x", r"holds nothing that matches /\*/x"),
 ]
 
 
@@ -144,7 +152,7 @@ def test_a_file_that_someone_is_writing_is_refused_until_it_is_closed(libver: st
         assert writer.stdin is not None
         assert writer.stdout is not None
         assert writer.stdout.readline() == "open\n"
-        with pytest.raises(DataError, match=r"a.h5 is open for writing by someone else"):
+        with pytest.raises(DataError, match=r"a.h5 is open for writing by another program"):
             index_files(tmp_path / "index", files=[str(path)], fields="x=x")
         writer.stdin.close()
     assert index_files(tmp_path / "index", files=[str(path)], fields="x=x").manifest.samples == 3
@@ -186,23 +194,23 @@ def test_samples_and_padding_that_do_not_fit_the_fields_are_refused(tmp_path: Pa
     out, files = tmp_path / "index", [str(tmp_path)]
     with pytest.raises(UsageError, match=r"--samples groups needs paths with a '\*'"):
         index_files(out, files=files, fields="x=x", samples=SampleIs.GROUPS)
-    with pytest.raises(UsageError, match=r"--samples file means one sample a file"):
+    with pytest.raises(UsageError, match=r"--samples file means one sample per file"):
         index_files(out, files=files, fields="x=/*", samples=SampleIs.FILE)
-    with pytest.raises(UsageError, match=r"--pad y: there is no such field, there are x"):
-        parse_fields("x=x", padded=["y"])
+    with pytest.raises(UsageError, match=r"--pad y: there is no such field; the fields are x"):
+        parse_field_paths("x=x", padded=["y"])
     with pytest.raises(DataError, match=r"--pad x: only datasets that are one sample each"):
-        index_files(out, files=files, fields=parse_fields("x=x", padded=["x"]))
+        index_files(out, files=files, fields=parse_field_paths("x=x", padded=["x"]))
     with pytest.raises(DataError, match=r"has variable lengths: its rows are samples"):
         index_files(out, files=files, fields="x=v", samples=SampleIs.FILE)
     request = TokenRequest(window=4, stride=4)
-    with pytest.raises(UsageError, match=r"--tokens needs one field of the name tokens"):
+    with pytest.raises(UsageError, match=r"--tokens needs exactly one field, named tokens"):
         index_files(out, files=files, fields="x=x", tokens=request)
-    with pytest.raises(DataError, match=r"rows of shape \(2,\), no stream of integers"):
+    with pytest.raises(DataError, match=r"rows of shape \(2,\), not a stream of integers"):
         index_files(out, files=files, fields="tokens=lists", tokens=request)
     with pytest.raises(DataError, match=r"no file has a window of 100 tokens"):
         index_files(out, files=files, fields="tokens=tokens", tokens=TokenRequest(window=99, stride=1))
     request = TokenRequest(window=4, stride=4, documents="late")
-    with pytest.raises(DataError, match=r"late of .* is no list of places where documents begin"):
+    with pytest.raises(DataError, match=r"late of .* must hold the positions at which documents begin"):
         index_files(out, files=files, fields="tokens=tokens", tokens=request)
 
 

@@ -390,7 +390,7 @@ def test_a_shard_that_disappears_in_mid_epoch_ends_it_in_plain_words(images: Pat
 
 
 def test_skipping_without_looking_is_refused(images: Path) -> None:
-    with pytest.raises(RecipeError, match="nothing looks for them"):
+    with pytest.raises(RecipeError, match="nothing checks the data for damage"):
         Loader(Dataset.open(images), global_batch=4, on_damage="skip")
 
 

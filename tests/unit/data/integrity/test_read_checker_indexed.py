@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Dataset, read_manifest, verify
-from hpctrain.data.indexing.index_files import Reading, index_files
+from hpctrain.data.indexing.index_files import IndexReading, index_files
 from hpctrain.data.indexing.request import SampleIs
 from hpctrain.data.indexing.token_files import TokenRequest
 from hpctrain.data.integrity.read_checker import DamagedData, check_while_reading
@@ -26,7 +26,7 @@ BLOCK_BYTES = 1024  # 4.06 images
 def index(where: Path, fields: str, **options: Any) -> Dataset:
     """An index of where/*.h5 with hashes, that checks what it reads."""
     index_files(
-        where / "index", files=[str(where / "*.h5")], fields=fields, reading=Reading.CONTENT,
+        where / "index", files=[str(where / "*.h5")], fields=fields, reading=IndexReading.CONTENT,
         block_bytes=BLOCK_BYTES, **options,
     )  # fmt: skip
     return open_checked(where)
@@ -138,7 +138,7 @@ def test_an_index_without_hashes_cannot_be_checked(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "f.h5", "w") as file:
         file["images"] = IMAGES
     index_files(tmp_path / "index", files=[str(tmp_path / "f.h5")], fields="x=/images")
-    with pytest.raises(DataError, match="has no hashes to check"):
+    with pytest.raises(DataError, match="has no hashes, so it cannot be checked"):
         open_checked(tmp_path)
     assert verify(tmp_path / "index") == []
 

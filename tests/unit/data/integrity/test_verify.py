@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import Damage, pack_arrays, pack_tokens, read_manifest, verify
-from hpctrain.data.integrity.verify import find_datasets, merge
+from hpctrain.data.integrity.verify import find_datasets, merge_damage
 from hpctrain.errors import DataError
 
 
@@ -141,7 +141,7 @@ def test_the_ranks_together_find_what_one_rank_finds(dataset: Path, num_ranks: i
     (dataset / "shard-00001.h5").unlink()
     alone = verify(dataset)
     parts = [verify(dataset, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-    assert merge([damage for part in parts for damage in part]) == alone
+    assert merge_damage([damage for part in parts for damage in part]) == alone
     assert len(alone) == 5
 
 

@@ -24,7 +24,7 @@ def test_the_bytes_asked_for_are_those_of_the_windows_samples(tmp_path: Path) ->
         ahead = ReadAhead(dataset, order=order)
         content = {shard.file: (directory / shard.file).read_bytes() for shard in dataset.manifest.shards}
         for window in range(order.num_windows):
-            pieces = [content[s.file][s.offset : s.offset + s.num_bytes] for s in ahead.stretches(window)]
+            pieces = [content[s.file][s.offset : s.offset + s.num_bytes] for s in ahead.byte_ranges(window)]
             for block in order.blocks_of(window):
                 for array in dataset.gather(np.arange(*block)).values():
                     assert all(any(row.tobytes() in piece for piece in pieces) for row in array)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import Dataset, EpochOrder, Loader, pack_arrays
 from hpctrain.data.loading.buffer_pool import BatchMemory

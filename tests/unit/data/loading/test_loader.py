@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from hpctrain.data import Batch, Dataset, EpochOrder, FieldSpec, LastBatch, Loader, pack_arrays
@@ -283,7 +282,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_a_place_outside_the_epoch_is_refused(dataset: Dataset) -> None:
-    with pytest.raises(DataError, match="go on at sample 104 of an epoch, the dataset has 103"):
+    with pytest.raises(DataError, match="resume at sample 104 of an epoch, but the epoch has 103 samples"):
         Loader(dataset, global_batch=8).epoch(0, start=104)
     assert list(Loader(dataset, global_batch=8).epoch(0, start=103)) == []
 

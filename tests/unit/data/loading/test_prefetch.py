@@ -5,8 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import Dataset, Loader, pack_arrays
 from hpctrain.data.loading.prefetch import ByteBound, Prefetch

@@ -52,7 +52,7 @@ def test_samples_by_number_have_dtypes_that_torch_computes_with(directory: Path)
     assert isinstance(last, dict)
     assert int(last["label"]) == NUM_SAMPLES - 1
     for outside in (NUM_SAMPLES, -NUM_SAMPLES - 1):
-        with pytest.raises(IndexError, match="was asked of 50"):
+        with pytest.raises(IndexError, match="is out of range; number of samples: 50"):
             dataset[outside]
     with pytest.raises(UsageError, match="no field 'y'; its fields are x, label"):
         torch_map_dataset(directory, fields=["x", "y"])
@@ -149,17 +149,17 @@ def test_each_workers_state_goes_on_at_its_own_next_batch(
         after.load_state_dict(state)
         assert labels(after) == own[1:]
     monkeypatch.setattr("hpctrain.data.loading.torch_dataset._worker", lambda: (0, 2))
-    with pytest.raises(DataError, match="by 3 workers, there are 2"):
+    with pytest.raises(DataError, match="by 3 workers, now there are 2"):
         torch_iterable_dataset(directory, global_batch=8).load_state_dict(state)
 
 
 def test_a_state_that_does_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
     state = torch_iterable_dataset(directory, global_batch=8, seed=1).state_dict()
-    with pytest.raises(DataError, match="of seed 1, the dataset has seed 2"):
+    with pytest.raises(DataError, match="with seed 1, the dataset has seed 2"):
         torch_iterable_dataset(directory, global_batch=8, seed=2).load_state_dict(state)
     with pytest.raises(DataError, match="order"):
         torch_iterable_dataset(directory, global_batch=8, seed=1, shuffle=False).load_state_dict(state)
-    with pytest.raises(DataError, match="no state of a dataset"):
+    with pytest.raises(DataError, match="not a state of a dataset"):
         torch_iterable_dataset(directory, global_batch=8).load_state_dict({"epoch": 1})
 
 

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.data.order.epoch_order import EpochOrder, LastBatch, batch_spans, num_batches, rank_share
 from hpctrain.errors import DataError, RecipeError
@@ -147,7 +146,7 @@ def test_the_last_partial_batch_is_kept_or_dropped() -> None:
 
 
 def test_a_span_outside_the_epoch_is_refused() -> None:
-    with pytest.raises(DataError, match="positions 5 to 11 were asked of an epoch of 10 samples"):
+    with pytest.raises(DataError, match="positions 5 to 11 were requested from an epoch of 10 samples"):
         EpochOrder(num_samples=10).at(5, 11)
     with pytest.raises(RecipeError, match="seed -1"):
         EpochOrder(num_samples=10, seed=-1)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from numpy.typing import NDArray
 
 from hpctrain.data import (
@@ -304,7 +303,7 @@ def test_an_epoch_of_draws_has_the_length_that_was_asked(datasets: dict[int, Dat
         (np.array([np.nan]), "the weight of sample 0 is nan"),
         (np.zeros(3), "add up to 0.0"),
         (np.ones((2, 2)), r"float64 of shape \(2, 2\)"),
-        (np.array(["a"]), "one number a sample"),
+        (np.array(["a"]), "one number per sample"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(weights: NDArray[Any], message: str) -> None:
@@ -347,7 +346,7 @@ def test_the_members_of_a_class_are_shuffled_each_by_itself() -> None:
 
 def test_strata_that_are_no_classes_are_refused() -> None:
     for classes in (np.zeros(3), np.zeros((2, 2), int), np.zeros(0, int)):
-        with pytest.raises(DataError, match="one whole number a sample is needed"):
+        with pytest.raises(DataError, match="one integer per sample is needed"):
             Stratified(classes=classes)
 
 
@@ -390,16 +389,16 @@ def test_micro_batches_of_a_padded_batch_make_it_up_again(real: int, padded: int
 def test_a_place_is_refused_by_another_order_and_by_other_data(datasets: dict[int, Dataset]) -> None:
     state = Loader(datasets[26], global_batch=8, seed=3, order=Blocks(block_samples=4)).state_dict()
     with pytest.raises(
-        DataError, match=r"saved in the order 'blocks-1 of 4 samples within 64'.*has 'feistel-1'"
+        DataError, match=r"saved with order 'blocks-1 of 4 samples within 64'.*has 'feistel-1'"
     ):
         Loader(datasets[26], global_batch=8).load_state_dict(state)
     with pytest.raises(DataError, match="saved with 97 samples, this dataset has 5"):
         Loader(Numbers(5), global_batch=5, order=Blocks(block_samples=4)).load_state_dict(state)
     for broken in ({}, {**state, "seed": "3"}, {**state, "position": -1}, {**state, "epoch": True}):
-        with pytest.raises(DataError, match="this is no place in the data"):
+        with pytest.raises(DataError, match="this is not a state of a loader"):
             Loader(datasets[26], global_batch=8).load_state_dict(broken)
     other = Loader(datasets[26], global_batch=8, order=Weighted(weights=np.ones(97)))
-    with pytest.raises(DataError, match="positions of one mean other samples"):
+    with pytest.raises(DataError, match="a position is another sample in another order"):
         other.load_state_dict(
             Loader(datasets[26], global_batch=8, order=Weighted(weights=np.arange(97))).state_dict()
         )
@@ -423,7 +422,7 @@ def test_what_an_order_cannot_be_is_refused() -> None:
     with pytest.raises(DataError, match="there are 3 strata for a dataset of 5 samples"):
         Loader(Numbers(5), global_batch=5, order=Stratified(classes=np.arange(3)))
     for kind in KINDS:
-        with pytest.raises(DataError, match="positions 5 to 11 were asked of an epoch of 10 samples"):
+        with pytest.raises(DataError, match="positions 5 to 11 were requested from an epoch of 10 samples"):
             spec_of(kind, 10).for_epoch(0, num_samples=10, seed=0).at(5, 11)
 
 

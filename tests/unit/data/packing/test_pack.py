@@ -11,8 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.data import Dataset, EpochOrder, Existing, pack_arrays, pack_tokens, read_manifest, verify
 from hpctrain.data.format.manifest import DTYPES
@@ -117,7 +116,7 @@ def test_tokens_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
         ({"a": np.zeros(3), "b": np.zeros(4)}, "a has 3, b has 4"),
         ({}, "there is none"),
         ({"a": np.zeros((0, 4))}, "no samples"),
-        ({"a": np.zeros((3, 0))}, "they hold nothing"),
+        ({"a": np.zeros((3, 0))}, "they have no elements"),
         ({"a": np.array(["x", "y"])}, "has dtype <U1"),
         ({"a": np.array([1, 2], dtype=object)}, "has dtype object"),
         ({"a": np.array([1, 2], dtype=np.uint64)}, "has dtype uint64"),
@@ -146,7 +145,7 @@ def test_an_existing_dataset_is_replaced_only_when_asked(tmp_path: Path) -> None
 
 def test_files_that_belong_to_no_dataset_are_never_removed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UsageError, match=r"files that belong to no dataset \(thesis.tex\)"):
+    with pytest.raises(UsageError, match=r"files that do not belong to a dataset \(thesis.tex\)"):
         pack_arrays(tmp_path, some_fields(), existing=Existing.REPLACE)
     assert (tmp_path / "thesis.tex").read_text() == "x"
 

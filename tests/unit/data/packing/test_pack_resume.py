@@ -12,8 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
 from hpctrain.data.format.field_statistics import Moments, moments_of
@@ -85,11 +84,11 @@ def test_a_packing_goes_on_only_as_it_began(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"was packed differently \(shard_samples was 20, now 30"):
         pack_arrays(tmp_path / "a", some_fields(), shard_samples=30, existing=Existing.RESUME)
     (tmp_path / "a" / ".packing.json").write_text("{}")
-    with pytest.raises(UsageError, match="holds no packing that can go on"):
+    with pytest.raises(UsageError, match="holds no packing that can be resumed"):
         pack_arrays(tmp_path / "a", some_fields(), shard_samples=20, existing=Existing.RESUME)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.tex").write_text("x")
-    with pytest.raises(UsageError, match="belong to no dataset"):
+    with pytest.raises(UsageError, match="do not belong to a dataset"):
         pack_arrays(tmp_path / "b", some_fields(), existing=Existing.RESUME)
 
 

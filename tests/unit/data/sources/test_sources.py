@@ -16,7 +16,7 @@ from hpctrain.data.hdf5.encode import ChunkCodec
 from hpctrain.data.packing.pack_source import pack_source
 from hpctrain.data.sources.images import Colour, parse_size
 from hpctrain.data.sources.registry import SourceOptions
-from hpctrain.data.sources.tables import parse_fields
+from hpctrain.data.sources.tables import parse_table_fields
 from hpctrain.data.sources.text import TextDocuments
 from hpctrain.errors import DataError, UsageError
 
@@ -58,7 +58,7 @@ def test_pictures_are_made_alike_only_when_asked(tmp_path: Path) -> None:
     root = tmp_path / "photos"
     save_pictures(root)
     Image.new("L", (30, 30), 77).save(root / "dog" / "a.jpg")
-    with pytest.raises(DataError, match=r"a.jpg has 30x30 pixels, .* has 8x12: say --size"):
+    with pytest.raises(DataError, match=r"a.jpg has 30x30 pixels, .* has 8x12: use --size"):
         pack(f"images:{root}", tmp_path / "out")
     options = SourceOptions(image_size=parse_size("6x4"), colour=Colour.GREY)
     _, found = pack(f"images:{root}", tmp_path / "small", options=options, shuffle=True, seed=5)
@@ -92,7 +92,7 @@ def test_columns_of_tables_become_fields(tmp_path: Path, suffix: str) -> None:
         table().to_parquet(path, row_group_size=6)
     else:
         table().to_csv(path, index=False, sep="," if suffix == "csv" else "\t")
-    options = SourceOptions(fields=parse_fields(FIELDS))
+    options = SourceOptions(fields=parse_table_fields(FIELDS))
     manifest, found = pack(path, tmp_path / "out", options=options, shard_bytes=160)
     assert manifest.attributes["source"] == path.name
     assert len(manifest.shards) > 2
@@ -130,8 +130,8 @@ def test_a_table_with_gaps_is_refused(tmp_path: Path, suffix: str) -> None:
     frame.to_parquet(path) if suffix == "parquet" else frame.to_csv(path, index=False)
     with pytest.raises(DataError, match=r"column 'animal' of .* has no value in row 7"):
         pack(path, tmp_path / "out")
-    with pytest.raises(DataError, match=r"asks for column 'colour', .* has number, height, width, animal"):
-        pack(path, tmp_path / "out", options=SourceOptions(fields=parse_fields("x=colour")))
+    with pytest.raises(DataError, match=r"needs column 'colour', .* has number, height, width, animal"):
+        pack(path, tmp_path / "out", options=SourceOptions(fields=parse_table_fields("x=colour")))
     assert not (tmp_path / "out").exists()
 
 
@@ -191,11 +191,11 @@ def test_a_function_of_the_working_directory_is_a_source(
     ("source", "options", "kind", "message"),
     [
         ("digits", {"options": SourceOptions(image_size=(2, 2))}, UsageError, "--size is for images"),
-        ("text:.", {"shuffle": True}, UsageError, "--shuffle is for samples whose number is known"),
+        ("text:.", {"shuffle": True}, UsageError, "--shuffle needs a known number of samples"),
         ("json:dumps", {"held_out": 0.1}, UsageError, "pack two functions"),
         ("digits", {"chunk_samples": 3}, UsageError, "--chunk-samples is for compressed shards"),
-        ("images:", {}, UsageError, "names no path"),
-        ("images:nowhere", {}, DataError, "is not there"),
+        ("images:", {}, UsageError, "has no path after the colon"),
+        ("images:nowhere", {}, DataError, "does not exist"),
         ("nowhere.parquet", {}, DataError, "does not exist"),
         ("nowhere.npy", {}, DataError, "does not exist"),
     ],
@@ -217,7 +217,7 @@ def test_options_and_sources_that_do_not_fit_are_refused(
 @pytest.mark.parametrize("text", ["x", "x=", "=a", "x=a+", "x=a:complex64", "x=a,x=b"])
 def test_fields_that_say_nothing_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--fields"):
-        parse_fields(text)
+        parse_table_fields(text)
 
 
 def test_sizes_of_pictures() -> None:
@@ -245,5 +245,5 @@ def test_a_text_longer_than_a_shard_is_read_in_pieces_and_must_not_change(tmp_pa
     assert documents.starts[1] == 6
     with (texts / "b").open("a") as file:
         file.write("more")
-    with pytest.raises(DataError, match=r"b has \d+ bytes, \d+ when it was looked at first"):
+    with pytest.raises(DataError, match=r"b has \d+ bytes, it had \d+ at the start of packing"):
         documents.read(1, start=3, stop=9)

@@ -50,6 +50,17 @@ class FakeClock:
         return self.now_s
 
 
+class TickingClock:
+    """One millisecond passes between two readings, however long the machine takes."""
+
+    def __init__(self) -> None:
+        self._readings = 0
+
+    def __call__(self) -> float:
+        self._readings += 1
+        return self._readings * 1e-3
+
+
 class FakeReducer:
     """Takes as long as it is told, and writes down what is asked of it."""
 
@@ -273,6 +284,7 @@ def find(
         found = find_choice(
             world, make=make_real(world, topology, made=made), candidates=CANDIDATES, topology=topology,
             device=CPU, files=files, versions=versions or {"hpctrain": "1"}, note=notes.append, budget_s=0.2,
+            clock=TickingClock(),
         )  # fmt: skip
         return found, made, notes
 
@@ -383,7 +395,7 @@ def test_one_rank_or_one_candidate_measures_nothing() -> None:
     assert alone.source == "not measured: one rank"
     assert alone.choice.choose(1000) == CANDIDATES[0]
     together = run_threads(2, on_rank)[0]
-    assert together.source == "not measured: no other way runs here"
+    assert together.source == "not measured: no other algorithm is available"
     assert together.settle(gradient_bytes=10**9).choice.choose(1000) == CANDIDATES[1]
 
 
@@ -488,7 +500,7 @@ def test_what_is_filled_is_told_to_its_buckets_reducer_and_only_one_that_has_all
         # What one of two reducers cannot do, neither does; alone it does, and the next plan begins anew.
         for chosen, multiplied in ((buckets, False), (buckets[:1], True), (buckets, False)):
             buffers = reducer.plan(chosen, device=CPU)
-            assert reducer.scale_sums(0.25) == multiplied
+            assert reducer.begin_step(0.25) == (0.25 if multiplied else 1.0)
             for number, buffer in enumerate(buffers):
                 buffer.fill_(2.0)
                 run_to_end([reducer.reduce(number)])

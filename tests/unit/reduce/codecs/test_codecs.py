@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.codecs.cache_scratch import PIECE
 from hpctrain.reduce.codecs.codec import Codec
 from hpctrain.reduce.codecs.registry import CODEC_NAMES, codec_named
+from hpctrain.testing.codec import encoded, some_values, there_and_back
 
 DTYPES = (torch.float32, torch.float64)
 # None, one, around a block, around what is worked on at a time.
@@ -25,25 +24,6 @@ lossy_codec = pytest.mark.parametrize(
     "codec", [codec_named(n) for n in CODEC_NAMES if n != "fp32"], ids=lambda codec: codec.name
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """The bytes, from memory full of something else with guards behind it, which must stay."""
-    num_bytes = codec.num_bytes(values.numel(), dtype=values.dtype)
-    memory = torch.full((num_bytes + 8,), 0xA5, dtype=torch.uint8)
-    codec.encode(values, out=memory[:num_bytes])
-    assert (memory[num_bytes:] == 0xA5).all(), "wrote behind its end"
-    return memory[:num_bytes]
-
-
-def decoded(codec: Codec, data: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(like, math.nan)
-    codec.decode(data, out=out)
-    return out
-
-
-def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    return decoded(codec, encoded(codec, values), like=values)
 
 
 def error_bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
@@ -62,23 +42,6 @@ def error_bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
             largest = torch.cat([*blocks, size[:0]])
             return torch.maximum(largest / 253, torch.tensor(2.0**-126).double())
     raise ValueError(codec.name)
-
-
-def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Normal values whose magnitude changes from block to block by factors up to e^spread and more."""
-    random = torch.Generator().manual_seed(seed)
-    factors = torch.exp(spread * torch.randn(-(-numel // 256) or 1, generator=random, dtype=torch.float64))
-    values = torch.randn(numel, generator=random, dtype=torch.float64)
-    return (values * factors.repeat_interleave(256)[:numel]).clamp(-6e4, 6e4).to(dtype)
-
-
-@every_dtype
-@every_codec
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_errors_stay_within_the_stated_bound(codec: Codec, dtype: torch.dtype, numel: int) -> None:
-    values = some_values(numel, dtype=dtype, seed=numel)
-    back = there_and_back(codec, values)
-    assert ((back.double() - values.double()).abs() <= error_bound(codec, values)).all()
 
 
 # Nothing above the range of fp16; many of the smallest.
@@ -167,63 +130,6 @@ def test_casts_take_two_bytes_a_value_and_fp32_what_the_value_takes() -> None:
     assert [codec_named("fp32").num_bytes(7, dtype=d) for d in DTYPES] == [28, 56]
 
 
-@every_dtype
-@every_codec
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_add_is_decode_and_add_to_the_bit(codec: Codec, dtype: torch.dtype, numel: int) -> None:
-    values, total = some_values(numel, dtype=dtype), some_values(numel, dtype=dtype, seed=1)
-    data = encoded(codec, values)
-    expected = total + decoded(codec, data, like=total)
-    codec.add(data, out=total)
-    assert torch.equal(total, expected)
-
-
-@every_dtype
-@every_codec
-def test_the_same_values_give_the_same_bytes_wherever_they_lie(codec: Codec, dtype: torch.dtype) -> None:
-    """Memory of another alignment, another thread, other things encoded before."""
-    values = some_values(PIECE + 777, dtype=dtype)
-    values[5], values[300] = math.nan, math.inf
-    first = encoded(codec, values).clone()
-    encoded(codec, some_values(999, dtype=dtype, seed=3))
-    elsewhere = torch.empty(len(values) + 3, dtype=dtype)[3:].copy_(values)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(encoded(codec_named(codec.name), elsewhere)))
-    thread.start()
-    thread.join()
-    assert torch.equal(found[0], first)
-    assert torch.equal(encoded(codec, elsewhere), first)
-
-
-@every_dtype
-@every_codec
-def test_data_that_begin_inside_a_message_are_read_the_same(codec: Codec, dtype: torch.dtype) -> None:
-    """The 8-byte alignment that the contract promises is enough."""
-    values = some_values(1003, dtype=dtype)
-    data = encoded(codec, values)
-    message = torch.zeros(len(data) + 24, dtype=torch.uint8)
-    message[8 : 8 + len(data)] = data
-    inside = decoded(codec, message[8 : 8 + len(data)], like=values)
-    assert torch.equal(inside, decoded(codec, data, like=values))
-
-
-@every_dtype
-@every_codec
-@pytest.mark.parametrize("numel", [1, 256, 300, PIECE + 100])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_comes_out_not_finite(
-    codec: Codec, dtype: torch.dtype, numel: int, bad: float
-) -> None:
-    for place in {0, numel // 2, numel - 1}:
-        values = some_values(numel, dtype=dtype)
-        values[place] = bad
-        back = there_and_back(codec, values)
-        assert not back[place].isfinite()
-        total = torch.zeros_like(values)
-        codec.add(encoded(codec, values), out=total)
-        assert not total[place].isfinite()
-
-
 @lossy_codec
 def test_a_float64_beyond_the_range_comes_out_not_finite(codec: Codec) -> None:
     values = torch.tensor([1.0, -1e300], dtype=torch.float64)
@@ -237,13 +143,6 @@ def test_a_block_that_is_not_finite_leaves_the_others_alone() -> None:
     back = there_and_back(codec_named("int8"), values)
     assert not back[256:512].isfinite().any()
     assert torch.equal(torch.cat([back[:256], back[512:]]), torch.cat([clean[:256], clean[512:]]))
-
-
-@every_dtype
-@every_codec
-def test_zeros_stay_zeros(codec: Codec, dtype: torch.dtype) -> None:
-    back = there_and_back(codec, torch.zeros(600, dtype=dtype))
-    assert torch.equal(back, torch.zeros(600, dtype=dtype))
 
 
 def test_int8_blocks_of_denormal_values_lose_no_more_than_the_bound() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, completed_order, plan_buckets

@@ -9,8 +9,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.errors import CommunicationError
 from hpctrain.reduce.data_parallel.reduction_thread import MAX_IN_BACKGROUND, ReductionPipeline
@@ -27,8 +26,8 @@ class Script:
 
     def reduce(self, number: int) -> Iterator[bool]:
         self.log.append(("begin", number))
-        for got_on in self._turns[number]:
-            yield got_on
+        for progressed in self._turns[number]:
+            yield progressed
             self.log.append(("turn", number))
         self.log.append(("end", number))
 
@@ -54,10 +53,10 @@ def test_all_are_reduced_and_begin_in_the_order_of_submission(
         pipeline.wait()
         assert script.numbers("begin") == list(range(len(turns)))
         assert sorted(script.numbers("end")) == list(range(len(turns)))
-        under_way, most = 0, 0
+        in_flight, most = 0, 0
         for kind, _ in script.log:
-            under_way += {"begin": 1, "end": -1, "turn": 0}[kind]
-            most = max(most, under_way)
+            in_flight += {"begin": 1, "end": -1, "turn": 0}[kind]
+            most = max(most, in_flight)
         assert most <= max_in_flight
 
 

@@ -15,7 +15,7 @@ from hpctrain.reduce.codecs.registry import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
 from hpctrain.topology import Topology
-from hpctrain.train.state import Position, TrainingState
+from hpctrain.train.state.training_state import Position, TrainingState
 from tests.unit.reduce.data_parallel.updater_cases import Watched, on_threads, reducer_for
 
 IDENTITY = {"dataset": "none"}

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.comm import World
+from hpctrain.comm import Collective, World
 from hpctrain.errors import UsageError
-from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce import factory as make_module
+from hpctrain.reduce import AllReduceUpdater, factory as make_module
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import FLAG_GAP, Bucket
-from hpctrain.reduce.contract.bucket_reducer import Numbers
+from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers
 from hpctrain.reduce.factory import ReducerMaker
-from hpctrain.reduce.shared_memory import engine_reducer as engine_module
-from hpctrain.reduce.shared_memory import summation as add_module
+from hpctrain.reduce.shared_memory import engine_reducer as engine_module, summation as add_module
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.summation import add_in_numpy
 from hpctrain.topology import Topology
@@ -172,18 +170,12 @@ class Impatient:
     def keep_squares(self) -> None:
         self._reducer.keep_squares()
 
-    def scale_sums(self, factor: float) -> bool:
+    def begin_step(self, factor: float) -> float:
         self.factors.append(factor)
-        return self._reducer.scale_sums(factor)
+        return self._reducer.begin_step(factor)
 
-    def square(self) -> float | None:
-        return self._reducer.square()
-
-    def carry(self, numbers: Numbers) -> bool:
-        return self._reducer.carry(numbers)
-
-    def sum_numbers(self, numbers: Numbers) -> Iterator[bool] | None:
-        return self._reducer.sum_numbers(numbers)
+    def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
+        return self._reducer.finish(numbers, comm=comm)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)

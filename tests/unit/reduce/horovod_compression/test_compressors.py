@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import hpctrain
 from hpctrain.errors import UsageError
 from hpctrain.reduce.horovod_compression.compressors import Compression, HvdCompression
-from hpctrain.reduce.horovod_compression.int8_packing import pack, unpack
+from hpctrain.reduce.horovod_compression.int8 import pack, unpack
 
 Make = Callable[..., HvdCompression]
 KINDS: dict[str, Make] = {"fp16": Compression.fp16, "int8": Compression.int8}

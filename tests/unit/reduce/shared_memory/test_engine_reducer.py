@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch, CheckpointError
@@ -73,15 +72,15 @@ def engine(
 
 def sum_all(reducer: BucketReducer, count: int) -> None:
     """Every bucket, all under way at once, begun in order."""
-    under_way = [reducer.reduce(number) for number in range(count)]
-    while under_way:
-        got_on = False
-        for one in list(under_way):
+    in_flight = [reducer.reduce(number) for number in range(count)]
+    while in_flight:
+        progressed = False
+        for one in list(in_flight):
             looked = next(one, None)
             if looked is None:
-                under_way.remove(one)
-            got_on |= looked is not False
-        if not got_on:
+                in_flight.remove(one)
+            progressed |= looked is not False
+        if not progressed:
             time.sleep(50e-6)  # let the other threads run
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.errors import BufferMismatch
 from hpctrain.reduce.algorithms import Algorithm
+from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, plan_buckets
-from hpctrain.reduce.contract.polling import run_to_end
-from hpctrain.reduce.data_parallel.gradient_norm import ROW_ELEMS
+from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.contract.gradient_norm import ROW_ELEMS
+from hpctrain.reduce.contract.polling import result_of, run_to_end
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS
 from hpctrain.reduce.shared_memory.summation import PIECE_ELEMS
@@ -274,3 +276,50 @@ def test_numbers_are_not_carried_between_nodes_nor_without_squares_nor_too_many(
             reducer.close()
 
     run_threads(2, rank_main)
+
+
+MAKERS: dict[str, Callable[[ThreadsWorld], BucketReducer]] = {
+    "one node": lambda world: within(world, 4),
+    "two nodes": lambda world: within(world, 3, 1),
+    "flat": lambda world: CollectiveReducer.flat(world.duplicate(), topology=topology_of((4,))),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3, MAX_NUMBERS + 1])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_step_ends_with_the_norm_and_the_sums_of_the_numbers(
+    make: Callable[[ThreadsWorld], BucketReducer], before: bool, count: int
+) -> None:
+    """Asked for before the first reduction of a step begins, or after the last has ended; several steps."""
+    buckets = plan_buckets([GradientSpec(size, torch.float32) for size in (7, 3000, 1)], bucket_bytes=1)
+
+    def rank_main(world: ThreadsWorld) -> list[tuple[float, list[float], float]]:
+        reducer, comm = make(world), world.duplicate()
+        reducer.keep_squares()
+        buffers = reducer.plan(buckets, device=CPU)
+        found = []
+        for step in range(3):
+            assert reducer.begin_step(0.5) in (0.5, 1.0)
+            for number, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
+                buffer[: bucket.num_gradients] = values_of(
+                    world.rank, bucket.num_gradients, dtype=torch.float32, seed=number + step
+                )
+                buffer[bucket.first_flag :] = 1e6  # must not count
+            numbers = np.arange(count) + 10.0 * world.rank + step
+            finishing = reducer.finish(numbers, comm=comm) if before else None
+            sum_all(reducer, len(buckets))
+            reduced = result_of(finishing or reducer.finish(numbers, comm=comm))
+            exact = sum(
+                float(buffer[: bucket.num_gradients].double().square().sum())
+                for bucket, buffer in zip(buckets, buffers, strict=True)
+            )
+            found.append((reduced.norm_square, reduced.numbers.tolist(), exact))
+        reducer.close()
+        return found
+
+    results = run_threads(4, rank_main)
+    assert all(result == results[0] for result in results)
+    for step, (square, numbers, exact) in enumerate(results[0]):
+        assert square == pytest.approx(exact, rel=1e-6)
+        assert numbers == [4.0 * (index + step) + 60.0 for index in range(count)]

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.reduce.shared_memory import summation as add_module
 from hpctrain.reduce.shared_memory.summation import COMPILED, PIECE_ELEMS, add, add_in_numpy

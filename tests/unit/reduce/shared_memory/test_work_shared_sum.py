@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.comm.backends.threads_world import ThreadsWorld, run_threads
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, milestones, plan_buckets
-from hpctrain.reduce.shared_memory import engine_reducer as engine_module
-from hpctrain.reduce.shared_memory import summation as add_module
+from hpctrain.reduce.shared_memory import engine_reducer as engine_module, summation as add_module
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.summation import COMPILED
 from hpctrain.reduce.shared_memory.work_shared_sum import PIECE_ELEMS
@@ -111,8 +109,8 @@ def test_the_last_rank_finds_summed_what_it_has_filled_before() -> None:
                 time.sleep(0.001)
             summed_early = buffer[: 3 * PIECE_ELEMS].eq(2.0).all().item() is True
             summed_early &= buffer[3 * PIECE_ELEMS :].eq(1.0).all().item() is True
-        for got_on in reducer.reduce(0):
-            if not got_on:
+        for progressed in reducer.reduce(0):
+            if not progressed:
                 time.sleep(0.001)
         reducer.close()
         return summed_early and buffer.eq(2.0).all().item() is True

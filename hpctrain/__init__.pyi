@@ -1,0 +1,17 @@
+from .checkpoint import (
+    FromRank0 as FromRank0,
+    Replicated as Replicated,
+    SaveOptions as SaveOptions,
+    Shard as Shard,
+    State as State,
+    load_newest_good as load_newest_good,
+    model_items as model_items,
+    open_checkpoint as open_checkpoint,
+    save as save,
+)
+from .data import Batch as Batch, Dataset as Dataset, Loader as Loader, pack_arrays as pack_arrays
+from .errors import HpctrainError as HpctrainError
+from .reduce import Compression as Compression, Updater as Updater
+from .run import Session as Session, load_recipe as load_recipe, start as start
+from .train import Position as Position, Task as Task, TrainingState as TrainingState, resume as resume
+from .version import __version__ as __version__

@@ -1,0 +1,69 @@
+from .engines.engine_choice import choose_engine as choose_engine
+from .engines.engine_name import Engine as Engine, engine_named as engine_named
+from .files.checkpoint_names import (
+    finished_newest_first as finished_newest_first,
+    is_spare as is_spare,
+    partial_files as partial_files,
+    step_of as step_of,
+)
+from .files.io_errors import explained as explained
+from .format.metadata import Metadata as Metadata, StoredTensor as StoredTensor
+from .format.state import (
+    FromRank0 as FromRank0,
+    Replicated as Replicated,
+    Shard as Shard,
+    State as State,
+    model_items as model_items,
+)
+from .format.tensor_difference import Tolerance as Tolerance
+from .loading.check_structure import is_checkpoint as is_checkpoint, read_structure as read_structure
+from .loading.checkpoint import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+from .loading.partial_load import (
+    MODEL_PREFIX as MODEL_PREFIX,
+    Mismatch as Mismatch,
+    PartialLoad as PartialLoad,
+    load_partial as load_partial,
+    load_weights as load_weights,
+)
+from .loading.restore import (
+    Rejected as Rejected,
+    Restored as Restored,
+    load as load,
+    load_newest_good as load_newest_good,
+)
+from .operations.copy import copy_checkpoint as copy_checkpoint
+from .operations.diff import (
+    Difference as Difference,
+    TensorDifference as TensorDifference,
+    compare as compare,
+)
+from .operations.export import (
+    export_safetensors as export_safetensors,
+    export_state_dict as export_state_dict,
+)
+from .operations.import_tensors import (
+    STATE_DICT_SUFFIXES as STATE_DICT_SUFFIXES,
+    import_tensors as import_tensors,
+)
+from .operations.prune import checkpoint_size as checkpoint_size, prune as prune
+from .operations.verify import Verified as Verified, verify as verify
+from .planning.replicas import ReplicaCheck as ReplicaCheck
+from .retention.file_recycling import remove_spares as remove_spares
+from .retention.policy import Best as Best, Retention as Retention
+from .retention.save_interval import FIRST_AFTER_S as FIRST_AFTER_S, Advice as Advice, Costs as Costs
+from .saving.background_thread import BackgroundThread as BackgroundThread
+from .saving.host_snapshot import HostBuffers as HostBuffers
+from .saving.save import SaveResult as SaveResult, Saving as Saving, save as save
+from .saving.save_options import PageCache as PageCache, SaveOptions as SaveOptions
+from .saving.save_requests import SaveRequests as SaveRequests, ask_for_save as ask_for_save
+from .saving.saver import (
+    Begin as Begin,
+    Saved as Saved,
+    SaveMode as SaveMode,
+    Saver as Saver,
+    WhenBusy as WhenBusy,
+    saving_into as saving_into,
+)
+from .tiers.recover import recover as recover
+from .tiers.tiers import Tiers as Tiers
+from .tiers.two_tier_save import TwoTier as TwoTier, saving_through as saving_through

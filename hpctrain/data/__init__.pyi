@@ -1,0 +1,78 @@
+from .format.manifest import (
+    FieldSpec as FieldSpec,
+    Kind as Kind,
+    Manifest as Manifest,
+    ShardEntry as ShardEntry,
+    StoredField as StoredField,
+    TokenWindows as TokenWindows,
+    read_manifest as read_manifest,
+)
+from .hdf5.encode import ChunkCodec as ChunkCodec
+from .indexing.index_files import (
+    IndexPaths as IndexPaths,
+    IndexReading as IndexReading,
+    OldIndex as OldIndex,
+    index_files as index_files,
+)
+from .indexing.request import SampleIs as SampleIs, parse_field_paths as parse_field_paths
+from .indexing.token_files import TokenRequest as TokenRequest
+from .integrity.read_checker import (
+    BlockChecker as BlockChecker,
+    CheckMode as CheckMode,
+    DamagedData as DamagedData,
+    OnDamage as OnDamage,
+    check_while_reading as check_while_reading,
+    make_checker as make_checker,
+)
+from .integrity.verify import (
+    Damage as Damage,
+    find_datasets as find_datasets,
+    merge_damage as merge_damage,
+    verify as verify,
+)
+from .loading.batch import Batch as Batch
+from .loading.device_prefetch import batches_on as batches_on
+from .loading.epoch_iterator import Batches as Batches
+from .loading.loader import PREFETCH_BYTES as PREFETCH_BYTES, Loader as Loader, Samples as Samples
+from .loading.torch_dataset import (
+    TorchIterableDataset as TorchIterableDataset,
+    TorchMapDataset as TorchMapDataset,
+    torch_iterable_dataset as torch_iterable_dataset,
+    torch_map_dataset as torch_map_dataset,
+)
+from .locality.collective_dataset import CollectiveDataset as CollectiveDataset
+from .locality.memory_store import MemoryStore as MemoryStore
+from .locality.staged_dataset import StagedDataset as StagedDataset
+from .order.epoch_order import (
+    ORDER_NAME as ORDER_NAME,
+    EpochOrder as EpochOrder,
+    LastBatch as LastBatch,
+    Order as Order,
+    Span as Span,
+    batch_spans as batch_spans,
+    rank_share as rank_share,
+)
+from .order.order_spec import (
+    Blocks as Blocks,
+    Fixed as Fixed,
+    OrderSpec as OrderSpec,
+    Sequential as Sequential,
+    Shuffled as Shuffled,
+    Stratified as Stratified,
+    Weighted as Weighted,
+    block_samples_for as block_samples_for,
+)
+from .packing.pack import (
+    Existing as Existing,
+    pack_arrays as pack_arrays,
+    pack_iterator as pack_iterator,
+    pack_tokens as pack_tokens,
+)
+from .packing.pack_source import pack_source as pack_source
+from .reading.dataset import Dataset as Dataset, Verify as Verify
+from .reading.read_column import read_column as read_column
+from .sources.images import Colour as Colour, parse_size as parse_size
+from .sources.registry import SourceOptions as SourceOptions
+from .sources.tables import parse_table_fields as parse_table_fields
+from .transforms.transform import TransformContext as TransformContext
+from .transforms.worker_pool import WorkerPool as WorkerPool

@@ -1,0 +1,31 @@
+from .command import (
+    Launcher as Launcher,
+    LaunchPlan as LaunchPlan,
+    plan_launch as plan_launch,
+    read_hosts as read_hosts,
+)
+from .cores import (
+    RankCores as RankCores,
+    core_share as core_share,
+    cpu_share as cpu_share,
+    read_cores as read_cores,
+)
+from .identity import RankIdentity as RankIdentity, cross_check as cross_check, identify as identify
+from .launchers import cure_for as cure_for, find_launcher as find_launcher
+from .machine import Machine as Machine, survey_machine as survey_machine
+from .placement import place_ranks as place_ranks
+from .process import (
+    TERMINAL_VARIABLE as TERMINAL_VARIABLE,
+    LaunchOutcome as LaunchOutcome,
+    resolve_command as resolve_command,
+    run_launch as run_launch,
+    run_plan as run_plan,
+)
+from .yielding import (
+    YIELD_VARIABLE as YIELD_VARIABLE,
+    describe_crowd as describe_crowd,
+    find_library as find_library,
+    in_effect as in_effect,
+    may_starve as may_starve,
+    restart_with_sleep as restart_with_sleep,
+)

@@ -1,0 +1,37 @@
+from .algorithms import (
+    ALGORITHM_NAMES as ALGORITHM_NAMES,
+    AUTO as AUTO,
+    LIBRARY_ALGORITHMS as LIBRARY_ALGORITHMS,
+    NCCL_ALGORITHMS as NCCL_ALGORITHMS,
+    SPARSE_WIRES as SPARSE_WIRES,
+    TWO_LEVELS as TWO_LEVELS,
+    WIRE_NAMES as WIRE_NAMES,
+    Algorithm as Algorithm,
+    Means as Means,
+    check_wire as check_wire,
+    decide as decide,
+    parse_algorithm as parse_algorithm,
+)
+from .autotune.cost_model import Candidate as Candidate
+from .autotune.decision import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
+from .autotune.trial_cache import CALIBRATION_FILE as CALIBRATION_FILE
+from .autotune.trials import ELEMENT_BYTES as ELEMENT_BYTES
+from .autotune.tune import CalibrationFiles as CalibrationFiles, find_choice as find_choice
+from .autotune.tuned_reducer import AutoReducer as AutoReducer
+from .codecs.codec import Codec as Codec
+from .codecs.registry import codec_named as codec_named
+from .collective_reducers.power_sgd import LowRankReducer as LowRankReducer
+from .collective_reducers.top_k import TopKReducer as TopKReducer
+from .contract.bucket_plan import (
+    Bucket as Bucket,
+    GradientSpec as GradientSpec,
+    Slot as Slot,
+    plan_buckets as plan_buckets,
+)
+from .contract.bucket_reducer import BucketReducer as BucketReducer, StateTensor as StateTensor
+from .contract.polling import result_of as result_of, run_to_end as run_to_end
+from .contract.updater import StepOutcome as StepOutcome, Updater as Updater
+from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
+from .data_parallel.loss_scale import LossScale as LossScale
+from .factory import ReducerMaker as ReducerMaker
+from .horovod_compression.compressors import Compression as Compression

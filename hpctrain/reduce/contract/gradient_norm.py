@@ -1,0 +1,50 @@
+"""Squares of gradients: nearly as fast as one look at the memory, and exact enough for a norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from hpctrain.reduce.contract.bucket_plan import Bucket
+
+# Norms are taken of rows of so many elements, and of those in float64: a float32 sum over a whole bucket would
+# lose up to a thousandth, a float64 one takes four times as long.
+ROW_ELEMS = 1024
+
+
+def in_rows(gradients: torch.Tensor) -> list[torch.Tensor]:
+    """Views of shape (rows, elements), none of them empty, that cover `gradients`, shape (n,)."""
+    whole = gradients.numel() - gradients.numel() % ROW_ELEMS
+    return [rows for rows in (gradients[:whole].view(-1, ROW_ELEMS), gradients[None, whole:]) if rows.numel()]
+
+
+def square_of(norms: torch.Tensor) -> float:
+    """Sum of the squares of norms, shape (n,)."""
+    norm = float(torch.linalg.vector_norm(norms, dtype=torch.float64))
+    return norm * norm  # ** would raise where this is infinite
+
+
+@final
+class GradientSquares:
+    """Computes the sum of the squares of the gradients in planned buckets; flags and gaps do not count."""
+
+    def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
+        """buffers: memory of each bucket, shape (bucket.numel,)."""
+        pairs = list(zip(buckets, buffers, strict=True))
+        gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.slots]
+        self._rows = [rows for values in gradients for rows in in_rows(values)]
+
+    def of_share(self, share: int, *, num_shares: int) -> float:
+        """Returns the sum over part `share` of the gradients; the parts add up to the sum over all."""
+        mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
+        mine = [rows for rows in mine if rows.numel()]
+        if not mine:
+            return 0.0
+        square = square_of(torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in mine]))
+        if math.isinf(square):  # perhaps only in float32
+            norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in mine]
+            square = square_of(torch.cat(norms))
+        return square

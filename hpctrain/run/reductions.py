@@ -1,0 +1,115 @@
+"""The reductions of a session: made for it, and their memory freed when it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from hpctrain.comm import (
+    NCCL_VARIABLES,
+    HorovodBuild,
+    World,
+    all_gather_json,
+    make_two_level,
+    nccl_in_effect,
+    why_no_nccl,
+)
+from hpctrain.launch import RankCores, cpu_share, read_cores
+from hpctrain.reduce import AUTO, TWO_LEVELS, Algorithm, BucketReducer, Means, decide, parse_algorithm
+from hpctrain.run.reduction import Reduction, ReductionPlan, make_reduction
+from hpctrain.topology import Topology
+
+# Sums a buffer over all ranks, in place; collective.
+InPlaceSum = Callable[[torch.Tensor], None]
+
+
+@final
+class Reductions:
+    """Makes what sums gradients and other buffers over the ranks of a session."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        topology: Topology,
+        device: torch.device,
+        horovod: HorovodBuild | None,
+        note: Callable[[str], None],
+    ) -> None:
+        """horovod: how Horovod was built, None if it does not run. note: reports a line to the user."""
+        self._world = world
+        self._topology = topology
+        self._device = device
+        self._horovod = horovod
+        self._note = note
+        self._reducers: list[BucketReducer] = []  # in creation order, which is the same on all ranks
+        self._sums: list[World] = []
+
+    def make(self, plan: ReductionPlan, *, gradient_bytes: int) -> Reduction:
+        """Returns the reduction of one updater's buckets. Collective. Its memory is freed by `close`.
+
+        gradient_bytes: size of all gradients of one rank.
+        """
+        made = make_reduction(
+            self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes,
+            overlap=self.overlap(), nccl=self.nccl(plan.algorithm), note=self._note,
+        )  # fmt: skip
+        self._reducers.append(made.reducer)
+        return made
+
+    def overlap(self) -> bool:
+        """Returns True if reductions are faster when they run during backward. Collective.
+
+        That is so where they wait for a network or a device, or have a spare core. On one node whose ranks use every
+        core they would take the cores from backward and add the cost of switching.
+        """
+        everyone = [RankCores.from_json(c) for c in all_gather_json(self._world, read_cores().to_json())]
+        share = cpu_share(everyone, self._world.rank)
+        spare = all(all_gather_json(self._world, share >= torch.get_num_threads() + 1))
+        return spare or self._topology.num_nodes > 1 or self._device.type != "cpu"
+
+    def in_place_sum(self, *, algorithm: str = AUTO) -> InPlaceSum:
+        """Returns a function that sums a buffer of any size over all ranks, in place. Collective.
+
+        It uses the backend's own operations on a separate communicator: `flat`, or `hierarchical-flat`, which is also
+        what `auto` means where there are several ranks a node on several nodes. With the backend `horovod`, Horovod
+        runs from this call until the session is closed.
+        """
+        asked = Algorithm.HIERARCHICAL_FLAT if algorithm == AUTO else parse_algorithm(algorithm)
+        means = Means(backend=self._world.reduction_backend, topology=self._topology, messages=False)
+        two_levels = decide(Algorithm.HIERARCHICAL_FLAT, wire="fp32", means=means).note is None
+        runs = Algorithm.HIERARCHICAL_FLAT if two_levels and asked in TWO_LEVELS else Algorithm.FLAT
+        if algorithm != AUTO and runs is not asked:
+            why = "buffers of any size are reduced by the backend's operations"
+            if asked in TWO_LEVELS and not two_levels:
+                why = self._topology.describe()
+            self._note(f"reduction: {asked.value} was asked for, {runs.value} is used: {why}")
+        if self._world.num_ranks == 1:
+            return lambda buffer: None
+        world = self._world.open_reduction_world()
+        self._sums.append(world)
+        return (
+            world.all_reduce if runs is Algorithm.FLAT else make_two_level(world, self._topology).all_reduce
+        )
+
+    def close(self, *, free: bool) -> None:
+        """Ends the reductions. Collective. free: False keeps the buckets' memory, which a thread may still use."""
+        if free:
+            while self._reducers:
+                self._reducers.pop(0).close()
+        while self._sums:
+            self._sums.pop().close()
+
+    def nccl(self, asked: str) -> Algorithm | None:
+        """Returns which of Horovod's own two-level sums runs in this process; notes it where it was not asked for."""
+        device_type = self._device.type
+        found = nccl_in_effect(self._horovod, topology=self._topology, device_type=device_type)
+        if asked in NCCL_VARIABLES:
+            why = why_no_nccl(asked, build=self._horovod, topology=self._topology, device_type=device_type)
+            if why is not None:
+                self._note(f"reduction: {asked}: {why}")
+        elif found is not None:
+            self._note(f"reduction: Horovod's all-reduce runs {found}, as {NCCL_VARIABLES[found]} asks")
+        return Algorithm(found) if found is not None else None

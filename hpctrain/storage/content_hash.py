@@ -1,0 +1,18 @@
+"""The content hash of datasets and checkpoints: xxh3_64, as 16 hex digits.
+
+It finds rot and torn writes; it does not protect against forgery.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+HASH_NAME = "xxh3_64"
+HASH_DIGITS = 16
+
+
+def hash_of(data: Any) -> str:
+    """Returns the hash of a bytes-like object. At 31 GB/s on one core it takes a fraction of the time of writing."""
+    return str(xxhash.xxh3_64_hexdigest(data))

@@ -1,0 +1,56 @@
+"""Complete reads and writes at a file offset, and files that are replaced as a whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def write_fully(fd: int, data: memoryview, *, offset: int) -> None:
+    """Calls pwrite until all of `data`, a view of bytes, is written. Python itself retries after EINTR.
+
+    Raises OSError, also if the filesystem writes 0 bytes without an error.
+    """
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "the filesystem wrote 0 bytes")
+        data, offset = data[written:], offset + written
+
+
+def read_up_to(fd: int, buffer: memoryview, *, offset: int) -> int:
+    """Calls pread until `buffer`, a writable view of bytes, is full or the file ends. Returns the bytes read.
+
+    Raises OSError.
+    """
+    total = 0
+    while total < buffer.nbytes:
+        count = os.preadv(fd, [buffer[total:]], offset + total)
+        if count == 0:
+            break
+        total += count
+    return total
+
+
+def sync_directory(directory: Path) -> None:
+    """Flushes a directory (fsync), after which a rename in it is on disk. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: Path, content: bytes, *, partial: Path, durable: bool = False) -> None:
+    """Writes a file that readers see whole or not at all: under the name `partial`, then renamed. Raises OSError.
+
+    partial: a name in the same directory that no other process uses. durable: flush to disk before the rename; the
+    rename itself is on disk after `sync_directory`.
+    """
+    with partial.open("wb") as file:
+        file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(partial, path)

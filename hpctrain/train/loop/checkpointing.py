@@ -1,0 +1,181 @@
+"""Decides when the training state is saved, saves it, and records and prints what it cost."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import final
+
+from hpctrain.checkpoint import (
+    Advice,
+    Begin,
+    Costs,
+    Saved,
+    Saver,
+    SaveRequests,
+    State,
+    remove_spares,
+    saving_into,
+)
+from hpctrain.comm import Collective
+from hpctrain.errors import StoppedEarly
+from hpctrain.telemetry import RecordWriter, StepClock
+from hpctrain.train.loop.settings import CheckpointPolicy
+
+
+def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
+    """Returns `state` with the newest evaluation in its document, from which the best checkpoint is determined.
+
+    NaN and infinities are left out, since JSON does not have them; such a checkpoint is not the best.
+    """
+    finite = {name: value for name, value in quality.items() if math.isfinite(value)}
+    if not finite:
+        return state
+    return replace(state, document={**state.document, "quality": finite, "quality_step": step})
+
+
+@final
+class Checkpointing:
+    """A run's checkpoints. The ranks agree through the sums of a step: `votes` are summed, `after_step` reads the sums.
+
+    A context manager: a save in flight is committed on exit, also after an error that all ranks share.
+    say: prints a line for the user, on rank 0. clock: receives the time for which training is blocked.
+    saved_step: step whose state is already on disk. begin: starts a save; None to save into the policy's directory.
+    """
+
+    def __init__(
+        self,
+        policy: CheckpointPolicy,
+        *,
+        comm: Collective,
+        records: RecordWriter,
+        say: Callable[[str], None],
+        clock: StepClock,
+        requests: SaveRequests,
+        saved_step: int | None = None,
+        begin: Begin | None = None,
+    ) -> None:
+        self._policy = policy
+        self._comm = comm
+        self._records = records
+        self._say = say
+        self._clock = clock
+        self._requests = requests
+        self._saved_step = saved_step
+        self._last_save_s = time.monotonic()
+        self._costs = Costs()
+        self._told: set[str] = set()  # notes that have been printed; each is printed once
+        self.num_committed = 0
+        self._saver = Saver(
+            begin or saving_into(policy.directory, comm=comm, options=policy.options),
+            comm=comm,
+            mode=policy.mode,
+            when_busy=policy.when_busy,
+            on_saved=self._tell,
+        )
+
+    # ------------------------------------------------------------------ in the loop
+
+    def votes(self) -> dict[str, float]:
+        """This rank's contributions to the sums of a step. Not collective; the same names on every rank."""
+        by_time = (
+            self._comm.rank == 0
+            and not self._saver.would_skip
+            and self._policy.due_by_time(time.monotonic() - self._last_save_s, advice=self._advice())
+        )
+        votes = {"save": float(by_time), "save_asked": float(self._requests.asked())}
+        if self._saver.in_flight_step is not None:
+            votes["saved"] = float(self._saver.ready())
+        return votes
+
+    def after_step(self, step: int, sums: Mapping[str, float]) -> bool:
+        """Advances the save in flight. Returns True if a checkpoint is due after `step`. Collective.
+
+        sums: the summed votes. Errors of the background save are raised on every rank.
+        """
+        if sums.get("saved", 0.0) == self._comm.num_ranks:
+            with self._clock.span("checkpoint"):
+                self._saver.advance()
+        if sums["save_asked"] > 0:
+            self._requests.taken()
+            return True
+        if not self._policy.due_by_step(step):
+            return sums["save"] > 0
+        if self._saver.would_skip:
+            self._records.write({
+                "kind": "checkpoint_skipped", "time": time.time(), "step": step,
+                "in_flight": self._saver.in_flight_step,
+            })  # fmt: skip
+            return False
+        return True
+
+    def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
+        """Saves the state that `capture` returns, or starts saving it; first waits for a save in flight. Collective.
+
+        Does nothing if the state of this step is already saved or in flight, unless `again`.
+        """
+        if self._saved_step == step and not again:
+            return
+        with self._clock.span("checkpoint"):
+            if self._saver.would_skip:
+                self._saver.finish()  # this save was requested, or is the last: it is not skipped
+            self._saver.save(capture(), step=step)
+        self._saved_step = step
+        self._last_save_s = time.monotonic()
+
+    def finish(self) -> None:
+        """Waits until no save is in flight. Collective."""
+        with self._clock.span("checkpoint"):
+            self._saver.finish()
+
+    def __enter__(self) -> Checkpointing:
+        self._last_save_s = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._saver.__exit__(kind, error, where)
+        if (
+            self._policy.options.recycle
+            and self._comm.rank == 0
+            and (error is None or isinstance(error, StoppedEarly))
+        ):
+            remove_spares(self._policy.directory)
+
+    # ------------------------------------------------------------------ when one is committed
+
+    def _advice(self) -> Advice | None:
+        if self._policy.failures_per_day is None:
+            return None
+        return self._costs.advice(failures_per_day=self._policy.failures_per_day)
+
+    def _tell(self, saved: Saved) -> None:
+        result = saved.result
+        self.num_committed += 1
+        self._costs.add(stall_s=saved.stall_s, write_s=saved.write_s)
+        advice = self._advice()
+        if self.num_committed == 1:
+            note = f" ({result.note})" if result.note else ""
+            self._say(f"checkpoints: {result.engine.value}{note}, in {self._policy.directory}")
+            if advice is not None:
+                self._say(f"checkpoints: {advice.describe()}")
+        news = [note for note in result.note.split("; ") if _but_for_numbers(note) not in self._told]
+        self._told |= {_but_for_numbers(note) for note in news}
+        if news and self.num_committed > 1:
+            self._say(f"checkpoint of step {saved.step}: {'; '.join(news)}")
+        self._records.write({
+            "kind": "checkpoint", "time": time.time(), "step": saved.step, "path": str(result.path),
+            "bytes": result.bytes, "mode": self._policy.mode.value, "stall_seconds": saved.stall_s,
+            "write_seconds": saved.write_s, "mb_per_s": saved.mb_per_s, "buffer_bytes": self._saver.buffer_bytes,
+            "engine": result.engine, "note": result.note,
+            **({"advised_interval_s": advice.interval_s} if advice is not None else {}),
+        })  # fmt: skip
+
+
+def _but_for_numbers(note: str) -> str:
+    return re.sub(r"\d+", "", note)

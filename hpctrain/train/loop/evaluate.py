@@ -1,0 +1,50 @@
+"""Metrics over a held-out dataset, exact for any number of ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from hpctrain.comm import Collective, all_gather_json
+from hpctrain.data import Loader
+from hpctrain.errors import DataError
+from hpctrain.train.loop.agreed_batches import agreed_batches
+from hpctrain.train.state.seeds import capture_generators, restore_generators
+from hpctrain.train.task.task_runner import TaskRunner
+
+
+def evaluate(
+    runner: TaskRunner, loader: Loader, *, comm: Collective, max_samples: int | None = None
+) -> dict[str, float]:
+    """Returns the means of the task's metrics over the samples of `loader`, each used once. Collective.
+
+    max_samples: use only the first batches that together have this many samples; the same on every rank.
+    Damaged samples that the loader leaves out are not in the means.
+    Sums are added in rank order in float64, so the result is the same on every rank.
+    Raises DataError on every rank if there are no samples.
+    """
+    # Metrics may draw random numbers; training must not depend on whether there was an evaluation.
+    model = runner.model
+    generators = capture_generators(runner.device)
+    sums: dict[str, float] = {}
+    num_samples = 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), loader.epoch(0) as batches:
+        for batch in batches if loader.checker is None else agreed_batches(batches, comm=comm):
+            if batch.num_samples > 0:
+                for name, mean in runner.metrics(batch).items():
+                    sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
+                num_samples += batch.num_samples
+            if max_samples is not None and batch.stop >= max_samples:
+                break
+    model.train(was_training)
+    restore_generators(generators, device=runner.device, otherwise=0)
+    totals: dict[str, float] = {}
+    seen = 0
+    for theirs in all_gather_json(comm, {"sums": sums, "num_samples": num_samples}):
+        seen += theirs["num_samples"]
+        for name, value in theirs["sums"].items():
+            totals[name] = totals.get(name, 0.0) + value
+    if seen == 0:
+        raise DataError("the held-out dataset has no samples to evaluate on", agreed=True)
+    return {name: value / seen for name, value in totals.items()}

@@ -1,0 +1,72 @@
+"""Settings and results of the training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.checkpoint import FIRST_AFTER_S, Advice, Retention, SaveMode, SaveOptions, WhenBusy
+from hpctrain.train.state.training_state import Position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointPolicy:
+    """When and where state is saved. It is also saved at the end and when the run is asked to stop.
+
+    failures_per_day: of the whole job; if given, the save interval that loses the least time is printed.
+    by_advice: save at that interval, computed from measured costs; needs failures_per_day.
+    """
+
+    directory: Path
+    every_steps: int | None = None
+    every_minutes: float | None = None
+    by_advice: bool = False
+    failures_per_day: float | None = None
+    mode: SaveMode = SaveMode.SYNC
+    when_busy: WhenBusy = WhenBusy.WAIT
+    options: SaveOptions = field(default_factory=SaveOptions)
+
+    def due_by_step(self, step: int) -> bool:
+        """True after every `every_steps`-th step."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def due_by_time(self, seconds_since_last: float, *, advice: Advice | None = None) -> bool:
+        """True if a save is due by time. advice: computed from the cost of the checkpoints so far; None if unknown."""
+        due = self.every_minutes is not None and seconds_since_last >= 60 * self.every_minutes
+        if self.by_advice:
+            due |= seconds_since_last >= (advice.interval_s if advice is not None else FIRST_AFTER_S)
+        return due
+
+    @property
+    def keeps_best(self) -> bool:
+        return isinstance(self.options.keep, Retention) and self.options.keep.best is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings:
+    """Settings of the training loop."""
+
+    total_steps: int
+    micro_batches: int
+    checkpoint: CheckpointPolicy
+    metrics_every_steps: int
+    evaluate_every_steps: int | None
+    evaluation_samples: int | None = None  # None: all of them
+    progress_every_s: float
+    on_terminal: bool = False  # the user sees rank 0's output on a terminal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """What the loop did on this rank, from its start or the checkpoint that it resumed from to its end."""
+
+    position: Position
+    last_loss: float
+    quality: dict[str, float]
+    seconds: dict[str, float]
+    steps: int  # done by this loop; `position.step` counts from the beginning of the run
+    samples: int  # over all ranks, by this loop
+    skipped_steps: int
+    skipped_samples: int  # damaged ones, over all ranks, by this loop
+    checkpoints: int
+    resumed_from: str | None

@@ -1,0 +1,295 @@
+"""The state of a run: captured for a checkpoint, and restored from one on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint import Checkpoint, Replicated, Shard, State, model_items
+from hpctrain.comm import Collective, raise_together
+from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
+from hpctrain.errors import CheckpointError
+from hpctrain.reduce import StateTensor, Updater
+from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Progress of the run: `step` optimizer steps done, `start` samples of `epoch` used (over all ranks)."""
+
+    step: int = 0
+    epoch: int = 0
+    start: int = 0
+    samples: int = 0  # over all epochs and ranks
+
+    def after(self, batch: Batch) -> Position:
+        """Returns the position after a step on `batch`, this rank's part of a global batch."""
+        return Position(
+            step=self.step + 1,
+            epoch=batch.epoch,
+            start=batch.stop,
+            samples=self.samples + batch.global_samples,
+        )
+
+    def next_epoch(self) -> Position:
+        """Returns the same position, at the beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, start=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What must be saved so that a resumed run gives the same bits as one that never stopped.
+
+    The learning rate is a function of the step, which is in the position. Random generators are per rank: on
+    the same number of ranks their state is restored exactly; on another number each rank is seeded from the
+    run's seed, the step and its rank, since there is no state for it. Only rank 0's model buffers (running
+    statistics) are saved and restored: if forward in training reads buffers that differ between ranks, the
+    resumed run is not bit-identical.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    updater: Updater
+    seed: int
+
+    def capture(
+        self,
+        position: Position,
+        *,
+        comm: Collective,
+        identity: Mapping[str, Any],
+        parent: Mapping[str, Any] | None = None,
+    ) -> State:
+        """The state as named global tensors and a JSON document. Not collective.
+
+        identity: the data and their order, compared on restore. parent: step and id of the checkpoint that the run
+        resumed from.
+        """
+        items = model_items(self.model, prefix="model/")
+        scalars: dict[str, Any] = {}
+        for path, value in self._optimizer_state():
+            if isinstance(value, torch.Tensor):
+                items.append(Replicated(name=f"optimizer/{path}", tensor=value.detach()))
+            else:
+                scalars[path] = value
+        for name, row in capture_generators(self._device()).items():
+            shape = (comm.num_ranks, row.numel())
+            items.append(
+                Shard(name=f"generators/{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0))
+            )
+        items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
+        document = {
+            "position": asdict(position),
+            "optimizer": {
+                "class": type(self.optimizer).__name__,
+                "groups": self._group_options(),
+                "scalars": scalars,
+            },
+            "updater": self.updater.state(),
+            "num_ranks": comm.num_ranks,
+            "seed": self.seed,
+            "identity": dict(identity),
+        }
+        return State(items=items, document=document, parent=parent)
+
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        comm: Collective,
+        identity: Mapping[str, Any],
+    ) -> Position:
+        """Restores the state and returns the position. Collective. Changes nothing unless all of it fits on all ranks.
+
+        tensors: every tensor of the checkpoint, by name. Raises CheckpointError on every rank if the
+        checkpoint is of another model, optimizer or dataset.
+        """
+        document = checkpoint.document
+        error: CheckpointError | None = None
+        try:
+            self._check_identity(document, identity, where=str(checkpoint.path))
+            self._check_model(tensors, where=str(checkpoint.path))
+            optimizer_state = self._optimizer_state_dict(document, tensors)
+            position = _position_in(document)
+            saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
+            updater_state["loss_scale"]  # without it nothing is changed either
+        except CheckpointError as found:
+            error = found
+        except (KeyError, TypeError, ValueError) as found:
+            error = CheckpointError(
+                f"{checkpoint.path} lacks training state: {type(found).__name__}: {found}"
+            )
+        raise_together(comm, error)
+        self.model.load_state_dict(_under("model/", tensors))
+        self.optimizer.load_state_dict(optimizer_state)
+        self.updater.load_state(updater_state, _under("updater/", tensors))
+        if saved_ranks == comm.num_ranks:
+            # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
+            rows = {name: t[comm.rank].clone() for name, t in _under("generators/", tensors).items()}
+            otherwise = derive_seed(self.seed, "resume", position.step, comm.rank)
+            restore_generators(rows, device=self._device(), otherwise=otherwise)
+        else:
+            seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
+        return position
+
+    # ------------------------------------------------------------------ details
+
+    def _device(self) -> torch.device:
+        """The device of the model's parameters."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Any]]:
+        """(path, leaf) for every leaf of the optimizer's state: `parameter name::key[::key]`."""
+        names = self._names()
+        for parameter, state in self.optimizer.state.items():
+            yield from _leaves(names[id(parameter)], state)
+
+    def _group_options(self) -> list[dict[str, Any]]:
+        names = self._names()
+        groups = []
+        for group in self.optimizer.param_groups:
+            options = {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
+        return groups
+
+    def _optimizer_state_dict(
+        self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Returns the state in the layout of `Optimizer.load_state_dict`: parameters by number.
+
+        Options are this run's, so that a changed recipe takes effect, except the learning rate, which torch's
+        schedulers read from the optimizer, and what an optimizer adds to a group while it steps. Raises
+        CheckpointError.
+        """
+        saved_class = document["optimizer"]["class"]
+        if saved_class != type(self.optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {saved_class}, this run's optimizer is "
+                f"{type(self.optimizer).__name__}: resume with the same one, or start from scratch with --resume never"
+            )
+        saved_groups = document["optimizer"]["groups"]
+        mine = self._group_options()
+        if [g["parameters"] for g in saved_groups] != [g["parameters"] for g in mine]:
+            raise CheckpointError(
+                "the checkpoint's optimizer has other parameter groups: "
+                f"{_sizes(saved_groups)} there, {_sizes(mine)} here"
+            )
+        number = {name: i for i, name in enumerate(n for g in mine for n in g["parameters"])}
+        state: dict[int, dict[str, Any]] = {}
+        for path, value in {**_under("optimizer/", tensors), **document["optimizer"]["scalars"]}.items():
+            name, *keys = path.split(SEPARATOR)
+            place = state.setdefault(number[name], {})
+            for key in keys[:-1]:
+                place = place.setdefault(key, {})
+            place[keys[-1]] = value
+        groups, first = [], 0
+        for group, saved in zip(mine, saved_groups, strict=True):
+            last = first + len(group["parameters"])
+            kept = {
+                key: value
+                for key, value in saved["options"].items()
+                if key in ("lr", "initial_lr") or key not in (*group["options"], *self.optimizer.defaults)
+            }
+            groups.append({**group["options"], **kept, "params": list(range(first, last))})
+            first = last
+        return {"state": state, "param_groups": groups}
+
+    def _check_model(self, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
+        saved = _under("model/", tensors)
+        mine = self.model.state_dict()
+        faults = [f"{name} is missing there" for name in mine if name not in saved]
+        faults += [f"{name} is unknown here" for name in saved if name not in mine]
+        faults += [
+            f"{name} is {_kind(saved[name])} there, {_kind(mine[name])} here"
+            for name in mine
+            if name in saved and _kind(saved[name]) != _kind(mine[name])
+        ]
+        if faults:
+            shown = "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
+            raise CheckpointError(
+                f"{where} is a checkpoint of another model: {shown}. Resume with the model it was made from, "
+                "or start from scratch with --resume never"
+            )
+
+    def _check_identity(
+        self, document: Mapping[str, Any], identity: Mapping[str, Any], *, where: str
+    ) -> None:
+        saved = {**document["identity"], "seed": document["seed"]}
+        mine = {**identity, "seed": self.seed}
+        faults = [
+            f"{k} is {saved.get(k)!r} there, {mine.get(k)!r} here"
+            for k in sorted(mine)
+            if saved.get(k) != mine[k]
+        ]
+        if faults:
+            raise CheckpointError(
+                f"{where}: its position in the data is not valid in this run: {'; '.join(faults)}. Resume with the "
+                "same data, order and seed, or start from scratch with --resume never"
+            )
+
+
+def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
+    """Returns what a position in the data belongs to; a checkpoint stores it, and `TrainingState.restore` compares it.
+
+    fingerprint: of the dataset's content; None for samples that have no manifest: then their number is compared.
+    """
+    # The two simple orders have the names that they had before there were others.
+    plain = isinstance(loader.order, Sequential)
+    return {
+        **({"dataset": fingerprint} if fingerprint is not None else {"samples": loader.dataset.num_samples}),
+        "order": ORDER_NAME if plain else loader.order.name,
+        "shuffle": not plain,
+        "last_batch": loader.last_batch.value,
+    }
+
+
+SEPARATOR = "::"
+
+
+def _position_in(document: Mapping[str, Any]) -> Position:
+    """Reads the position. Raises KeyError, TypeError or ValueError unless it is four integers of at least 0."""
+    found = {field.name: document["position"][field.name] for field in fields(Position)}
+    wrong = {name: n for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
+    if wrong:
+        raise ValueError(f"its position is {wrong!r:.100}")
+    return Position(**found)
+
+
+def _saved(held: StateTensor) -> Replicated | Shard:
+    """Converts a reducer's tensor for the checkpoint: replicated if a rank holds all of it, else a shard."""
+    name = f"updater/{held.name}"
+    if tuple(held.tensor.shape) == held.global_shape:
+        return Replicated(name=name, tensor=held.tensor)
+    return Shard(name=name, tensor=held.tensor, global_shape=held.global_shape, offset=held.offset)
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{path}{SEPARATOR}{key}", item)
+    else:
+        yield path, value
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _sizes(groups: list[dict[str, Any]]) -> str:
+    return " + ".join(str(len(g["parameters"])) for g in groups) + " parameters"

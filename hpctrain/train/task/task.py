@@ -1,0 +1,68 @@
+"""The interface of the user's task class, which the recipe names, and importing it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hpctrain.errors import RecipeError
+from hpctrain.train.task.named_object import check_call, import_named
+
+Fields = Mapping[str, torch.Tensor]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A model, its loss and its metrics. The methods do not communicate and do not depend on the rank.
+
+    `fields` maps the dataset's field names to tensors of shape (num_samples, *sample shape), on the run's
+    device; num_samples is this rank's share and at least 1. Floating-point fields have the model's dtype
+    (`run.precision`), integer and bool fields their stored dtype.
+    """
+
+    def build_model(self) -> torch.nn.Module:
+        """Returns a new model on the CPU. Called once; the random generators have the same seed on every rank."""
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+        """Returns the mean loss over the samples, shape (). The run weights it by the number of samples.
+
+        If the method has a parameter `valid`, bool of shape (num_samples,), a padded batch (data.last_batch = "pad")
+        is passed completely, and the mean must be over the valid samples. Without this parameter only the valid
+        samples are passed.
+        """
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
+        """Returns means over the samples by name, for evaluation; the same names in each call. Called under no_grad."""
+
+
+def takes_valid(task: Task) -> bool:
+    """True if the task's `loss` has the parameter `valid` for padded batches."""
+    try:
+        return "valid" in inspect.signature(task.loss).parameters
+    except (TypeError, ValueError):  # callables written in C have no signature
+        return False
+
+
+def import_task(target: str, *, options: Mapping[str, Any], search: Sequence[Path] = ()) -> Task:
+    """Imports `module:Class` and returns what it makes of `options`.
+
+    search: folders that are searched along with the installed packages (the recipe's, the working directory).
+    Raises RecipeError, which says what was missing.
+    """
+    found = import_named(target, key="task.target", search=search)
+    if not callable(found):
+        raise RecipeError(
+            f"task.target = {target} is {type(found).__name__}, not a class or a function that makes a task"
+        )
+    check_call(found, target=target, options_key="task.options", options=options)
+    task = found(**options)
+    absent = [name for name in ("build_model", "loss", "metrics") if not callable(getattr(task, name, None))]
+    if absent:
+        raise RecipeError(
+            f"task.target = {target} has no method {', '.join(absent)}: see hpctrain.train.Task"
+        )
+    return task

@@ -1,0 +1,118 @@
+"""What `make site` adds to the pages in `docs/`: the README as the home page, the API reference, the decisions.
+
+Hooks of mkdocs, see `mkdocs.yml`. Files outside `docs/` that the pages link to come into the site as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Packages of commands: their functions are reached through `hpctrain` on the command line.
+WITHOUT_API = {"cli"}
+_LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
+
+
+def public_names(package: str) -> list[str]:
+    """Returns the names in the stub `__init__.pyi` of a package; "" is `hpctrain` itself."""
+    stub = ast.parse((REPOSITORY / "hpctrain" / package / "__init__.pyi").read_text())
+    return sorted(
+        alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    )
+
+
+def packages_with_api() -> list[str]:
+    found = sorted(path.parent.name for path in (REPOSITORY / "hpctrain").glob("*/__init__.pyi"))
+    return ["", *(package for package in found if package not in WITHOUT_API)]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    reference: list[dict[str, Any]] = next(
+        entry["Reference"] for entry in config.nav or [] if "Reference" in entry
+    )
+    development: list[dict[str, Any]] = next(
+        entry["Development"] for entry in config.nav or [] if "Development" in entry
+    )
+    for entry in reference:
+        if "API" in entry:
+            entry["API"] = [
+                {_dotted(package): f"reference/{package or 'hpctrain'}.md"} for package in packages_with_api()
+            ]
+    for entry in development:
+        if "Decisions" in entry:
+            decisions = sorted(path.name for path in (REPOSITORY / "docs" / "adr").glob("0*.md"))
+            entry["Decisions"] = ["adr/README.md", *(f"adr/{name}" for name in decisions)]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    files.append(File.generated(config, "index.md", content=_home()))
+    for package in packages_with_api():
+        files.append(
+            File.generated(config, f"reference/{package or 'hpctrain'}.md", content=_reference(package))
+        )
+    for path in sorted({target for file in files.documentation_pages() for target in _outside(file)}):
+        if not path.endswith(".md"):
+            there = str(REPOSITORY / path)
+            files.append(File.generated(config, f"repository/{path}", abs_src_path=there))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Links to files outside `docs/` lead to their copies; pages there, and folders, are named without a link."""
+    here = PurePosixPath(page.file.src_uri).parent
+
+    def rewritten(match: re.Match[str]) -> str:
+        path = _outside_path(match[2], here=here)
+        if path is None or path.endswith(".md") or (REPOSITORY / path).is_dir():
+            return match[0] if path is None else f"]({'../' * len(here.parts)}index.md)"
+        return f"]({'../' * len(here.parts)}repository/{path})"
+
+    return _LINK.sub(rewritten, markdown)
+
+
+def _home() -> str:
+    """The README, with its links as seen from within `docs/`."""
+
+    def from_docs(match: re.Match[str]) -> str:
+        path = match[2]
+        if "://" in path:
+            return match[0]
+        return (
+            f"{match[1]}{path.removeprefix('docs/') if path.startswith('docs/') else f'../{path}'}{match[3]}"
+        )
+
+    text = (REPOSITORY / "README.md").read_text()
+    return _LINK.sub(from_docs, text)
+
+
+def _reference(package: str) -> str:
+    module = _dotted(package)
+    entries = "\n\n".join(f"::: {module}.{name}" for name in public_names(package))
+    doc = ast.get_docstring(ast.parse((REPOSITORY / "hpctrain" / package / "__init__.py").read_text()))
+    return f"# {module}\n\n{doc}\n\n{entries}\n"
+
+
+def _dotted(package: str) -> str:
+    return f"hpctrain.{package}" if package else "hpctrain"
+
+
+def _outside(file: File) -> set[str]:
+    here = PurePosixPath(file.src_uri).parent
+    found = {_outside_path(match[2], here=here) for match in _LINK.finditer(file.content_string)}
+    return {path for path in found if path is not None and (REPOSITORY / path).is_file()}
+
+
+def _outside_path(link: str, *, here: PurePosixPath) -> str | None:
+    """Returns the path in the repository that `link` leads to, None if it is in `docs/` or no path."""
+    if "://" in link or link.startswith(("mailto:", "/")):
+        return None
+    path = (REPOSITORY / "docs" / here / link).resolve()
+    inside = path.is_relative_to(REPOSITORY / "docs")
+    return None if inside or not path.is_relative_to(REPOSITORY) else str(path.relative_to(REPOSITORY))
