@@ -22,7 +22,7 @@ SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 HOROVOD_VERSION=0.28.1
 H5PY_VERSION=3.16.0
 HDF5PLUGIN_VERSION=7.1.0
-RECIPE=2            # raise it when the way the wheels are built changes: old cached ones are then not used
+RECIPE=3            # raise it when the way the wheels are built changes: old cached ones are then not used
 
 say()  { if [[ -t 1 ]]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }

@@ -197,14 +197,19 @@ build_horovod() {
   cd "horovod-$HOROVOD_VERSION"
   # Published in 2023 with C++14 and CUDA C++11; the headers of torch since 2.1 need C++17.
   sed -i -E 's/(CMAKE_CXX_STANDARD|CMAKE_CUDA_STANDARD) 1[147]/\1 17/' CMakeLists.txt horovod/*/CMakeLists.txt horovod/common/ops/cuda/CMakeLists.txt
-  HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
+  # Without debug information: a third less to do for the compiler, and a wheel of 1 MB instead of 20.
+  sed -i 's/REPLACE "-O2" "-O3"/REPLACE "-O2 -g" "-O3"/' CMakeLists.txt
+  # Without Gloo, Horovod's controller where there is no MPI: hpctrain never uses it, and it is long to compile.
+  HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
     MAKEFLAGS=-j$JOBS pip wheel --no-deps --no-build-isolation -w "$1" .
 }
 
 build_h5py() {
   use_tools
   # Without build isolation: with it, mpi4py would be compiled from source once more, 20 GB and ten minutes.
-  HDF5_MPI=ON CC=mpicc HDF5_DIR=$hdf5_prefix \
+  # Setuptools compiles one module at a time unless told otherwise; debug information takes longer than the code.
+  printf '[build_ext]\nparallel = %s\n' "$JOBS" > build.cfg
+  HDF5_MPI=ON CC=mpicc CFLAGS="-g0 ${CFLAGS:-}" DIST_EXTRA_CONFIG=$PWD/build.cfg HDF5_DIR=$hdf5_prefix \
     pip wheel --no-deps --no-build-isolation --no-cache-dir --no-binary h5py -w "$1" "h5py==$H5PY_VERSION"
 }
 
