@@ -26,6 +26,7 @@ from .loading.partial_load import (
     load_weights as load_weights,
 )
 from .loading.restore import (
+    Regions as Regions,
     Rejected as Rejected,
     Restored as Restored,
     load as load,

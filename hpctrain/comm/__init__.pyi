@@ -21,6 +21,7 @@ from .collectives.agreement import (
     check_same as check_same,
     check_same_buffer as check_same_buffer,
     describe_ranks as describe_ranks,
+    is_true_everywhere as is_true_everywhere,
     on_rank_0 as on_rank_0,
     raise_together as raise_together,
 )

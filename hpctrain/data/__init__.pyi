@@ -70,6 +70,7 @@ from .packing.pack import (
 )
 from .packing.pack_source import pack_source as pack_source
 from .reading.dataset import Dataset as Dataset, Verify as Verify
+from .reading.open_together import open_together as open_together
 from .reading.read_column import read_column as read_column
 from .sources.images import Colour as Colour, parse_size as parse_size
 from .sources.registry import SourceOptions as SourceOptions

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from hpctrain.comm import Transport, World, all_gather_json, make_two_level
+from hpctrain.comm import Transport, World, is_true_everywhere, make_two_level
 from hpctrain.errors import CommunicationError
 from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, candidates, check_wire, decide
 from hpctrain.reduce.codecs.registry import codec_named
@@ -137,4 +137,4 @@ def _room(world: World, topology: Topology, *, gradient_bytes: int) -> bool:
     most = max(len(ranks) for ranks in topology.ranks_by_node)
     num_sharers = topology.num_ranks if topology.emulated else most
     needed = gradient_bytes * num_sharers
-    return all(all_gather_json(world, free * _SHARED_SHARE >= needed))
+    return is_true_everywhere(world, free * _SHARED_SHARE >= needed)

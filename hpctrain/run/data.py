@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hpctrain.comm import check_same
 from hpctrain.data import (
     Blocks,
     CollectiveDataset,
@@ -61,23 +59,9 @@ def open_data(section: DataSection, *, session: Session) -> RunData:
     return RunData(dataset=dataset, samples=samples, held_out=held_out)
 
 
-def open_same_dataset(directory: str, *, session: Session, **options: Any) -> Dataset:
-    """Opens a dataset. Collective. Raises DataError on every rank if the ranks find different content.
-
-    options: keyword arguments of `Dataset.open`.
-    """
-    dataset = session.open_dataset(directory, **options)
-    check_same(
-        session.world, name=f"the content of {directory}", value=dataset.manifest.fingerprint, error=DataError
-    )
-    return dataset
-
-
 def _staged(section: DataSection, dataset: Dataset, *, session: Session) -> StagedDataset:
     def reopen(folder: Path) -> Dataset:
-        copies = Dataset.open(
-            folder, verify=Verify.NOTHING, io=section.io, cache_bytes=dataset.asked_cache_bytes
-        )
+        copies = Dataset.open(folder, verify=Verify.OFF, io=section.io, cache_bytes=dataset.asked_cache_bytes)
         copies.checker = make_checker(folder, copies.manifest, mode=section.check)
         return copies
 
@@ -90,9 +74,9 @@ def _staged(section: DataSection, dataset: Dataset, *, session: Session) -> Stag
 
 
 def _open_checked(directory: str, section: DataSection, *, session: Session) -> Dataset:
-    dataset = open_same_dataset(
+    dataset = session.open_dataset(
         directory,
-        session=session,
+        verify=section.check_files,
         io="auto" if section.io == "collective" else section.io,
         cache_bytes=None if section.cache_mb is None else int(section.cache_mb * 1e6),
     )

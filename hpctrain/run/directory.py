@@ -11,10 +11,13 @@ from hpctrain.comm import VISIBLE_WITHIN_S, Collective, agreed, is_seen, on_rank
 from hpctrain.errors import LaunchError
 
 
-def prepare_run_directory(directory: Path, *, comm: Collective) -> None:
-    """Makes `directory` and checks that every rank sees it and can write there. Collective. Raises LaunchError."""
+def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) -> None:
+    """Makes `directory` and checks that it can be seen and written to. Collective. Raises LaunchError on every rank.
+
+    checks: this rank checks; one rank of each node suffices.
+    """
     token = on_rank_0(comm, lambda: _create(directory))
-    agreed(comm, lambda: _check(directory, token, rank=comm.rank))
+    agreed(comm, lambda: _check(directory, token, rank=comm.rank) if checks else None)
     comm.barrier()
     if comm.rank == 0:
         (directory / token).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from hpctrain.comm import (
     HorovodBuild,
     World,
     all_gather_json,
+    is_true_everywhere,
     make_two_level,
     nccl_in_effect,
     why_no_nccl,
@@ -67,7 +68,7 @@ class Reductions:
         """
         everyone = [RankCores.from_json(c) for c in all_gather_json(self._world, read_cores().to_json())]
         share = cpu_share(everyone, self._world.rank)
-        spare = all(all_gather_json(self._world, share >= torch.get_num_threads() + 1))
+        spare = is_true_everywhere(self._world, share >= torch.get_num_threads() + 1)
         return spare or self._topology.num_nodes > 1 or self._device.type != "cpu"
 
     def in_place_sum(self, *, algorithm: str = AUTO) -> InPlaceSum:

@@ -25,10 +25,11 @@ from hpctrain.comm import (
     all_gather_json,
     all_reduce_values,
     broadcast_tensors,
+    is_true_everywhere,
     open_world,
 )
-from hpctrain.data import Dataset, Loader, Samples
-from hpctrain.errors import DataError, HpctrainError, TopologyError, UsageError
+from hpctrain.data import Dataset, Loader, Samples, open_together
+from hpctrain.errors import HpctrainError, TopologyError, UsageError
 from hpctrain.launch import (
     RankCores,
     RankIdentity,
@@ -199,9 +200,14 @@ class Session:
     def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
         """Open a dataset on every rank, or raise the same DataError on all. Collective.
 
-        options: of `hpctrain.data.Dataset.open`.
+        Raises also if the ranks of a node find other content than rank 0. options: of `hpctrain.data.open_together`.
         """
-        return self.agreed(lambda: Dataset.open(Path(directory), **options), os_error=DataError)
+        return open_together(self.world, Path(directory), reads_manifest=self.leads_node, **options)
+
+    @property
+    def leads_node(self) -> bool:
+        """True on the first rank of each node."""
+        return self.topology.local_rank_of(self.rank) == 0
 
     def on_close(self, close: Callable[[], object]) -> None:
         """Call `close` when the session is closed, before communication ends. It may be collective."""
@@ -255,7 +261,7 @@ class Session:
             sys.excepthook = self._hook_before
         # The updaters' threads first: they use the reducers' memory.
         ended = [updater.close() for updater in list(self._models)]
-        self.reductions.close(free=all(all_gather_json(self.world, all(ended))))
+        self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
         while self._closers:
             self._closers.pop()()
         self.world.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import Begin, SaveRequests, Tiers, saving_through
-from hpctrain.comm import all_gather_json, check_same, make_shared_folder, on_rank_0
+from hpctrain.comm import check_same, make_shared_folder, on_rank_0
 from hpctrain.data import Dataset
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
@@ -113,7 +113,7 @@ def carry_out(
     started = time.time()
     directory = Path(recipe.run.directory)
     _check_same_recipe(recipe, session)
-    prepare_run_directory(directory, comm=session.world)
+    prepare_run_directory(directory, comm=session.world, checks=session.leads_node)
     session.world.publish_in(directory / "watch")
     if resume.anew:
         _start_anew(recipe, session)
@@ -229,10 +229,8 @@ def carry_out(
 
 def _check_same_recipe(recipe: Recipe, session: Session) -> None:
     """Raises RecipeError on every rank if the ranks' recipes differ; each rank has read its own file. Collective."""
-    sections = recipe.model_dump()
-    if len({str(found) for found in all_gather_json(session.world, sections)}) > 1:
-        for name, values in sections.items():
-            check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
+    for name, values in recipe.model_dump().items():
+        check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
 
 
 def _through(tiers: Tiers | None, settings: LoopSettings, *, session: Session) -> Begin | None:

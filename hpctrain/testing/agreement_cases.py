@@ -11,6 +11,7 @@ from hpctrain.comm import (
     all_gather_json,
     broadcast_json,
     check_same,
+    is_true_everywhere,
     on_rank_0,
     raise_together,
 )
@@ -107,3 +108,10 @@ def case_a_value_that_differs_names_the_ranks_that_differ(world: World) -> None:
     assert isinstance(error, CommunicationError)
     assert "the seed must be the same" in str(error)
     assert "but rank 1 7" in str(error)
+
+
+def case_a_vote_is_true_only_if_every_rank_says_so(world: World) -> None:
+    assert is_true_everywhere(world, True)
+    assert not is_true_everywhere(world, False)
+    for rank in range(world.num_ranks):
+        assert not is_true_everywhere(world, world.rank != rank)

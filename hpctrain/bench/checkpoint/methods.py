@@ -23,7 +23,7 @@ from hpctrain.checkpoint import (
     load,
     save,
 )
-from hpctrain.comm import Collective, agreed, all_gather_json, on_rank_0
+from hpctrain.comm import Collective, agreed, all_gather_json, is_true_everywhere, on_rank_0
 from hpctrain.errors import CheckpointError, DataError
 from hpctrain.storage import sync_directory
 
@@ -186,7 +186,7 @@ class AsyncSaving:
         stall_s, done = time.perf_counter() - begin_s, None
         while done is None:
             time.sleep(STEP_S)
-            if all(all_gather_json(self._comm, saving.ready())):
+            if is_true_everywhere(self._comm, saving.ready()):
                 boundary_s = time.perf_counter()
                 done = saving.advance()
                 stall_s += time.perf_counter() - boundary_s

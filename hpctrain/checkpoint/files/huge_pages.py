@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import mmap
 from contextlib import suppress
+from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.format.dtypes import byte_view, dtype_named, empty_tensor
 from hpctrain.errors import CheckpointError
@@ -51,7 +52,7 @@ def in_large_pages(num_bytes: int) -> mmap.mmap | None:
     return memory
 
 
-def memory_of(tensor: torch.Tensor) -> np.ndarray:
+def memory_of(tensor: torch.Tensor) -> NDArray[Any]:
     """Returns the bytes of a contiguous CPU tensor: uint8, shape (num_bytes,), sharing the tensor's memory."""
     if tensor.dtype is torch.complex32:
         return byte_view(tensor).numpy()  # slower: suppresses torch's warnings about this dtype

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
 class Runs:
     """The contiguous runs of elements of an array that make up a box, in the box's row-major order."""
 
-    starts: np.ndarray  # (num_runs,) int64: first element of each run, counted in the flattened array
+    starts: NDArray[Any]  # (num_runs,) int64: first element of each run, counted in the flattened array
     run_elems: int
 
 

@@ -8,6 +8,7 @@ file are the bytes in memory.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def is_raw(name: str) -> bool:
     return name not in _NATIVE
 
 
-def storage_dtype(name: str) -> np.dtype:
+def storage_dtype(name: str) -> np.dtype[Any]:
     """Returns the numpy type of a dataset that holds tensors of the torch dtype `name`, in native byte order."""
     if name in _NATIVE:
         return np.dtype(_NATIVE[name])

@@ -10,9 +10,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import whole
@@ -153,7 +155,7 @@ def read_sharing(
     shares = dict(zip(node, shares_by_size[len(node)], strict=True))
     num_rounds = max(len(rounds) for divided in shares_by_size.values() for rounds in divided)
     loaded: dict[str, torch.Tensor] = {}
-    memory: dict[str, np.ndarray] = {}
+    memory: dict[str, NDArray[Any]] = {}
 
     def read_own() -> None:
         mine = checkpoint.read_all(names=own, regions=regions)
@@ -197,7 +199,7 @@ def read_sharing(
 
 
 def _exchange(
-    comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, np.ndarray]
+    comm: Collective, *, round_of: Mapping[int, Sequence[Unit]], memory: Mapping[str, NDArray[Any]]
 ) -> None:
     """Sends this rank's units of one round to the other ranks of the node, and copies theirs into `memory`. Collective.
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.files.io_errors import read_fully
 from hpctrain.checkpoint.loading.check_structure import open_regular
@@ -83,13 +84,13 @@ class ContentFiles:
             digest.update(part)
         return digest.hexdigest()
 
-    def scratch(self, num_bytes: int) -> np.ndarray:
+    def scratch(self, num_bytes: int) -> NDArray[Any]:
         """Returns memory for one element run: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]
 
-    def gather_scratch(self, num_bytes: int) -> np.ndarray:
+    def gather_scratch(self, num_bytes: int) -> NDArray[Any]:
         """Returns memory for one extent: uint8, shape (num_bytes,), valid until the next call."""
         if len(self._gather_scratch) < num_bytes:
             self._gather_scratch = np.empty(num_bytes, dtype=np.uint8)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # The boxes to read of tensors that a rank needs only in part: name -> (offset, shape).
 Regions = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+# Regions that depend on what the checkpoint holds, such as the number of ranks that saved it. Must not fail.
+RegionsOf = Callable[[Checkpoint], Regions]
 
 
 class DoesNotFitError(CheckpointError):
@@ -49,7 +51,7 @@ def load_newest_good(
     directory: Path | str,
     *,
     comm: Collective,
-    regions: Regions | None = None,
+    regions: Regions | RegionsOf | None = None,
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> Restored | None:
@@ -58,7 +60,8 @@ def load_newest_good(
     A damaged checkpoint is reported on stderr, and the next older one is tried; all ranks load the same one.
 
     Args:
-        regions: tensors of which this rank reads only the box (offset, shape); all others are read whole.
+        regions: tensors of which this rank reads only the box (offset, shape), or a function that returns them;
+            all others are read whole.
         sharing: whether the ranks of a node each read a part and exchange the parts; the same on every rank.
         node_of_rank: the node of each rank, the same on every rank; None: determined from the host names.
 
@@ -105,7 +108,7 @@ def load(
     path: Path | str,
     *,
     comm: Collective,
-    regions: Regions | None = None,
+    regions: Regions | RegionsOf | None = None,
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
@@ -126,7 +129,7 @@ def read_together(
     checkpoint: Checkpoint,
     *,
     comm: Collective,
-    regions: Regions | None = None,
+    regions: Regions | RegionsOf | None = None,
     names: Sequence[str] | None = None,
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
@@ -136,8 +139,9 @@ def read_together(
     Other arguments as in `load_newest_good`. Raises CheckpointError on all ranks if any fails.
     """
     with doing(comm, f"loading checkpoint {checkpoint.path}: reading"):
+        boxes = (regions(checkpoint) if callable(regions) else regions) or {}
         nodes = nodes_that_share(checkpoint, comm=comm, sharing=sharing, node_of_rank=node_of_rank)
         if nodes is None:
-            return agreed(comm, lambda: checkpoint.read_all(regions=regions, names=names))
+            return agreed(comm, lambda: checkpoint.read_all(regions=boxes, names=names))
         wanted = list(checkpoint.tensors) if names is None else names
-        return read_sharing(checkpoint, comm=comm, nodes=nodes, names=wanted, regions=regions or {})
+        return read_sharing(checkpoint, comm=comm, nodes=nodes, names=wanted, regions=boxes)

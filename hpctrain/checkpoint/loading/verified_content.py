@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, intersection, runs_of
@@ -62,7 +63,7 @@ def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Re
 
 
 def planned_run(
-    tensor: StoredTensor, *, piece: StoredPiece, element_run: ElementRun, region: Box, target: np.ndarray
+    tensor: StoredTensor, *, piece: StoredPiece, element_run: ElementRun, region: Box, target: NDArray[Any]
 ) -> Read | None:
     """Returns a function that reads the part of `region` in one element run of the file; None if they do not overlap.
 
@@ -105,7 +106,7 @@ def planned_run(
 
 def read_extent(
     files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
-) -> np.ndarray:
+) -> NDArray[Any]:
     """Returns the extent's bytes after verifying their hash: uint8, shape (num_bytes,). Raises as `read_region`."""
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
@@ -175,7 +176,7 @@ def _read_and_check(
     tensor: StoredTensor,
     piece: StoredPiece,
     element_run: ElementRun,
-    buffer: np.ndarray,
+    buffer: NDArray[Any],
 ) -> None:
     """Reads the whole element run into `buffer` (uint8, shape (num_bytes,)) and verifies its extents' hashes. Raises as
     `read_region`."""
@@ -192,8 +193,12 @@ def _read_and_check(
 
 
 def _read_run(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, element_run: ElementRun, buffer: np.ndarray
-) -> Iterator[tuple[StoredExtent, np.ndarray]]:
+    files: ContentFiles,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    element_run: ElementRun,
+    buffer: NDArray[Any],
+) -> Iterator[tuple[StoredExtent, NDArray[Any]]]:
     """Reads the whole element run into `buffer`, then yields as `_extents_in`."""
     _read(files, buffer, at=element_run.start, tensor=tensor, piece=piece, extent=element_run.extents[0])
     yield from _extents_in(files, tensor, piece, element_run, buffer)
@@ -205,7 +210,7 @@ def check_run(
     tensor: StoredTensor,
     piece: StoredPiece,
     element_run: ElementRun,
-    buffer: np.ndarray,
+    buffer: NDArray[Any],
 ) -> None:
     """Verifies the extents' hashes of an element run that another rank has read and sent.
 
@@ -216,8 +221,12 @@ def check_run(
 
 
 def _extents_in(
-    files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, element_run: ElementRun, buffer: np.ndarray
-) -> Iterator[tuple[StoredExtent, np.ndarray]]:
+    files: ContentFiles,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    element_run: ElementRun,
+    buffer: NDArray[Any],
+) -> Iterator[tuple[StoredExtent, NDArray[Any]]]:
     """Yields each extent of the element run with its bytes: uint8, shape (num_bytes,), valid until the next one."""
     if len(element_run.extents) == 1:
         yield element_run.extents[0], buffer
@@ -239,7 +248,7 @@ def _extents_in(
 
 
 def _copy(
-    content: np.ndarray, *, tensor: StoredTensor, extent: StoredExtent, region: Box, target: np.ndarray
+    content: NDArray[Any], *, tensor: StoredTensor, extent: StoredExtent, region: Box, target: NDArray[Any]
 ) -> None:
     """Copies the overlap of the extent and `region` from `content` into `target`."""
     elements = target.view(_WIDTH[tensor.elem_bytes]).reshape(region.shape)
@@ -285,7 +294,7 @@ def _inside(box: Box, piece: Box) -> Box:
 
 def _read(
     files: ContentFiles,
-    buffer: np.ndarray,
+    buffer: NDArray[Any],
     *,
     at: int,
     tensor: StoredTensor,
@@ -314,7 +323,7 @@ _DOES_NOT_FIT = "the content does not fit its hash"
 
 def _check(
     files: ContentFiles,
-    content: np.ndarray,
+    content: NDArray[Any],
     *,
     tensor: StoredTensor,
     piece: StoredPiece,

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, boxes_of_range, split_box
@@ -104,13 +105,13 @@ def save_in_files(
     return run_threads(files, save_part, timeout_s=THREADS_TIMEOUT_S)[0]
 
 
-def _map_file(path: Path) -> np.ndarray:
+def _map_file(path: Path) -> NDArray[Any]:
     """Returns the mapped file: uint8, shape (file's bytes,), read-only."""
     with opened(path) as fd, explained(action="map", path=path):
         return np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), dtype=np.uint8)
 
 
-def _content(file: np.ndarray, piece: StoredPiece, *, tensor: StoredTensor) -> torch.Tensor:
+def _content(file: NDArray[Any], piece: StoredPiece, *, tensor: StoredTensor) -> torch.Tensor:
     """Returns the piece's elements: the tensor's dtype, shape (num_elems,). Do not write to it: the memory is mapped
     read-only, but torch has no read-only tensors."""
     num_bytes = piece.box.num_elems * tensor.elem_bytes

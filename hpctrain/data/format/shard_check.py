@@ -20,6 +20,24 @@ class HeadersDamaged(DataError):
     """Raised if the HDF5 headers of a file of the right size differ from those that were written."""
 
 
+def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) -> None:
+    """Compares a shard's size, for indexed files also its modification time, with the manifest: one `stat`.
+
+    A packed shard of another size may have been rewritten with other HDF5 tools: it is checked by `check_shard`.
+    Raises DataError that names the shard.
+    """
+    path = directory / entry.file
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise _missing(directory, entry=entry, manifest=manifest) from None
+    except OSError as error:
+        raise DataError(f"shard {path} cannot be looked up: {error}") from error
+    check_unchanged(status, entry=entry, path=path)
+    if status.st_size != entry.file_bytes:
+        check_shard(directory, manifest=manifest, entry=entry)
+
+
 def check_shard(
     directory: Path, *, manifest: Manifest, entry: ShardEntry, path: Path | None = None
 ) -> dict[str, DatasetLayout]:
@@ -27,24 +45,28 @@ def check_shard(
 
     path: a copy of the file, which is checked instead. A packed shard that was rewritten with other HDF5 tools
     (chunks, compression) is accepted if shapes and dtypes fit. An indexed file must have the size and modification
-    time of the manifest; it is then not opened if all its fields are contiguous.
+    time of the manifest. HDF5 opens the file only if the manifest does not say where all fields are, or the headers
+    were not compared with their hash.
     Raises DataError that names the shard, and the field if one is the cause.
     """
     original = directory / entry.file
     found_path = original if path is None else path
     try:
-        status = found_path.stat()
-        check_unchanged(status, entry=entry, path=found_path, is_copy=path is not None)
-        _check_headers(found_path, entry=entry, manifest=manifest)
-        trusted = _trusted_layouts(manifest, entry) if entry.modified_ns is not None else None
+        descriptor = os.open(found_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            check_unchanged(status, entry=entry, path=found_path, is_copy=path is not None)
+            intact = _headers_are_intact(
+                descriptor, file_bytes=status.st_size, entry=entry, path=found_path, manifest=manifest
+            )
+        finally:
+            os.close(descriptor)
+        trusted = _trusted_layouts(manifest, entry) if intact or entry.modified_ns is not None else None
         if trusted is not None:
             return trusted
         layouts = inspect(found_path, names=sorted({f.dataset for f in entry.fields.values()}))
     except FileNotFoundError:
-        raise DataError(
-            f"shard {entry.file} of {directory} is missing (the manifest lists {len(manifest.shards)} "
-            f"shards): copy it again, or {_again(manifest)}"
-        ) from None
+        raise _missing(directory, entry=entry, manifest=manifest) from None
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
         # h5py raises many types of exceptions for damaged headers.
         if "status" in locals() and status.st_size < entry.file_bytes:
@@ -73,25 +95,27 @@ def check_shard(
     return by_field
 
 
-def _check_headers(path: Path, *, entry: ShardEntry, manifest: Manifest) -> None:
+def _missing(directory: Path, *, entry: ShardEntry, manifest: Manifest) -> DataError:
+    return DataError(
+        f"shard {entry.file} of {directory} is missing (the manifest lists {len(manifest.shards)} "
+        f"shards): copy it again, or {_again(manifest)}"
+    )
+
+
+def _headers_are_intact(
+    descriptor: int, *, file_bytes: int, entry: ShardEntry, path: Path, manifest: Manifest
+) -> bool:
     """Compares the HDF5 headers with their hash before HDF5 reads them: damaged headers can crash it (1.10.8).
 
-    Skips files of another size, which were rewritten or truncated, and files with chunks, which the hash covers, so
-    that the whole file would be read. Raises HeadersDamaged or OSError.
+    Returns False without reading for files of another size, which were rewritten or truncated, and for files with
+    chunks, which the hash covers, so that the whole file would be read. Raises HeadersDamaged or OSError.
     """
     extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
-    if entry.structure_hash is None or len(extents) < len(entry.fields):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        found_bytes = os.fstat(descriptor).st_size
-        if found_bytes != entry.file_bytes:
-            return
-        found = structure_hash(descriptor, file_bytes=found_bytes, extents=extents)
-    finally:
-        os.close(descriptor)
-    if found != entry.structure_hash:
+    if entry.structure_hash is None or len(extents) < len(entry.fields) or file_bytes != entry.file_bytes:
+        return False
+    if structure_hash(descriptor, file_bytes=file_bytes, extents=extents) != entry.structure_hash:
         raise HeadersDamaged(f"shard {path}: {HEADERS_DIFFER}: restore it or {_again(manifest)}")
+    return True
 
 
 def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is_copy: bool = False) -> None:
@@ -127,7 +151,7 @@ def _bytes_of(layout: DatasetLayout) -> int:
 
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
-    """Returns the layouts from the manifest if all fields are contiguous, which saves opening the HDF5 file (1 ms)."""
+    """Returns the layouts from the manifest if all fields are contiguous, else None."""
     layouts = {}
     for name, stored in entry.fields.items():
         spec = manifest.fields[name]

@@ -45,7 +45,7 @@ class _Source:
             return self._given
         if self._opened is None or self._pid != os.getpid():
             # The main process checks the sizes of all files; its workers need not repeat that.
-            verify = Verify.SIZES if get_worker_info() is None else Verify.NOTHING
+            verify = Verify.SIZES if get_worker_info() is None else Verify.OFF
             self._opened, self._pid = Dataset.open(self._given, verify=verify), os.getpid()
         return self._opened
 

@@ -34,7 +34,7 @@ _MAX_HELD = 256
 
 def open_verified_when_read(folder: Path) -> Dataset:
     """Opens the copies as a dataset; each is checked when it is first read, since most do not exist yet."""
-    return Dataset.open(folder, verify=Verify.NOTHING)
+    return Dataset.open(folder, verify=Verify.OFF)
 
 
 class _Copies:

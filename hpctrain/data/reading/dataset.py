@@ -10,7 +10,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -20,7 +20,7 @@ import psutil
 from numpy.typing import NDArray
 
 from hpctrain.data.format.manifest import FieldSpec, Manifest, read_manifest
-from hpctrain.data.format.shard_check import check_shard
+from hpctrain.data.format.shard_check import check_shard, check_shard_size
 from hpctrain.data.format.token_windows import read_windows
 from hpctrain.data.hdf5.layout import DatasetLayout
 from hpctrain.data.reading.chunk_cache import ChunkCache
@@ -38,10 +38,14 @@ MAPPED_SHARE = 0.25
 
 
 class Verify(str, Enum):
-    """What is checked when a dataset is opened. `hpctrain.data.integrity.verify` checks the content itself."""
+    """What is checked of every shard when a dataset is opened; its headers are checked when it is first read, too.
 
-    NOTHING = "nothing"  # nothing: each shard is checked when it is first read
-    SIZES = "sizes"  # every shard: file size, HDF5 header, extent, dtype and shape of each field
+    `hpctrain.data.integrity.verify` checks the content itself.
+    """
+
+    OFF = "off"
+    SIZES = "sizes"  # the file's size; of indexed files also the modification time: one `stat` for each shard
+    HEADERS = "headers"  # also the HDF5 headers, and extent, dtype and shape of each field: opens each shard
 
 
 class ContentChecker(Protocol):
@@ -120,14 +124,14 @@ class Dataset:
         cls,
         directory: Path | str,
         *,
-        verify: Verify | str = Verify.SIZES,
+        verify: Verify | str = Verify.HEADERS,
         io: IoMode | str = IoMode.AUTO,
         cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> Dataset:
         """Opens the dataset in `directory`.
 
-        verify: "sizes" checks size, extent, dtype and shape of every shard. io: how contiguous fields are read.
+        verify: what is checked of every shard now, see `Verify`. io: how contiguous fields are read.
         cache_bytes: bytes of decoded chunks that are kept, over all shards; with io "auto" also the size up to which
         a dataset is mapped. None: 64 MiB for the cache, a quarter of the node's memory for the maps.
         decode_threads: None: the cores of the process, at most 4. Raises DataError (see `read_manifest` and
@@ -141,10 +145,19 @@ class Dataset:
             cache_bytes=cache_bytes,
             decode_threads=decode_threads,
         )
-        if Verify(verify) is Verify.SIZES:
-            for index in range(len(dataset.manifest.shards)):
-                dataset._layout(index)
+        dataset.check_files(range(len(dataset.manifest.shards)), verify=verify)
         return dataset
+
+    def check_files(self, shards: Iterable[int], *, verify: Verify | str) -> None:
+        """Checks the files of the shards with these indices. Raises DataError that names the shard."""
+        verify = Verify(verify)
+        if verify is Verify.OFF:
+            return
+        for index in shards:
+            if verify is Verify.HEADERS:
+                self._layout(index)
+            else:
+                check_shard_size(self.directory, manifest=self.manifest, entry=self.manifest.shards[index])
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.directory)!r}, num_samples={self.num_samples}, fields={list(self.fields)})"

@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, all_gather_json
+from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_everywhere
 from hpctrain.reduce.codecs.codec import Codec
 from hpctrain.reduce.codecs.part_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
@@ -124,7 +124,7 @@ class EngineReducer:
         if self._memory.lay_out([*sizes, *(tally_bytes(b.numel) for b in buckets if within)]):
             self._comm.barrier()
         # The extension may be missing on some ranks of a node.
-        all_compiled = within and all(all_gather_json(self._comm, COMPILED is not None))
+        all_compiled = within and is_true_everywhere(self._comm, COMPILED is not None)
         self._buckets = []
         self._carried = None
         for number, bucket in enumerate(buckets):
@@ -381,7 +381,7 @@ class EngineReducer:
             self._losses.load_state(tensors)
 
     def close(self) -> None:
-        if any(all_gather_json(self._comm, self._num_in_flight > 0)):
+        if not is_true_everywhere(self._comm, self._num_in_flight == 0):
             _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
             return
         self._buckets = []

@@ -124,6 +124,11 @@ class DataSection(Section):
         "64 MiB of chunks, and files up to a quarter of the node's memory.",
     )  # fmt: skip
     prefetch_mb: float = Field(64.0, gt=0, description="Memory limit of prefetched batches per rank, MB.")
+    check_files: Literal["off", "sizes", "headers"] = Field(
+        "sizes",
+        description="What is checked of the shards' files at the start, each by one rank: nothing, their sizes, or "
+        "also their HDF5 headers. Headers are checked too when a rank first reads a shard.",
+    )
     check: Literal["off", "first-epoch", "always"] = Field(
         "off",
         description="Compare data with their hashes: never, each block once per start of the run, or at every read.",

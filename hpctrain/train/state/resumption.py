@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import is_checkpoint, load, load_newest_good
 from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
-from hpctrain.train.state.training_state import Position, TrainingState
+from hpctrain.train.state.training_state import Position, TrainingState, generator_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +32,11 @@ def resume(
     source, so it is an error if it has no checkpoint; otherwise the run then starts at step 0.
     Raises CheckpointError on every rank.
     """
+    regions = partial(generator_rows, rank=comm.rank)
     if on_rank_0(comm, lambda: is_checkpoint(source)):
-        checkpoint, tensors = load(source, comm=comm)
+        checkpoint, tensors = load(source, comm=comm, regions=regions)
     else:
-        found = load_newest_good(source, comm=comm)
+        found = load_newest_good(source, comm=comm, regions=regions)
         if found is None and named:
             raise CheckpointError(f"--resume {source}: there is no checkpoint", agreed=True)
         if found is None:

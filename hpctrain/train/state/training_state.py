@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Checkpoint, Replicated, Shard, State, model_items
+from hpctrain.checkpoint import Checkpoint, Regions, Replicated, Shard, State, model_items
 from hpctrain.comm import Collective, raise_together
 from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
 from hpctrain.errors import CheckpointError
@@ -78,7 +78,9 @@ class TrainingState:
         for name, row in capture_generators(self._device()).items():
             shape = (comm.num_ranks, row.numel())
             items.append(
-                Shard(name=f"generators/{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0))
+                Shard(
+                    name=f"{_GENERATORS}{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0)
+                )
             )
         items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
         document = {
@@ -105,8 +107,8 @@ class TrainingState:
     ) -> Position:
         """Restores the state and returns the position. Collective. Changes nothing unless all of it fits on all ranks.
 
-        tensors: every tensor of the checkpoint, by name. Raises CheckpointError on every rank if the
-        checkpoint is of another model, optimizer or dataset.
+        tensors: every tensor of the checkpoint, by name; of the generators the rows of `generator_rows`. Raises
+        CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset.
         """
         document = checkpoint.document
         error: CheckpointError | None = None
@@ -129,7 +131,7 @@ class TrainingState:
         self.updater.load_state(updater_state, _under("updater/", tensors))
         if saved_ranks == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
-            rows = {name: t[comm.rank].clone() for name, t in _under("generators/", tensors).items()}
+            rows = {name: t[0].clone() for name, t in _under(_GENERATORS, tensors).items()}
             otherwise = derive_seed(self.seed, "resume", position.step, comm.rank)
             restore_generators(rows, device=self._device(), otherwise=otherwise)
         else:
@@ -255,6 +257,19 @@ def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
 
 
 SEPARATOR = "::"
+_GENERATORS = "generators/"
+
+
+def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
+    """Returns the row of `rank` in each tensor of the generators' states: all that this rank reads of them.
+
+    A checkpoint of fewer ranks has no such row; its last row is read then and not used.
+    """
+    return {
+        name: ((min(rank, stored.shape[0] - 1), 0), (1, stored.shape[1]))
+        for name, stored in checkpoint.tensors.items()
+        if name.startswith(_GENERATORS) and len(stored.shape) == 2 and stored.shape[0]
+    }
 
 
 def _position_in(document: Mapping[str, Any]) -> Position:

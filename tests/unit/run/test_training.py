@@ -21,7 +21,6 @@ from hpctrain.errors import CheckpointError, DataError, DivergedError, LaunchErr
 from hpctrain.resilience import StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.compute.device import Proposal, choose_device, decide, propose
-from hpctrain.run.data import open_same_dataset
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
 from tests.sessions import session_over
@@ -211,9 +210,9 @@ def test_ranks_with_different_data_are_refused(where: Path) -> None:
     pack_arrays(where / "old", {**fields, "id": np.arange(SAMPLES)})
 
     def case(world: World) -> str:
-        session = session_over(world)
+        session = session_over(world, nodes=["a", "b"])
         try:
-            open_same_dataset(str(where / ("data" if world.rank == 0 else "old")), session=session)
+            session.open_dataset(where / ("data" if world.rank == 0 else "old"))
         except DataError as error:
             return str(error)
         return "no error"

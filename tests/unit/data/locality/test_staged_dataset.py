@@ -96,7 +96,7 @@ def test_a_damaged_shard_is_not_staged_and_the_rest_is(dataset: Path, tmp_path: 
         os.pwrite(descriptor, bytes([byte]), place)
         os.close(descriptor)
     # The reader's checks are another matter: see `hpctrain.data.integrity.read_checker`.
-    original = Dataset.open(dataset, verify="nothing")
+    original = Dataset.open(dataset, verify="off")
     with StagedDataset.open(original, directory=tmp_path / "local", max_bytes=LARGE) as staged:
         eventually(lambda: len(staged.problems) == 2 and len(list(staged.folder.glob("*.h5"))) == 4)
         assert "shard-00001.h5 is damaged: bytes" in staged.problems["shard-00001.h5"]

@@ -310,7 +310,7 @@ def test_the_directory_above_datasets_names_them(tmp_path: Path) -> None:
 
 def test_without_checks_at_opening_a_bad_shard_is_refused_when_it_is_read(packed: Path) -> None:
     (packed / "shard-00002.h5").unlink()
-    dataset = Dataset.open(packed, verify=Verify.NOTHING)
+    dataset = Dataset.open(packed, verify=Verify.OFF)
     assert dataset.gather(np.array([0]))["label"].tolist() == [0]
     with pytest.raises(DataError, match=r"shard-00002.h5 of .* is missing"):
         dataset.gather(np.array([31]))

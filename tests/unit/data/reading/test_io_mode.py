@@ -51,7 +51,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(st.lists(st.integers(0, NUM_SAMPLES - 1), max_size=60))
 def test_reading_gives_what_the_map_gives(shared: Path, indices: list[int]) -> None:
     for part in ("samples", "tokens"):
-        mapped, read = (Dataset.open(shared / part, verify="nothing", io=io) for io in ("map", "read"))
+        mapped, read = (Dataset.open(shared / part, verify="off", io=io) for io in ("map", "read"))
         wanted = np.array(indices, dtype=np.int64)
         out = {"small": np.zeros((2 * len(wanted), 3), np.float32)[::2]}  # not contiguous
         found = read.gather(wanted, out=out if part == "samples" else None)
@@ -259,7 +259,7 @@ def test_a_copy_is_read_once_it_is_there(packed: Path, is_indexed: bool) -> None
         as_indexed(packed, directory)
     copies = Copies(packed.parent)
     shutil.copy(packed / "shard-00002.h5", packed.parent / "2.h5")  # of another time than the original
-    dataset = Dataset.open(directory, verify="nothing")
+    dataset = Dataset.open(directory, verify="off")
     dataset.locator = copies
     dataset.gather(np.array([0, 31]))
     (packed / "shard-00002.h5").unlink()

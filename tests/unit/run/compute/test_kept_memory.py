@@ -49,8 +49,9 @@ def faults(how: str) -> int:
 
 
 def test_a_step_faults_no_page_that_the_one_before_had() -> None:
-    assert faults("keep") < 2000
-    assert faults("as it is") > 10_000
+    assert max(faults("keep") for _ in range(3)) < 2000
+    # One start in seven keeps its memory by itself, as the heap happens to lie.
+    assert any(faults("as it is") > 10_000 for _ in range(6))
 
 
 def test_the_users_own_settings_count() -> None:
