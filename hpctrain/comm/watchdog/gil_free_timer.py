@@ -88,7 +88,13 @@ def _report(words: Sequence[str]) -> None:
     directory, (rank, num_ranks, pid) = Path(words[0]), map(int, words[1:4])
     wait_s, probe_s, since = map(float, words[4:7])
     sys.path.append(str(Path(__file__).resolve().parents[3]))
-    from hpctrain.comm.watchdog.host_probe import host_addresses, probe, ranks_to_read, targets_of_others
+    from hpctrain.comm.watchdog.host_probe import (
+        host_addresses,
+        probe,
+        ranks_to_read,
+        targets_of,
+        targets_of_others,
+    )
     from hpctrain.comm.watchdog.network_partition import find_cut
     from hpctrain.comm.watchdog.rank_status import position_path, read_ending, read_positions, write_position
 
@@ -98,7 +104,7 @@ def _report(words: Sequence[str]) -> None:
     before, until = written(), time.monotonic() + wait_s
     here = os.uname().nodename
     positions = read_positions(directory, ranks=ranks_to_read(range(num_ranks)), since=since)
-    targets = targets_of_others(positions.values(), here=here)
+    targets = targets_of_others(targets_of(positions.values()), here=here)
     found = probe(targets, timeout_s=probe_s, own=host_addresses())
     while read_ending(directory, since=since) is None and time.monotonic() < until:
         time.sleep(0.2)

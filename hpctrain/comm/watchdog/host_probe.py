@@ -75,19 +75,23 @@ class ReservedPort:
         self._socket.close()
 
 
+def targets_of(positions: Iterable[RankPosition]) -> list[ProbeTarget]:
+    """Returns the targets that the ranks have written into their files."""
+    return [
+        ProbeTarget(host=position.host, addresses=tuple(position.addresses), port=position.port)
+        for position in positions
+        if position.port is not None and position.addresses
+    ]
+
+
 def targets_of_others(
-    positions: Iterable[RankPosition], *, here: str, max_hosts: int = MAX_HOSTS
+    targets: Iterable[ProbeTarget], *, here: str, max_hosts: int = MAX_HOSTS
 ) -> tuple[ProbeTarget, ...]:
     """Returns one target for each other host; of more than `max_hosts` hosts a random choice, another on each rank."""
-    targets: dict[str, ProbeTarget] = {}
-    for position in positions:
-        if position.host != here and position.port is not None and position.addresses:
-            targets[position.host] = ProbeTarget(
-                host=position.host, addresses=tuple(position.addresses), port=position.port
-            )
-    hosts = sorted(targets)
+    by_host = {target.host: target for target in targets if target.host != here and target.addresses}
+    hosts = sorted(by_host)
     drawn = hosts if len(hosts) <= max_hosts else random.sample(hosts, max_hosts)
-    return tuple(targets[host] for host in drawn)
+    return tuple(by_host[host] for host in drawn)
 
 
 def ranks_to_read(members: Sequence[int], *, max_ranks: int = MAX_RANKS_READ) -> list[int]:
@@ -141,7 +145,8 @@ def _begin(
 class HostReachability:
     """State of one rank's probes. Used by several threads; each value is replaced as a whole.
 
-    targets: hosts that have answered before. found: host -> whether it answered the last probe.
+    others: the other hosts; None until they are known. targets: those that have answered before. found: host -> whether
+    it answered the last probe.
     """
 
     def __init__(self) -> None:
@@ -150,16 +155,17 @@ class HostReachability:
         with contextlib.suppress(OSError):
             self._port = ReservedPort()
         self.own: ProbeTarget | None = None if self._port is None else self._port.target
+        self.others: tuple[ProbeTarget, ...] | None = None
         self.targets: tuple[ProbeTarget, ...] = ()
         self.found: Mapping[str, bool] = {}
 
-    def learn(self, positions: Iterable[RankPosition], *, timeout_s: float) -> bool:
-        """Adds the hosts that answer now to `targets`. Returns True if all of them have answered.
+    def learn(self, *, timeout_s: float) -> bool:
+        """Adds those of `others` that answer now to `targets`. Returns True if all of them have answered.
 
         A host behind a firewall that drops packets never answers, so that its silence means nothing later.
         """
         known = {target.host for target in self.targets}
-        targets = [t for t in targets_of_others(positions, here=self.here) if t.host not in known]
+        targets = [target for target in self.others or () if target.host not in known]
         answers = self._probe(targets, timeout_s=timeout_s)
         self.targets = (*self.targets, *(target for target in targets if answers.get(target.host)))
         return all(answers.get(target.host) for target in targets)

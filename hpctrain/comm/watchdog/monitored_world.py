@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import final
 
 import torch
 
-from hpctrain.comm.collectives.agreement import agreed, check_same, describe_ranks
+from hpctrain.comm.collectives.agreement import agreed, all_gather_json, check_same, describe_ranks
 from hpctrain.comm.collectives.shared_folder import make_shared_folder
 from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.collective_files import CollectiveFiles
@@ -23,11 +25,13 @@ from hpctrain.comm.interface.communicator import Collective, ReduceOp, World
 from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.comm.interface.world_forwarding import Forwarding
+from hpctrain.comm.watchdog.host_probe import ProbeTarget
 from hpctrain.comm.watchdog.monitored_files import MonitoredFiles
 from hpctrain.comm.watchdog.monitored_transport import MonitoredTransport
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.watcher import Watcher, exit_now
 from hpctrain.errors import BufferMismatch
+from hpctrain.storage import hash_of
 from hpctrain.topology import Topology
 
 # Longer lists of counts are compared by a checksum.
@@ -215,6 +219,15 @@ class Monitored(Forwarding):
         """
         make_shared_folder(directory, comm=self)
         agreed(self, lambda: self._watcher.publish_in(directory))
+        # One rank of each host offers where it can be probed.
+        hosts = self.all_gather_bytes(hash_of(socket.gethostname().encode()).encode())
+        target = self._watcher.own_target if hosts.index(hosts[self.rank]) == self.rank else None
+        offered = all_gather_json(self, None if target is None else asdict(target))
+        self._watcher.know_hosts(
+            ProbeTarget(host=found["host"], addresses=tuple(found["addresses"]), port=found["port"])
+            for found in offered
+            if found is not None
+        )
 
     @property
     def step(self) -> int | None:

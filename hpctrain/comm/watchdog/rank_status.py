@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hpctrain.comm.collectives.agreement import describe_ranks
 from hpctrain.storage import replace_file
 
 
@@ -122,10 +123,55 @@ def read_positions(directory: Path, *, ranks: Sequence[int], since: float = 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """A rank that has not begun an operation, and a text with its last known state."""
+    """A rank that has not begun an operation, or is silent.
+
+    place: its host and process, "" if unknown. state: what it was doing last. silent_s: since it was last heard of;
+    None: recently.
+    """
 
     rank: int
-    text: str
+    place: str
+    state: str
+    silent_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        where = f" on {self.place}" if self.place else ""
+        silent = "" if self.silent_s is None else f", last heard of {self.silent_s:.0f} s ago"
+        return f"rank {self.rank}{where} {self.state}{silent}"
+
+
+def fold_absences(absences: Sequence[Absence], *, max_lines: int = 16) -> list[str]:
+    """Returns one line for each absence, or, for more than `max_lines`, one for all ranks in the same state. Pure.
+
+    Of more states than `max_lines`, those of the fewest and of the most ranks are named, and the others counted.
+    """
+    if len(absences) <= max_lines:
+        return [absence.text for absence in absences]
+    by_state: dict[tuple[str, bool], list[Absence]] = {}
+    for absence in absences:
+        by_state.setdefault((absence.state, absence.silent_s is None), []).append(absence)
+    # Few ranks in a state are what is looked for: they come first.
+    groups = sorted(by_state.values(), key=lambda group: (len(group), group[0].rank))
+    if len(groups) <= max_lines:
+        return [_one_line(group) for group in groups]
+    few, most = groups[: max_lines - 4], groups[-3:]
+    others = [absence.rank for group in groups[max_lines - 4 : -3] for absence in group]
+    named = [_one_line(group) for group in (*few, *most)]
+    return [*named, f"{len(others)} ranks in {len(groups) - len(named)} other states: {_some_ranks(others)}"]
+
+
+def _one_line(group: Sequence[Absence]) -> str:
+    if len(group) == 1:
+        return group[0].text
+    silences = [absence.silent_s for absence in group if absence.silent_s is not None]
+    silent = f", last heard of {min(silences):.0f} to {max(silences):.0f} s ago" if silences else ""
+    return f"{len(group)} ranks, {_some_ranks([absence.rank for absence in group])}: each {group[0].state}{silent}"
+
+
+def _some_ranks(ranks: Sequence[int], *, max_characters: int = 200) -> str:
+    text = describe_ranks(ranks)
+    return text if len(text) <= max_characters else text[:max_characters].rpartition(",")[0] + ", ..."
 
 
 def find_absent(
@@ -136,26 +182,39 @@ def find_absent(
     sequence: int,
     now: float,
     usual_silence_s: float,
+    silent_at_most_s: float | None = None,
 ) -> list[Absence]:
     """Returns the `members` that have not begun operation `sequence` of the communicator `group`, by their files.
 
     A rank without a recent file counts as absent. The text of one whose file is older than `usual_silence_s` at `now`
-    (epoch) includes the file's age.
+    (epoch) includes how long it has been silent: the file's age, or `silent_at_most_s` if that is less.
     """
     absent = []
     for rank in members:
         position = positions.get(rank)
         if position is None:
-            absent.append(Absence(rank=rank, text=f"rank {rank} has written no position file"))
+            absent.append(Absence(rank=rank, place="", state="has written no position file"))
             continue
         place = position.groups.get(group, GroupPosition(sequence=0, operation="nothing", waiting_s=None))
         if place.sequence >= sequence:
             continue
-        text = f"rank {rank} on {position.host} (process {position.pid}) {_whereabouts(position, place)}"
-        silent_s = now - position.written
-        text += f", last heard of {silent_s:.0f} s ago" if silent_s > usual_silence_s else ""
-        absent.append(Absence(rank=rank, text=text))
+        silent_s = _silence(position, now=now, at_most_s=silent_at_most_s)
+        absent.append(
+            Absence(
+                rank=rank, place=_place(position), state=_whereabouts(position, place, sequence=sequence),
+                silent_s=silent_s if silent_s > usual_silence_s else None,
+            )
+        )  # fmt: skip
     return absent
+
+
+def _place(position: RankPosition) -> str:
+    return f"{position.host} (process {position.pid})"
+
+
+def _silence(position: RankPosition, *, now: float, at_most_s: float | None) -> float:
+    silent_s = now - position.written
+    return silent_s if at_most_s is None else min(silent_s, at_most_s)
 
 
 def find_different(
@@ -198,7 +257,11 @@ def _on_host(position: RankPosition | None) -> str:
 
 
 def find_silent(
-    positions: Mapping[int, RankPosition], *, now: float, usual_silence_s: float
+    positions: Mapping[int, RankPosition],
+    *,
+    now: float,
+    usual_silence_s: float,
+    silent_at_most_s: float | None = None,
 ) -> list[Absence]:
     """Returns the ranks that have not renewed their file for `usual_silence_s`: stopped, or cut off.
 
@@ -208,15 +271,19 @@ def find_silent(
     return [
         Absence(
             rank=rank,
-            text=f"rank {rank} on {position.host} (process {position.pid}) was last heard of "
-            f"{now - position.written:.0f} s ago",
+            place=_place(position),
+            state="is silent",
+            silent_s=_silence(position, now=now, at_most_s=silent_at_most_s),
         )
         for rank, position in positions.items()
-        if now - position.written > usual_silence_s
+        if _silence(position, now=now, at_most_s=silent_at_most_s) > usual_silence_s
     ]
 
 
-def _whereabouts(position: RankPosition, place: GroupPosition) -> str:
+def _whereabouts(position: RankPosition, place: GroupPosition, *, sequence: int) -> str:
+    if place.sequence < sequence - 1:
+        # Its file is older: a rank writes it when it makes no progress, and this one has passed operations since.
+        return f"came to number {sequence - 1} of it and not to this one, and is silent"
     step = "" if position.step is None else f" in step {position.step}"
     step += f" ({position.doing})" if position.doing else ""
     for name, other in position.groups.items():

@@ -1,7 +1,8 @@
 """The status board: a folder in which each rank writes its position and reads those of the others.
 
 Normally only the board's own thread accesses these files: if the file system hangs, that thread is blocked, but the
-watcher's deadline still holds.
+watcher's deadline still holds. While a rank's operations begin and end as they did before, its thread touches no file:
+it begins to look, and to write its position, when nothing has begun or ended for longer than usual.
 """
 
 from __future__ import annotations
@@ -35,8 +36,16 @@ from hpctrain.comm.watchdog.rank_status import (
     write_position,
 )
 
-# Number of attempts to learn which hosts answer; they begin when the files of all ranks are there.
-_LEARN_TRIES = 60
+# Number of attempts to learn which hosts answer.
+_LEARN_TRIES = 10
+# A rank is busy as usual for this long after its last progress, or for so many times the usual time between two.
+_QUIET_AFTER_S = 2.0
+_QUIET_AFTER_GAPS = 3.0
+_GAPS_FORGOTTEN = 0.99  # factor on the usual time between two progresses, for each look with progress
+# A thread that wakes up later than planned by this much was suspended, or kept from running by a lock.
+_AWAY_S = 1.0
+# Of a larger world, only the first so many members of a group call the absent ones.
+CALLING_RANKS = 64
 # After this time in one operation, the ranks' signatures are compared: have all passed the same buffer?
 _COMPARE_AFTER_S = 2.0
 _COMPARE_AT_MOST_AFTER_S = 4.0
@@ -89,6 +98,9 @@ class Board:
         self._tries_left = _LEARN_TRIES
         self._compare_after_s = min(_COMPARE_AFTER_S, timeout_s / 4)
         self._compared: dict[str, tuple[int, int]] = {}  # group -> sequence, times
+        self._progress: tuple[tuple[int, float | None], ...] = ()
+        self._progressed = self._watched_until = time.monotonic()
+        self._usual_gap_s = 0.0
         self._over = threading.Event()
         self._writing = threading.Lock()
         call_path(directory, rank=rank).unlink(missing_ok=True)
@@ -147,21 +159,46 @@ class Board:
     # ---- the thread
 
     def _run(self) -> None:
-        while not self._over.wait(self._pause_s()):
+        while True:
+            pause_s, began = self._pause_s(), time.monotonic()
+            if self._over.wait(pause_s):
+                return
+            if time.monotonic() > began + pause_s + _AWAY_S:
+                # The timer without Python's lock may be ending this rank, unless this file is renewed.
+                self._watched_until = time.monotonic() + 3 * self.publish_s
             # A full or missing disk must not end this thread; the deadline still holds.
             with contextlib.suppress(OSError):
                 self._look()
 
     def _pause_s(self) -> float:
-        alarmed = self.alarmed is not None and time.monotonic() < self.alarmed + self._timeout_s
-        return self._interval_s / (4 if alarmed else 1)
+        return self._interval_s / (4 if self._is_alarmed() else 1)
+
+    def _is_alarmed(self) -> bool:
+        return self.alarmed is not None and time.monotonic() < self.alarmed + self._timeout_s
+
+    def _is_busy_as_usual(self) -> bool:
+        """Returns True while operations begin and end about as often as they did, and none takes long.
+
+        Reads no file.
+        """
+        now = time.monotonic()
+        progress = tuple((track.sequence, track.since) for track in self._tracks())
+        if progress != self._progress:
+            self._usual_gap_s = max(now - self._progressed, _GAPS_FORGOTTEN * self._usual_gap_s)
+            self._progress, self._progressed = progress, now
+        quiet_after_s = max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._usual_gap_s)
+        waits_long = any(track.waited_s() > _COMPARE_AT_MOST_AFTER_S for track in self._tracks())
+        return not waits_long and now < self._progressed + min(quiet_after_s, self._timeout_s / 8)
 
     def _look(self) -> None:
+        if self._tries_left:
+            self._learn()
+        is_busy = self._is_busy_as_usual()
+        if is_busy and not self._is_alarmed() and time.monotonic() > self._watched_until:
+            return
         if self._published is None or time.monotonic() >= self._published + self.publish_s:
             self.publish()
         self._answer_call()
-        if self._tries_left:
-            self._learn()
         seen = self._alarm_time()
         if seen != self._alarm:
             self._alarm = seen
@@ -184,14 +221,12 @@ class Board:
             self._show(f"other ranks wait for rank {self.rank} on {self._reach.here}; its threads are at")
 
     def _learn(self) -> None:
-        """Learns which hosts answer, once all ranks have written their files."""
-        self._tries_left -= 1
-        ranks = ranks_to_read(self._tracks()[0].members)
-        positions = self._read(ranks)
-        if len(positions) < len(ranks) and self._tries_left:
+        """Learns which hosts answer, once the watcher knows of any."""
+        if self._reach.others is None:
             return
-        # A host that is still starting may answer later; one behind a firewall never does.
-        if self._reach.learn(positions.values(), timeout_s=min(2.0, self._timeout_s / 8)):
+        self._tries_left -= 1
+        # A host that is busy may answer later; one behind a firewall never does.
+        if self._reach.learn(timeout_s=min(2.0, self._timeout_s / 8)):
             self._tries_left = 0
 
     # ---- late operations
@@ -212,14 +247,25 @@ class Board:
 
     def call_absent(self, track: Track) -> None:
         """Requests that the absent ranks print their stacks, before the deadline."""
+        if self.rank not in track.members[:CALLING_RANKS]:
+            return
         for absence in self.absent(track):
             call_path(self.directory, rank=absence.rank).touch()
+
+    def reports_absences(self) -> bool:
+        """Returns True if this rank's report names the absent ranks: of a large world only that of the announcing rank.
+
+        Otherwise N ranks would read N files each.
+        """
+        others_report = self.ending is not None and self.ending.rank != self.rank
+        return not others_report or len(self._tracks()[0].members) <= CALLING_RANKS
 
     def absent(self, track: Track) -> list[Absence]:
         """Returns the members of `track` that have not begun its operation; if none, silent ranks outside the group."""
         others = [rank for rank in track.members if rank != self.rank]
         positions = self._read(others)
-        now, usual_silence_s = time.time(), 3 * self.publish_s
+        # A rank that took part in the operation before was alive then, whenever it has written its file.
+        now, usual_silence_s, waited_s = time.time(), 3 * self.publish_s, track.waited_s()
         absent = find_absent(
             positions,
             members=others,
@@ -227,12 +273,18 @@ class Board:
             sequence=track.sequence,
             now=now,
             usual_silence_s=usual_silence_s,
+            silent_at_most_s=waited_s if track.sequence > 1 else None,
         )
         if absent:
             return absent
         outside = [rank for rank in self._tracks()[0].members if rank not in track.members]
         positions = self._read(outside)
-        return find_silent(positions, now=now, usual_silence_s=usual_silence_s)
+        return find_silent(
+            positions,
+            now=now,
+            usual_silence_s=usual_silence_s + self._timeout_s / 8,
+            silent_at_most_s=waited_s,
+        )
 
     def cut(self) -> list[str]:
         """Returns lines that name the hosts cut off, from the probes of all hosts. Empty if none, or unknown."""

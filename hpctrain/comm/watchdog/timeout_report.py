@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpctrain.comm.collectives.agreement import describe_ranks
 from hpctrain.comm.watchdog.operation_state import Track
-from hpctrain.comm.watchdog.rank_status import Absence, Ending
+from hpctrain.comm.watchdog.rank_status import Absence, Ending, fold_absences
 
 
 def headline(
@@ -43,7 +43,7 @@ def describe_finding(cut: Sequence[str], absent: Sequence[Absence], *, waits: bo
     lines = list(cut)
     if absent:
         lines.append(f"did not come: {describe_ranks([absence.rank for absence in absent])}")
-        lines += [f"  {absence.text}" for absence in absent]
+        lines += [f"  {line}" for line in fold_absences(absent)]
     elif waits and not cut:
         why = "network, or different buffers on the ranks"
         if num_asked:

@@ -13,12 +13,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar, final
 
 from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, make_timer
-from hpctrain.comm.watchdog.host_probe import HostReachability
+from hpctrain.comm.watchdog.host_probe import HostReachability, ProbeTarget, targets_of_others
 from hpctrain.comm.watchdog.network_partition import find_cut
 from hpctrain.comm.watchdog.operation_state import Track
 from hpctrain.comm.watchdog.rank_status import Ending
@@ -117,6 +117,16 @@ class Watcher:
         if before is not None:
             before.end()
         self._prepare_exit_timer()
+
+    @property
+    def own_target(self) -> ProbeTarget | None:
+        """Where other hosts can probe this one; None before `publish_in`, or if no port could be reserved."""
+        return None if self._reach is None else self._reach.own
+
+    def know_hosts(self, targets: Iterable[ProbeTarget]) -> None:
+        """Has this rank learn which of the other hosts answer. targets: of all hosts. Call it after `publish_in`."""
+        if self._reach is not None:
+            self._reach.others = targets_of_others(targets, here=self._host)
 
     def lock_may_be_held(self) -> None:
         """Marks the start of use of a library that may wait with Python's lock held, which would block this thread.
@@ -314,14 +324,12 @@ class Watcher:
         self._show(f"{head}\n{report}\nthis rank's threads are at")
         if board is not None and ending is not None and self._leave_together(board, ending=ending, code=code):
             return
-        with contextlib.suppress(
-            Exception
-        ):  # `abort` of threads raises in this thread, which ends here anyway
+        with contextlib.suppress(Exception):  # `abort` of threads raises in this thread, which ends here
             self._abort(code)
 
     def _leave_together(self, board: Board, *, ending: Ending, code: int) -> bool:
         """Waits until all ranks have reported, then exits with them. Returns False if this rank must end the others."""
-        began = time.monotonic()
+        began, num_ranks = time.monotonic(), len(self._tracks[0].members)
         _within(1.0, board.leave)
         until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._ending_s + 1.0))
         all_leave = ending.rank != self.rank  # only the announcing rank ends those that do not exit
@@ -332,7 +340,9 @@ class Watcher:
                 all_leave = bool(_within(1.0, board.all_leave))
                 if all_leave:
                     until = min(until, time.monotonic() + max(0.0, ending.leave_at - time.time()))
-            time.sleep(max(0.0, min(0.05, until - time.monotonic())))
+            # Each look reads a file of every rank.
+            pause_s = max(0.05, num_ranks / 1000)
+            time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
         if all_leave and self._leave is not None:
             self._leave(code)
             return True
@@ -344,6 +354,8 @@ class Watcher:
         if self._looking.acquire(timeout=self._look_s):
             self._looking.release()
         lines = board.cut()
+        if not board.reports_absences():
+            return "\n".join([*lines, "the rank that ends the run names those that did not come"])
         absent = [] if track is None else board.absent(track)
         asked = len(self._reach.found) if self._reach is not None else 0
         return describe_finding(lines, absent, waits=track is not None, num_asked=asked)

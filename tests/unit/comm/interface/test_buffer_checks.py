@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from hpctrain.comm.watchdog.rank_status import (
     read_positions,
     write_position,
 )
+from hpctrain.comm.watchdog.timeout_report import describe_finding
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.launch.yielding import YIELD_VARIABLE
@@ -172,6 +175,42 @@ def test_a_rank_outside_the_group_that_went_silent_is_found() -> None:
     found = find_silent(positions, now=101.0, usual_silence_s=10.0)
     assert [absence.rank for absence in found] == [2]
     assert "last heard of 60 s ago" in found[0].text
+
+
+def test_a_rank_whose_file_is_from_the_start_is_said_to_have_come_to_the_operation_before() -> None:
+    at_start = GroupPosition(sequence=1, operation="all_reduce", waiting_s=None)
+    found = find_absent(
+        {1: position(1, world=at_start, written=10.0)}, members=[1], group="world", sequence=5, now=9000.0,
+        usual_silence_s=30.0, silent_at_most_s=70.0,
+    )  # fmt: skip
+    assert [absence.text for absence in found] == [
+        "rank 1 on node7 (process 1) came to number 4 of it and not to this one, and is silent, last heard of 70 s ago"
+    ]
+
+
+def test_ten_thousand_absences_are_folded() -> None:
+    waits = GroupPosition(sequence=4, operation="all_reduce", waiting_s=3.0)
+    positions = {rank: position(rank, world=waits, written=80.0 + rank % 10) for rank in range(10_000)}
+    positions[17] = position(17, world=GroupPosition(sequence=4, operation="all_reduce", waiting_s=None))
+    for rank in range(5000, 5040):  # each in a state of its own
+        place = GroupPosition(sequence=rank, operation="broadcast", waiting_s=1.0)
+        positions[rank] = position(rank, world=replace(waits, waiting_s=None), other=place)
+    del positions[9999]
+    start_s = time.perf_counter()
+    found = find_absent(
+        positions, members=range(10_000), group="world", sequence=5, now=100.0, usual_silence_s=5.0
+    )
+    report = describe_finding([], found, waits=True, num_asked=0)
+    assert time.perf_counter() - start_s < 2
+    assert len(found) == 10_000
+    lines = report.splitlines()
+    assert len(lines) < 40
+    assert max(map(len, lines)) < 400
+    assert any(line.startswith("  rank 17 on node7") for line in lines)
+    assert "ranks in 28 other states" in lines[-1]
+    assert any(
+        "waits in all_reduce number 4" in line and "last heard of 11 to 20 s ago" in line for line in lines
+    )
 
 
 def test_positions_are_read_back_and_damaged_ones_left_out(tmp_path: Path) -> None:

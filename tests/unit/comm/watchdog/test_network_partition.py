@@ -17,6 +17,7 @@ from hpctrain.comm.watchdog.host_probe import (
     host_addresses,
     probe,
     ranks_to_read,
+    targets_of,
     targets_of_others,
 )
 from hpctrain.comm.watchdog.network_partition import find_cut, name_hosts
@@ -162,13 +163,13 @@ def position(rank: int, host: str, *, port: int | None = 1, address: str = "10.0
 
 def test_one_target_a_host_and_none_of_this_host() -> None:
     positions = [position(rank, f"h{rank // 2}") for rank in range(6)]
-    assert [found.host for found in targets_of_others(positions, here="h1")] == ["h0", "h2"]
-    assert targets_of_others([position(0, "b", port=None)], here="a") == ()
+    assert [found.host for found in targets_of_others(targets_of(positions), here="h1")] == ["h0", "h2"]
+    assert targets_of([position(0, "b", port=None)]) == []
 
 
 def test_of_many_hosts_so_many_are_drawn() -> None:
     positions = [position(rank, f"h{rank}") for rank in range(300)]
-    assert len(targets_of_others(positions, here="h0", max_hosts=64)) == 64
+    assert len(targets_of_others(targets_of(positions), here="h0", max_hosts=64)) == 64
     assert ranks_to_read(range(5)) == [0, 1, 2, 3, 4]
     assert len(set(ranks_to_read(range(1000), max_ranks=256))) == 256
 
@@ -178,7 +179,8 @@ def test_a_host_that_never_answered_is_not_asked_again() -> None:
     with reserved() as made, unanswered_port() as silent:
         there = position(1, "b", port=made.target.port, address="127.0.0.1")
         behind_a_firewall = position(2, "c", port=silent, address="127.0.0.1")
-        assert not reach.learn([there, behind_a_firewall], timeout_s=0.3)
+        reach.others = tuple(targets_of([there, behind_a_firewall]))
+        assert not reach.learn(timeout_s=0.3)
         assert [known.host for known in reach.targets] == ["b"]
         reach.probe(timeout_s=1)
         assert reach.found == {"b": True}

@@ -23,6 +23,7 @@ from hpctrain.comm.watchdog.rank_status import (
     read_positions,
     write_position,
 )
+from hpctrain.comm.watchdog.status_board import Board
 from hpctrain.comm.watchdog.watcher import Watcher
 
 FOUR, SEVEN = "all_reduce (4 x float32) sum", "all_reduce (7 x float32) sum"
@@ -139,6 +140,26 @@ def test_a_rank_that_is_not_late_itself_ends_with_the_one_that_is(
     assert "is in no operation" in told
     for rank_ in ranks:
         rank_.watcher.end()
+
+
+def test_a_rank_that_makes_progress_touches_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    monkeypatch.setattr(Board, "_answer_call", lambda self: looks.append(time.monotonic()))
+    rank = Rank(0, timeout_s=16.0, directory=tmp_path)
+    own = position_path(tmp_path, rank=0)
+    written_ns = own.stat().st_mtime_ns
+    for _ in range(15):
+        with rank.track.during("all_reduce"):
+            time.sleep(0.15)
+        time.sleep(0.15)
+    assert looks == []
+    assert own.stat().st_mtime_ns == written_ns
+    deadline_s = time.monotonic() + 10
+    while not looks or own.stat().st_mtime_ns == written_ns:  # nothing begins or ends any more
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert read_positions(tmp_path, ranks=[0])[0].groups["world"].sequence == 15
+    rank.watcher.end()
 
 
 def test_files_that_hang_do_not_hold_up_the_deadline(
