@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -38,6 +38,10 @@ class Track:
         finally:
             self.since = None
 
+    def progress(self) -> tuple[int, float | None]:
+        """Returns a value that changes whenever an operation begins or ends."""
+        return self.sequence, self.since
+
     def waited_s(self) -> float:
         """Seconds since the current operation began; 0 if there is none."""
         since = self.since
@@ -45,3 +49,31 @@ class Track:
 
     def describe(self) -> str:
         return f"{self.operation} number {self.sequence} of {self.group} {self.detail}".rstrip()
+
+
+# Progress is usual for this long after the last, or for so many times the usual time between two.
+_QUIET_AFTER_S = 2.0
+_QUIET_AFTER_GAPS = 3.0
+_GAPS_FORGOTTEN = 0.99  # factor on the usual time between two, for each look that finds progress
+
+
+@dataclass(slots=True, kw_only=True)
+class ProgressMonitor:
+    """Says whether operations begin and end about as often as they did.
+
+    at_most_s: after so long without progress they do not, whatever was usual.
+    """
+
+    at_most_s: float
+    _seen: tuple[tuple[int, float | None], ...] = ()
+    _seen_at_s: float = field(default_factory=time.monotonic)
+    _usual_gap_s: float = 0.0
+
+    def is_usual(self, progress: Iterable[tuple[int, float | None]], *, now_s: float) -> bool:
+        """progress: of all tracks (`Track.progress`). now_s: monotonic; not before that of the last call."""
+        found = tuple(progress)
+        if found != self._seen:
+            self._usual_gap_s = max(now_s - self._seen_at_s, _GAPS_FORGOTTEN * self._usual_gap_s)
+            self._seen, self._seen_at_s = found, now_s
+        quiet_after_s = max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._usual_gap_s)
+        return now_s < self._seen_at_s + min(quiet_after_s, self.at_most_s)

@@ -18,7 +18,7 @@ from typing import final
 
 from hpctrain.comm.watchdog.host_probe import HostReachability, ranks_to_read
 from hpctrain.comm.watchdog.network_partition import find_cut
-from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.operation_state import ProgressMonitor, Track
 from hpctrain.comm.watchdog.rank_status import (
     Absence,
     Ending,
@@ -38,10 +38,6 @@ from hpctrain.comm.watchdog.rank_status import (
 
 # Number of attempts to learn which hosts answer.
 _LEARN_TRIES = 10
-# A rank is busy as usual for this long after its last progress, or for so many times the usual time between two.
-_QUIET_AFTER_S = 2.0
-_QUIET_AFTER_GAPS = 3.0
-_GAPS_FORGOTTEN = 0.99  # factor on the usual time between two progresses, for each look with progress
 # A thread that wakes up later than planned by this much was suspended, or kept from running by a lock.
 _AWAY_S = 1.0
 # Of a larger world, only the first so many members of a group call the absent ones.
@@ -98,9 +94,8 @@ class Board:
         self._tries_left = _LEARN_TRIES
         self._compare_after_s = min(_COMPARE_AFTER_S, timeout_s / 4)
         self._compared: dict[str, tuple[int, int]] = {}  # group -> sequence, times
-        self._progress: tuple[tuple[int, float | None], ...] = ()
-        self._progressed = self._watched_until = time.monotonic()
-        self._usual_gap_s = 0.0
+        self._progress = ProgressMonitor(at_most_s=timeout_s / 8)
+        self._watched_until = time.monotonic()
         self._over = threading.Event()
         self._writing = threading.Lock()
         call_path(directory, rank=rank).unlink(missing_ok=True)
@@ -181,14 +176,9 @@ class Board:
 
         Reads no file.
         """
-        now = time.monotonic()
-        progress = tuple((track.sequence, track.since) for track in self._tracks())
-        if progress != self._progress:
-            self._usual_gap_s = max(now - self._progressed, _GAPS_FORGOTTEN * self._usual_gap_s)
-            self._progress, self._progressed = progress, now
-        quiet_after_s = max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._usual_gap_s)
-        waits_long = any(track.waited_s() > _COMPARE_AT_MOST_AFTER_S for track in self._tracks())
-        return not waits_long and now < self._progressed + min(quiet_after_s, self._timeout_s / 8)
+        tracks = self._tracks()
+        is_usual = self._progress.is_usual(map(Track.progress, tracks), now_s=time.monotonic())
+        return is_usual and not any(track.waited_s() > _COMPARE_AT_MOST_AFTER_S for track in tracks)
 
     def _look(self) -> None:
         if self._tries_left:
