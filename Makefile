@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan cluster-setup test trials test-fast lint demo picture docs site check-gpu pack-gpu-check bench-reduction bench-data bench-checkpoint bench-step clean distclean
+.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-prediction clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -15,14 +15,26 @@ endif
 # How a process of low priority is started; without chrt (util-linux) as any other.
 IDLE := $(shell command -v chrt >/dev/null && chrt -i 0 true 2>/dev/null && echo "chrt -i 0")
 
+# What `make test` runs at idle priority besides tests/unit and tests/contract: tests of files alone, and of ranks that
+# only compare numbers, so that it does not matter how fast they run.
+PATIENT := tests/faults/checkpoint/test_crashes.py tests/ranks/data tests/ranks/comm/test_large_buffers.py \
+  $(filter-out %/test_autotune.py,$(wildcard tests/ranks/reduce/test_*.py)) \
+  $(addprefix tests/ranks/checkpoint/test_,engines.py load.py replicas.py reshape.py save.py) \
+  $(addprefix tests/ranks/train/test_,check_gpu.py examples.py sync_batch_norm.py training.py)
+
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
-setup: ## everything hpctrain needs: packages, .venv, Horovod and parallel h5py (cached)
+setup: ## everything hpctrain needs: packages, .venv, Horovod and parallel h5py (cached); BUNDLE=PATH: without network
 	@bash scripts/setup.sh
 
 plan: ## what `make setup` would use and build here, and why; changes nothing
 	@bash scripts/setup.sh --print-plan
+
+bundle: ## all that `make setup` downloads, as one archive for a machine without network; PYTHON_VERSION=3.12 GLIBC=28 TORCH=...
+	@$(or $(PYTHON),python3) scripts/pack_bundle.py $(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION)) \
+	  $(if $(GLIBC),--glibc $(GLIBC)) $(if $(TORCH),--torch $(TORCH)) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) \
+	  $(if $(RUNTIME_ONLY),--runtime-only)
 
 cluster-setup: ## what a Slurm cluster on this machine needs (Debian packages)
 	@bash scripts/cluster_setup.sh
@@ -37,29 +49,49 @@ lint: setup ## ruff, mypy, import-linter, sizes of folders and modules
 	$(BIN)lint-imports
 	$(BIN)python scripts/structure.py
 
-test: lint ## all tests, with real MPI ranks
-	@# The tests without ranks of their own take the time in which ranks wait: they run beside them at idle priority.
+test: setup ## lint and all tests, with real MPI ranks
+	@# What can wait takes the time in which ranks wait: it runs at the same time, at idle priority.
 	@mkdir -p build; \
-	  $(IDLE) $(BIN)python -m pytest tests/unit tests/contract -n 2 --dist loadfile --durations=10 > build/unit.log 2>&1 & \
-	  unit=$$!; trap "kill $$unit" INT TERM; \
-	  $(BIN)python -m pytest tests/ranks tests/faults tests/cluster --durations=10; ranks=$$?; \
-	  wait $$unit; unit=$$?; cat build/unit.log; exit $$(( ranks || unit ))
+	  $(IDLE) $(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
+	  $(IDLE) $(BIN)python -m pytest $(PATIENT) tests/unit tests/contract -m "not timing and not thorough" -n 2 --dist loadfile --no-loadscope-reorder --durations=10 > build/unit.log 2>&1 & \
+	  unit=$$!; trap "kill $$lint $$unit" INT TERM; \
+	  $(BIN)python -m pytest tests/unit tests/contract -m timing -n 4; timing=$$?; \
+	  $(BIN)python -m pytest tests/ranks tests/faults tests/cluster $(addprefix --ignore=,$(PATIENT)) -m "not thorough" --durations=10; ranks=$$?; \
+	  wait $$lint; lint=$$?; cat build/lint.log; wait $$unit; unit=$$?; cat build/unit.log; exit $$(( timing || ranks || lint || unit ))
 
-trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; some ten minutes
+trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; and the tests with the mark `thorough`; some 20 minutes
 	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/checkpoint/test_mounts.py \
 	  tests/faults/checkpoint/test_crashes.py tests/unit/checkpoint/format/test_metadata_fuzz.py
+	$(BIN)python -m pytest -m thorough tests/unit tests/ranks tests/faults
+
+trials-slurm: setup ## the long trials on a Slurm cluster of this machine's own, as root: docs/benchmarks/slurm-trials.md; TRIALS=100 of each; about two hours
+	HPCTRAIN_CLUSTER=required HPCTRAIN_TRIALS=$(or $(TRIALS),100) $(BIN)python -m pytest -m "trials or thorough" -s tests/cluster
+
+trials-bundle: setup ## an archive of `make bundle`, a set-up from it in a namespace without network, and the demo there; 20 minutes
+	rm -f build/trials/*.tar
+	$(BIN)python scripts/pack_bundle.py --output build/trials
+	HPCTRAIN_BUNDLE=$$(echo $(CURDIR)/build/trials/hpctrain-bundle-*.tar) $(BIN)python -m pytest -s tests/ranks/setup
 
 test-fast: setup ## the tests that start no MPI ranks
-	$(BIN)python -m pytest tests/unit tests/contract -m "not launches"
+	$(BIN)python -m pytest tests/unit tests/contract -m "not launches and not thorough"
 
 picture: setup ## docs/pictures/demo.svg, the picture in the README, from a run of its commands
 	$(BIN)python scripts/picture.py docs/pictures/demo.svg
 
+report-picture: setup ## docs/pictures/report.png, the report in the README, from a scaling sweep on this machine; two minutes, and Chromium
+	$(BIN)python scripts/report_picture.py docs/pictures/report.png
+
 site: setup ## the documentation as a site: build/site/index.html
 	$(BIN)python -m mkdocs build --strict
 
-docs: setup ## write docs/recipe.md from the code
+docs: setup ## write docs/recipe.md, slurm/*.sbatch and deploy/monitoring from the code, docs/results.md and the README's table from benchmarks/results
 	$(BIN)python scripts/write_recipe_reference.py docs/recipe.md
+	$(BIN)python scripts/write_ready_scripts.py
+	$(BIN)python scripts/write_monitoring.py
+	$(BIN)python -m benchmarks.headlines
+
+bench: setup ## the headline figures of all benchmarks, in turn with peers: docs/results.md; ten minutes, alone on the machine
+	$(BIN)python -m benchmarks.quick --output benchmarks/results/quick.json
 
 bench-reduction: setup ## gradient reduction against its peers: docs/benchmarks/reduction.md; 24 minutes, alone on the machine
 	$(BIN)python -m benchmarks.reduction --output benchmarks/results/reduction.json
@@ -72,6 +104,14 @@ bench-checkpoint: setup ## checkpoints against their peers: docs/benchmarks/chec
 
 bench-step: setup ## steps of the examples, the default against what can be named: docs/benchmarks/step.md; about an hour, alone on the machine
 	$(BIN)python -m benchmarks.step --output benchmarks/results/step.json
+
+bench-growth: setup ## what a run costs with 2 to 48 ranks and how that grows: docs/benchmarks/growth.md; half an hour, alone on the machine
+	$(BIN)python -m benchmarks.growth --output benchmarks/results/growth.json
+
+bench-overhead: setup ## what stopping, comparing the ranks and the guards add to a step: docs/benchmarks/overhead.md; three minutes, alone on the machine
+	$(BIN)python -m benchmarks.overhead --output benchmarks/results/overhead.json
+bench-prediction: setup ## predicted against measured steps on four nodes: docs/benchmarks/prediction.md; ten minutes, alone on the machine, as root
+	$(BIN)python -m benchmarks.prediction --output benchmarks/results/prediction.json
 
 check-gpu: setup ## what hpctrain does on a GPU, compared with the CPU: docs/gpu.md; without a GPU the parts that need none
 	$(BIN)python -m benchmarks.gpu

@@ -17,7 +17,18 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpctrain", "hpctrain.*"]),
-    package_data={"hpctrain": ["py.typed", "*.pyi", "*/*.pyi", "reduce/shared_memory/*.pyi"]},
+    package_data={
+        "hpctrain": [
+            "py.typed",
+            "*.pyi",
+            "*/*.pyi",
+            "reduce/shared_memory/*.pyi",
+            "slurm/templates/*.j2",
+            "bench/export/templates/*.j2",
+            "report/templates/*.j2",
+            "monitoring/files/*",
+        ]
+    },
     # Sums in shared memory. Without a compiler numpy makes them, and `hpctrain doctor` says so.
     ext_modules=[
         Extension(
@@ -44,9 +55,10 @@ setup(
         "click<8.5",  # typer up to 0.24 warns with newer ones
         "rich>=13",
         "pydantic>=2.6",
-        "psutil>=5.9",
+        "psutil>=6",
         "xxhash>=3.4",
         "lazy-loader>=0.4",
+        "jinja2>=3.1",
         'tomli>=2; python_version < "3.11"',
     ],
     extras_require={
@@ -62,7 +74,15 @@ setup(
             "safetensors>=0.4",
         ],
         "optimizers": ["pytorch-optimizer>=3.5"],
+        "lightning": ["lightning>=2.4"],
         "plot": ["matplotlib>=3.7"],
+        "metrics": ["prometheus-client>=0.20"],
+        "otlp": ["opentelemetry-sdk>=1.20", "opentelemetry-exporter-otlp-proto-http>=1.20"],
+        "tensorboard": ["tensorboard>=2.14"],
+        "mlflow": ["mlflow-skinny>=2.14", "sqlalchemy>=2", "alembic>=1.10"],
+        "energy": ["nvidia-ml-py>=12"],
+        "scaling": ["scipy>=1.10"],
+        "predict": ["scipy>=1.10", "simpy>=4.1"],
         "testing": ["pytest>=8"],
         "test": [
             "pytest>=8",

@@ -1,18 +1,20 @@
-"""What the benchmarks' commands share: their options, the table at the end, and where the results go."""
+"""Shared by the benchmarks' commands: options, the table at the end, and writing of the results."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import results_file
+from benchmarks import headlines, results_file
 from benchmarks.results_file import Run
 from benchmarks.starting import REPOSITORY
 
@@ -20,16 +22,28 @@ Refresh = Callable[[Path, Mapping[str, Any]], None]
 
 
 def parser_of(benchmark: str, *, description: str | None, figures: str) -> argparse.ArgumentParser:
-    """figures: all that can be measured, `1,2,3`."""
+    """Returns the parser with the options that all benchmarks have. figures: the default of `--only`, such as
+    `1,2,3`."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=description)
     parser.add_argument("--only", default=figures, metavar="1,2", help="figures to measure")
-    parser.add_argument("--quick", action="store_true", help="few rounds, small sizes: to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds and small sizes, to check that it runs"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="PATH",
-        help=f"JSON to write; records of other figures in it stay. `make bench-{benchmark}` gives "
-        f"benchmarks/results/{benchmark}.json, and only then the page's tables are written too",
+        help=f"JSON file to write; records of other figures in it are kept. `make bench-{benchmark}` passes "
+        f"benchmarks/results/{benchmark}.json; only then the tables of the docs page are written",
     )  # fmt: skip
     return parser
+
+
+def leave_on_sigterm() -> None:
+    """From now on SIGTERM raises SystemExit, so that `finally` blocks end the ranks and remove their files."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def open_console() -> Console:
@@ -37,7 +51,7 @@ def open_console() -> Console:
 
 
 def saying(console: Console) -> Callable[[str], None]:
-    """Prints what has been done, with the seconds since now."""
+    """Returns a function that prints a line with the seconds since the call of `saying`."""
     began = time.monotonic()
 
     def say(what: str) -> None:
@@ -53,23 +67,29 @@ def finish(
     benchmark: str,
     about: dict[str, Any],
     output: Path | None,
-    refresh: Refresh,
+    refresh: Refresh | None,
 ) -> int:
-    """Show the records and write them; returns the exit code.
+    """Prints the records, writes them to `output`, and returns the exit code: 1 if a figure failed.
 
-    about: of the tree that was measured, see `results_file.about_this_run`. refresh: of the page's tables, where the
-    results are the repository's own.
+    about: machine, versions and commit, from `results_file.about_this_run`. refresh: updates the tables of the page in
+    docs/benchmarks, if there is one. It is called, and the headline figures are written into docs/results.md and
+    README.md, if `output` is the file in benchmarks/results.
     """
-    table = Table("id", "what", "value", "bar", "holds")
+    table = Table("id", "what", "value", "rounds: range", "bar", "holds")
     for record in run.records:
         holds = "yes" if record.holds else "[red]no[/red]"
-        table.add_row(record.id, record.what, f"{record.value:.3g}", f"{record.sense} {record.bar:g}", holds)
+        rounds = f"{record.rounds}: {record.range[0]:.3g} to {record.range[1]:.3g}" if record.range else ""
+        table.add_row(
+            record.id, record.what, f"{record.value:.3g}", rounds, f"{record.sense} {record.bar:g}", holds
+        )
     console.print(table)
     for figure, parts in run.failed.items():
-        console.print(f"{figure}: failed, and not measured: {', '.join(parts)}", markup=False)
+        console.print(f"{figure}: not measured, because of an error: {', '.join(parts)}", markup=False)
     if output is not None:
         content = results_file.write(output, run, about=about)
         console.print(f"written: {output}")
         if output.resolve() == REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json":
-            refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
+            if refresh is not None:
+                refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
+            headlines.refresh()
     return 1 if run.failed else 0

@@ -1,6 +1,6 @@
-"""How well the orders mix, and what a rank pays for its part of a batch: `python -m benchmarks.order`.
+"""How well the orders mix, and what computing a rank's part of a batch costs: `python -m benchmarks.order`.
 
-The first table is a pure function of the code, and stands in docs/guides/data-order.md; the second is measured.
+The first table depends on the code only and is printed in docs/guides/data-order.md; the second one is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ORDERS: dict[str, OrderSpec] = {
 
 
 def mixing(spec: OrderSpec) -> list[str]:
-    """Displacement, neighbours kept, blocks and classes in a batch, pairs that meet again."""
+    """Returns the cells of a row of the first table: mean displacement, neighbours kept, classes in a batch, and how
+    much more often than by chance two samples of one batch are in one batch again."""
     first, second = (
         spec.for_epoch(epoch, num_samples=SAMPLES, seed=1).at(0, SAMPLES) for epoch in (0, 1)
     )  # (SAMPLES,)
@@ -51,7 +52,8 @@ def quality_rows() -> Iterator[str]:
 
 
 def cost(spec: OrderSpec) -> list[str]:
-    """One rank of 65,536 with 10^9 samples and 32 samples a step: median time and peak memory of a batch."""
+    """Returns the median time and the peak memory of computing a batch: rank 4,000 of 65,536, 32 samples per step,
+    10^9 samples in the dataset."""
     span = rank_share(77 * 2**21, 78 * 2**21, rank=4000, num_ranks=65_536)
     seconds = []
     for number in range(300):

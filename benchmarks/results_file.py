@@ -1,22 +1,26 @@
-"""What the files of `benchmarks/results/` hold, and how they are put together."""
+"""Content of the files in `benchmarks/results/`, and merging a run's records into them."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One number against its bar. `samples`: the raw measurements that it comes from."""
+    """One number and its bar. `samples`: the raw measurements from which `value` is computed.
+
+    rounds, range: of a figure that was measured in rounds, their number, and its least and greatest value; see
+    `over_rounds`.
+    """
 
     id: str
     what: str
@@ -25,25 +29,49 @@ class Record:
     sense: Literal["at most", "at least"]
     unit: str
     samples: Any
+    rounds: int = 0
+    range: Sequence[float] = ()
 
     @property
     def holds(self) -> bool:
         return self.value <= self.bar if self.sense == "at most" else self.value >= self.bar
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "value": round(self.value, 4), "holds": self.holds}
+        """Returns the fields for JSON; `rounds` and `range` only of a figure that has them."""
+        fields = asdict(self)
+        if not self.range:
+            del fields["rounds"], fields["range"]
+        return {**fields, "value": round(self.value, 4), "holds": self.holds}
+
+
+def over_rounds(
+    numerators: Sequence[float], denominators: Sequence[float], *, same_rounds: bool = True
+) -> dict[str, Any]:
+    """Returns a record's fields `rounds` and `range` for a ratio of measurements.
+
+    same_rounds: whether element r of both is from round r: then the range is from the least to the greatest ratio of a
+    round, which encloses the median ratio with probability 1 - 2^(1 - rounds). Otherwise it is from the least numerator
+    over the greatest denominator to the greatest over the least.
+    """
+    if same_rounds:
+        ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+        extremes = (min(ratios), max(ratios))
+    else:
+        extremes = (min(numerators) / max(denominators), max(numerators) / min(denominators))
+    return {"rounds": len(numerators), "range": extremes}
 
 
 def figure_of(record_id: str) -> str:
-    """`reduction.2` of `reduction.2.200mbit.ours-16`, `data.1` of `data.1a`."""
-    return ".".join(record_id.split(".")[:2]).rstrip(ascii_lowercase)
+    """Returns the figure of a record: `reduction.2` for `reduction.2.200mbit.ours-16`, `data.1` for `data.1a`,
+    `growth.mpi` for `growth.mpi.memory`."""
+    return re.sub(r"(?<=\d)[a-z]+$", "", ".".join(record_id.split(".")[:2]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run of a benchmark gave. Figures are named as by `figure_of`.
+    """Result of one run of a benchmark. Figures are named as by `figure_of`.
 
-    failed: figure -> what of it could not be measured. started: figure -> part of it -> how its ranks were started.
+    failed: figure -> its parts that could not be measured. started: figure -> part -> how its ranks were started.
     """
 
     records: Sequence[Record] = ()
@@ -52,11 +80,11 @@ class Run:
 
     @property
     def attempted(self) -> set[str]:
-        """Figures of which nothing older may stay."""
+        """Figures that this run measured or tried to measure; older records of them are removed."""
         return {*(figure_of(record.id) for record in self.records), *self.failed}
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """What the file says about the attempted figures besides their records."""
+        """Returns the file's entry `figures` for the attempted figures: failed parts and how ranks were started."""
         return {
             name: {
                 **({"failed": list(self.failed[name])} if name in self.failed else {}),
@@ -67,10 +95,10 @@ class Run:
 
 
 def merged(old: dict[str, Any] | None, run: Run, *, about: dict[str, Any]) -> dict[str, Any]:
-    """The file after a run of some figures.
+    """Returns the content of the file after `run`.
 
-    Figures that the run did not attempt stay, marked with the commit they are of. Of the others nothing older stays,
-    also where they failed: `figures` says so.
+    Figures that the run did not attempt are kept, marked with the commit at which they were measured. Of attempted
+    figures all older records are removed, also if they failed; `figures` lists the failures.
     """
     before = old or {}
 
@@ -94,9 +122,9 @@ def merged(old: dict[str, Any] | None, run: Run, *, about: dict[str, Any]) -> di
 
 
 def write(path: Path, run: Run, *, about: dict[str, Any]) -> dict[str, Any]:
-    """Put a run's figures into the file; returns what the file holds afterwards.
+    """Merges a run into the file and returns the file's new content.
 
-    about: see `about_this_run`, called before the run: a commit made meanwhile is not what was measured.
+    about: from `about_this_run`, called before the run, so that a commit made during the run is not named.
     """
     old = json.loads(path.read_text()) if path.exists() else None
     content = merged(old, run, about=about)
@@ -104,12 +132,12 @@ def write(path: Path, run: Run, *, about: dict[str, Any]) -> dict[str, Any]:
     path.write_text(_compact(content))
     written: dict[str, Any] = json.loads(
         path.read_text()
-    )  # rounded, as who makes the page from the file finds it
+    )  # read back, so that the page shows the rounded values of the file
     return written
 
 
 def _compact(content: dict[str, Any]) -> str:
-    """A record a block, its samples on one line: readable, and small enough to look at a diff."""
+    """Returns the JSON text, with each record's samples on one line, which keeps diffs short."""
     lines = json.dumps({**content, "records": []}, indent=1)
     blocks = [
         " {\n"
@@ -129,10 +157,10 @@ def _rounded(value: Any) -> Any:
 
 
 def about_this_run(repository: Path, *, benchmark: str) -> dict[str, Any]:
-    """Machine, versions, commit.
+    """Returns machine, versions and commit.
 
-    The commit is marked where hpctrain, the benchmark or what all benchmarks share differs from it; `benchmark` is the
-    folder's name in benchmarks/.
+    The commit gets the suffix `+changes` if hpctrain, the benchmark's folder or a module directly in benchmarks/
+    has uncommitted changes. benchmark: name of the folder in benchmarks/; `*.py` for all of them.
     """
 
     def git(*words: str) -> str:

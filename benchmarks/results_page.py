@@ -1,4 +1,5 @@
-"""Tables of records in a page of docs/benchmarks, between its markers. Text around them is written by hand."""
+"""Writes tables of records between the markers of a page in docs/benchmarks. The text around them is written by
+hand."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _MARKED = re.compile(r"(<!-- begin (?P<name>\S+) -->\n).*?(<!-- end (?P=name) --
 
 
 def refresh(page: Path, content: Mapping[str, Any], *, more: Mapping[str, str] | None = None) -> None:
-    """Write every figure's table, what the numbers are of, how ranks were started and `more` (name -> lines) into the
-    page. A place for which the results have nothing says that: no table of an earlier run stays."""
+    """Writes into the page: the table of each figure, machine and versions, how ranks were started, and the tables of
+    `more` (name of the marker -> lines). Markers without results get the text `NOT_MEASURED`."""
     records: Sequence[Mapping[str, Any]] = content["records"]
     figures: Mapping[str, Mapping[str, Any]] = content.get("figures", {})
     tables = {"about": about(content), **(more or {})}
@@ -27,6 +28,11 @@ def refresh(page: Path, content: Mapping[str, Any], *, more: Mapping[str, str] |
             tables[figure] = f"{tables[figure]}\n\n{failed}" if figure in tables else failed
         if "started" in entry:
             tables[f"started.{figure}"] = started(entry["started"])
+    fill(page, tables)
+
+
+def fill(page: Path, tables: Mapping[str, str]) -> None:
+    """Writes each table between the markers of its name; markers without one get the text `NOT_MEASURED`."""
     text = _MARKED.sub(
         lambda found: f"{found[1]}{tables.get(found['name'], NOT_MEASURED)}\n{found[3]}", page.read_text()
     )
@@ -34,7 +40,8 @@ def refresh(page: Path, content: Mapping[str, Any], *, more: Mapping[str, str] |
 
 
 def started(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """How the ranks of a figure's parts were started: `Start.as_json` of each launch of each part."""
+    """Returns a list that says how the ranks of each part were started. parts: part -> `Start.as_json` of its
+    launches."""
     titles: dict[str, list[str]] = {}
     for title, starts in parts.items():
         for start in starts:
@@ -48,7 +55,7 @@ def _start(start: Mapping[str, Any]) -> str:
 
 
 def _group(ranks: Mapping[str, Any]) -> str:
-    """Ranks that are alike."""
+    """Describes a group of ranks with equal settings."""
     facts = [
         _numbers("core", ranks["cores"]),
         f"{ranks['threads']} thread{'s' if ranks['threads'] != 1 else ''} each",
@@ -59,7 +66,7 @@ def _group(ranks: Mapping[str, Any]) -> str:
 
 
 def _numbers(what: str, numbers: Sequence[int]) -> str:
-    """`cores 0 to 3`; numbers with gaps one by one."""
+    """Returns `core 2`, `cores 0 to 3`, or each number if there are gaps: `cores 0, 2, 5`."""
     if len(numbers) == 1:
         return f"{what} {numbers[0]}"
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
@@ -83,16 +90,22 @@ def about(content: Mapping[str, Any]) -> str:
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, Linux "
-        f"{machine['kernel']}; {named}; commit `{content['commit'][:12]}`{_other_commits(content['records'])}."
+        f"{machine['kernel']}; {named}; commit `{short(content['commit'])}`{_other_commits(content['records'])}."
     )
 
 
+def short(commit: str, *, digits: int = 12) -> str:
+    """Returns a commit's first digits, and what says that there were uncommitted changes."""
+    name, plus, changes = commit.partition("+")
+    return name[:digits] + plus + changes
+
+
 def _other_commits(records: Sequence[Mapping[str, Any]]) -> str:
-    """What was measured earlier and kept, by the commit it is of."""
+    """Returns the figures that were measured at other commits, by commit."""
     figures: dict[str, set[str]] = {}
     for record in records:
         if "commit" in record:
-            figures.setdefault(record["commit"][:12], set()).add(figure_of(record["id"]))
+            figures.setdefault(short(record["commit"]), set()).add(figure_of(record["id"]))
     return "".join(
         f"; of `{commit}`: {', '.join(sorted(names))}" for commit, names in sorted(figures.items())
     )

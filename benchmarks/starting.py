@@ -1,4 +1,4 @@
-"""Starting the ranks of a benchmark as a user starts them, by `hpctrain launch`, and the record of how it was done."""
+"""Starts the ranks of a benchmark with `hpctrain launch`, as a user does, and records how they were started."""
 
 from __future__ import annotations
 
@@ -28,28 +28,31 @@ _ENDS_IN_S = 10.0
 
 
 def user_environment() -> dict[str, str]:
-    """The environment of this process without the variables of a launcher around it. Nothing is added."""
+    """Returns this process's environment without the variables that an outer launcher has set."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_OUTER_LAUNCHER)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended, with everything that it printed."""
+    """Exit code and output of a command that has ended."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-def run_to_end(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float) -> Ended:
-    """Run a command from the repository's folder. After `timeout_s` it is ended: subprocess.TimeoutExpired.
+def run_to_end(
+    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float, cwd: Path = REPOSITORY
+) -> Ended:
+    """Runs a command and waits for its end.
 
-    It is ended by SIGTERM, upon which launchers end their ranks, and 10 s later by SIGKILL.
+    After `timeout_s` the command gets SIGTERM, on which launchers end their ranks, and SIGKILL 10 s later; then raises
+    subprocess.TimeoutExpired.
     """
     # Files and no pipes: a process that outlives its launcher would keep a pipe open.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
-            list(argv), cwd=REPOSITORY, env=dict(environ), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+            list(argv), cwd=cwd, env=dict(environ), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -81,11 +84,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How the ranks of a measurement were started, in words that name no folder of this machine.
+    """How the ranks of a measurement were started. The texts contain no path of this machine.
 
-    command: what a user types, with the variables that the benchmark set. launched: the line that `hpctrain launch`
-    made of it. notes: what else it said.
-    ranks: as the ranks found themselves, see `this_rank`; those that are alike together, `ranks` are their numbers.
+    command: the command line as a user types it, with the variables that the benchmark set. launched: the command line
+    that `hpctrain launch` ran. notes: other lines that it printed.
+    ranks: one entry per group of ranks with equal `this_rank`; its `ranks` are the ranks' numbers.
     """
 
     command: str
@@ -105,9 +108,9 @@ def start_of(
     ranks: Sequence[Mapping[str, Any]],
     directory: Path,
 ) -> Start:
-    """The record of a launch that has ended.
+    """Returns the record of a launch that has ended.
 
-    variables: that the benchmark set for it. directory: of the measurement, called DIRECTORY in the record.
+    variables: environment variables that the benchmark set. directory: of the measurement; the record says DIRECTORY.
     """
     said = [
         line.removeprefix(_SAID_BY_LAUNCH) for line in ended.stderr.splitlines() if _SAID_BY_LAUNCH in line
@@ -134,7 +137,7 @@ def _alike(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_places(text: str, *, directory: Path) -> str:
-    """A command line as a user writes it, without this machine's folders."""
+    """Returns a command line without this machine's paths."""
     for long, short in (
         (shlex.join(LAUNCH), "hpctrain launch"),
         (str(directory), "DIRECTORY"),
@@ -148,8 +151,8 @@ def without_places(text: str, *, directory: Path) -> str:
 
 
 def this_rank() -> dict[str, Any]:
-    """What this process was given: `cores` it may run on, torch's `threads`, `variables` that make it faster or
-    slower, `preload` (LD_PRELOAD, file names only; empty: none)."""
+    """Returns the settings of this process that affect its speed: `cores` it may run on, torch's `threads`, environment
+    `variables`, and `preload` (file names in LD_PRELOAD)."""
     import torch
 
     variables = {name: value for name, value in sorted(os.environ.items()) if _RECORDED.match(name)}

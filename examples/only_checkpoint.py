@@ -1,4 +1,4 @@
-"""Only the checkpoint: verified and written by all ranks together, in a script that trains its own way.
+"""Only the checkpoint: verified and written by all ranks together, in a script with its own training loop.
 
 hpctrain launch -n 2 -- python examples/only_checkpoint.py checkpoints
 """

@@ -1,4 +1,4 @@
-"""Only the loader: hpctrain's shards in a script that has its own way to train. No launcher, no MPI.
+"""Only the loader: hpctrain's shards in a script that has its own training loop. No launcher, no MPI.
 
 hpctrain data pack digits data/digits
 python examples/only_loader.py data/digits/train

@@ -10,8 +10,14 @@ from .checkpoint import (
     save as save,
 )
 from .data import Batch as Batch, Dataset as Dataset, Loader as Loader, pack_arrays as pack_arrays
+from .distributed import ParallelPlan as ParallelPlan
 from .errors import HpctrainError as HpctrainError
 from .reduce import Compression as Compression, Updater as Updater
-from .run import Session as Session, load_recipe as load_recipe, start as start
+from .run import (
+    Session as Session,
+    init_process_group as init_process_group,
+    load_recipe as load_recipe,
+    start as start,
+)
 from .train import Position as Position, Task as Task, TrainingState as TrainingState, resume as resume
 from .version import __version__ as __version__

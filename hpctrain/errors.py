@@ -21,7 +21,9 @@ class ExitCode(IntEnum):
     LAUNCH = 5
     COMMUNICATION = 6
     DIVERGED = 7
+    OUT_OF_MEMORY = 8
     STOPPED_EARLY = 75  # EX_TEMPFAIL: the same command resumes from the saved state
+    GIVEN_UP = 76  # by `hpctrain supervise`: do not queue the job again
 
 
 class HpctrainError(Exception):
@@ -77,15 +79,32 @@ class BufferMismatch(CommunicationError):
 
 
 class DivergedError(HpctrainError):
-    """The loss or the gradients stopped being finite, and the agreed limit of skipped steps is used up."""
+    """Loss or gradients are not finite, or the loss jumped, for too many steps, and no roll-back is possible."""
 
     exit_code = ExitCode.DIVERGED
+
+    def __init__(self, message: str, *, agreed: bool = False, reason: str = "") -> None:
+        """reason: the part of the message that says what was seen."""
+        super().__init__(message, agreed=agreed)
+        self.reason = reason
+
+
+class OutOfMemory(HpctrainError):
+    """Memory of a rank or its device is used up, and smaller micro-batches do not help."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
 
 
 class StoppedEarly(HpctrainError):
     """The run was asked to stop; its state is saved, and it resumes from there."""
 
     exit_code = ExitCode.STOPPED_EARLY
+
+
+class GivenUp(HpctrainError):
+    """Starting the run again would not help: a person must find out why it fails."""
+
+    exit_code = ExitCode.GIVEN_UP
 
 
 def from_exit_code(exit_code: int) -> type[HpctrainError]:
@@ -100,6 +119,8 @@ def from_exit_code(exit_code: int) -> type[HpctrainError]:
         ExitCode.LAUNCH: LaunchError,
         ExitCode.COMMUNICATION: CommunicationError,
         ExitCode.DIVERGED: DivergedError,
+        ExitCode.OUT_OF_MEMORY: OutOfMemory,
         ExitCode.STOPPED_EARLY: StoppedEarly,
+        ExitCode.GIVEN_UP: GivenUp,
     }
     return by_code.get(exit_code, HpctrainError)

@@ -2,13 +2,16 @@
 
 The mesh has two axes: `node` (ranks with the same local index on different nodes) and `local` (the ranks of
 one node). Two-level reduction uses one after the other. Callers ask for an axis by name, so that further axes can be
-added without changing them.
+added without changing them. `ParallelMesh` has four: what a model that is split over the ranks is placed on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
+
+import numpy as np
 
 from hpctrain.errors import TopologyError
 
@@ -17,35 +20,40 @@ from hpctrain.errors import TopologyError
 class Topology:
     """Placement of the ranks. `ranks_by_node[k]` holds the world ranks on node k, ascending.
 
-    `node_of_rank[rank]` and `local_rank_of_rank[rank]` hold the inverse, for lookup in constant time.
+    `node_of_rank[rank]` holds the inverse, for lookup in constant time.
     """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
     node_names: tuple[str, ...]
     emulated: bool = False  # the nodes are groups of ranks on one machine (--ranks-per-node)
-    node_of_rank: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    local_rank_of_rank: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    node_of_rank: tuple[int, ...] = field(default=(), repr=False, compare=False)  # computed, if not given
 
     def __post_init__(self) -> None:
-        ranks = sorted(rank for node in self.ranks_by_node for rank in node)
-        if ranks != list(range(len(ranks))) or not ranks:
-            raise TopologyError(f"ranks on the nodes are {ranks}, not 0 to {len(ranks) - 1} each once")
+        if self.node_of_rank:
+            return
+        sizes = np.array(list(map(len, self.ranks_by_node)), dtype=np.int64)
+        ranks = np.fromiter(chain.from_iterable(self.ranks_by_node), dtype=np.int64, count=int(sizes.sum()))
+        if not len(ranks) or not np.array_equal(np.sort(ranks), np.arange(len(ranks))):
+            raise TopologyError(
+                f"ranks on the nodes are {sorted(ranks.tolist())}, not 0 to {len(ranks) - 1} each once"
+            )
         if len(self.node_names) != len(self.ranks_by_node):
             raise TopologyError(f"{len(self.node_names)} node names for {len(self.ranks_by_node)} nodes")
-        nodes, local_ranks = [0] * len(ranks), [0] * len(ranks)
-        for node, on_node in enumerate(self.ranks_by_node):
-            for local_rank, rank in enumerate(on_node):
-                nodes[rank], local_ranks[rank] = node, local_rank
-        object.__setattr__(self, "node_of_rank", tuple(nodes))
-        object.__setattr__(self, "local_rank_of_rank", tuple(local_ranks))
+        nodes = np.empty_like(ranks)
+        nodes[ranks] = np.repeat(np.arange(len(sizes)), sizes)
+        object.__setattr__(self, "node_of_rank", tuple(nodes.tolist()))
 
     @classmethod
     def from_node_names(cls, names_by_rank: Sequence[str], *, emulated: bool = False) -> Topology:
         """Builds the topology from the node name of each world rank. Nodes are in the order of their first ranks."""
-        ranks: dict[str, list[int]] = {}
-        for rank, name in enumerate(names_by_rank):
-            ranks.setdefault(name, []).append(rank)
-        return cls(tuple(tuple(r) for r in ranks.values()), tuple(ranks), emulated)
+        names = tuple(dict.fromkeys(names_by_rank))
+        number_of = {name: number for number, name in enumerate(names)}
+        node_of_rank = tuple(map(number_of.__getitem__, names_by_rank))
+        nodes = np.array(node_of_rank, dtype=np.int64)
+        by_node = np.argsort(nodes, kind="stable").tolist()
+        ends = np.cumsum(np.bincount(nodes, minlength=len(names))).tolist()
+        groups = (tuple(by_node[first:end]) for first, end in pairwise([0, *ends]))
+        return cls(tuple(groups), names, emulated, node_of_rank)
 
     @property
     def num_ranks(self) -> int:
@@ -61,7 +69,7 @@ class Topology:
 
     def local_rank_of(self, rank: int) -> int:
         """Index of `rank` among the ranks of its node. Raises TopologyError if `rank` is out of range."""
-        return self.local_rank_of_rank[self._checked(rank)]
+        return self.ranks_by_node[self.node_of(rank)].index(rank)
 
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
@@ -125,3 +133,70 @@ class Mesh:
         node, local_rank = self.topology.node_of(self.rank), self.topology.local_rank_of(self.rank)
         group, index = (node, local_rank) if name == "local" else (local_rank, node)
         return Axis(name, groups[group], index) if group < len(groups) else None
+
+
+PARALLEL_AXES = ("pipeline", "node", "local", "tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelMesh:
+    """Ranks on the axes pipeline x node x local x tensor. Ranks that differ in node and local only are data parallel.
+
+    ranks: world ranks by stage, node, place on the node and tensor rank. A tensor group lies on one node; with
+    `by_node` the groups of `local` do too.
+    """
+
+    ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    by_node: bool = True
+
+    @classmethod
+    def plan(cls, topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
+        """Places the axes: tensor groups next to each other on a node, stages on consecutive ranks.
+
+        With unequal ranks per node, or a stage that ends within a node that another begins on, there is one group of
+        `node` and all data-parallel ranks of a stage are in `local`. Raises TopologyError if the sizes do not divide.
+        """
+        for name, size in (("pipeline", pipeline), ("tensor", tensor)):
+            if size < 1:
+                raise TopologyError(f"{name} is {size}: give at least 1")
+        for node, ranks in enumerate(topology.ranks_by_node):
+            if len(ranks) % tensor:
+                raise TopologyError(
+                    f"tensor = {tensor} does not divide the {len(ranks)} ranks on {topology.node_names[node]}: a "
+                    f"tensor group lies on one node. Start a multiple of {tensor} ranks on each node"
+                )
+        if (topology.num_ranks // tensor) % pipeline:
+            raise TopologyError(
+                f"{topology.num_ranks} ranks cannot be split into pipeline = {pipeline} stages of tensor = {tensor}: "
+                f"start a multiple of {pipeline * tensor} ranks"
+            )
+        in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
+        per_stage = topology.num_ranks // (pipeline * tensor)
+        sizes = {len(ranks) for ranks in topology.ranks_by_node}
+        local = min(per_stage, min(sizes) // tensor)
+        by_node = len(sizes) == 1 and per_stage % local == 0 and min(sizes) // tensor % local == 0
+        grid = (
+            in_order.reshape(pipeline, per_stage // local, local, tensor)
+            if by_node
+            else (in_order.reshape(pipeline, 1, per_stage, tensor))
+        )
+        stages = (tuple(tuple(map(tuple, node)) for node in stage) for stage in grid.tolist())
+        return cls(tuple(stages), by_node)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes of the axes, by name."""
+        return dict(zip(PARALLEL_AXES, np.array(self.ranks).shape, strict=True))
+
+    def data_ranks(self, *, stage: int = 0, tensor: int = 0) -> tuple[int, ...]:
+        """Returns the data-parallel ranks of a stage and tensor rank, ascending."""
+        return tuple(sorted(group[tensor] for node in self.ranks[stage] for group in node))
+
+    def data_grid(self, *, stage: int = 0, tensor: int = 0) -> tuple[tuple[int, ...], ...]:
+        """Returns the same ranks by node. Raises TopologyError unless all nodes have equally many of them."""
+        if not self.by_node:
+            raise TopologyError(
+                "shard_within = 'node' needs equally many ranks on every node, each of which holds a whole replica. "
+                "Start the same number on each, or use shard_within = 'world'"
+            )
+        return tuple(tuple(group[tensor] for group in node) for node in self.ranks[stage])

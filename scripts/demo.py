@@ -1,7 +1,7 @@
-"""`make demo`: pack two datasets, train two models on four ranks, stop one and resume it on two, verify.
+"""`make demo`: packs two datasets, trains two models on four ranks, stops one and resumes it on two, verifies.
 
-Every step is a command that a user would type; it is printed before it runs. The table at the end is made
-from the runs' own records. Exit code 0 only if everything worked and both models reached their quality.
+Every step is a command that a user could type, and is printed before it runs. The table at the end is computed from the
+runs' records. The exit code is 0 only if everything worked and both models reached their quality.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpctrain.telemetry import read_records
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORK = REPOSITORY / "demo"
 HPCTRAIN = Path(sys.executable).with_name("hpctrain")
-# What the models must reach on samples and files they have never seen.
+# Quality that the models must reach on held-out data.
 MIN_ACCURACY = 0.97
 MAX_NATS = 2.6
 
@@ -34,7 +34,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def run(*words: str, expect: int = 0, stop_at_step: int | None = None, watch: Path | None = None) -> None:
-    """Run `hpctrain words` in the demo folder; at `stop_at_step` send it the signal that Slurm would send."""
+    """Runs `hpctrain words` in the demo folder; at step `stop_at_step` sends the signal that Slurm would send."""
     console.print(f"$ hpctrain {shlex.join(words)}", style="bold", soft_wrap=True)
     process = subprocess.Popen([HPCTRAIN, *words], cwd=WORK)
     if stop_at_step is not None and watch is not None:
@@ -67,8 +67,8 @@ def summary(name: str) -> dict[str, Any]:
     return json.loads((WORK / "runs" / name / "summary.json").read_text())
 
 
-def stretch(run_directory: Path, *, first: int, last: int) -> dict[str, float]:
-    """Speed of the steps `first` to `last`, from rank 0's records."""
+def speed_of_steps(run_directory: Path, *, first: int, last: int) -> dict[str, float]:
+    """Returns samples/s and exposed share of the steps `first` to `last`, from rank 0's records."""
     records = [
         r
         for r in read_records(run_directory / "metrics" / "rank-00000.jsonl")
@@ -130,9 +130,10 @@ def main() -> None:
     accuracy, nats = digits["quality"]["accuracy"], second["quality"]["nats_per_character"]
     console.print(table([
         row(digits, quality=f"{accuracy:.1%} of held-out digits"),
-        row(first, quality=f"stopped at step {first['step']}", **stretch(characters, first=1, last=first["step"])),
+        row(first, quality=f"stopped at step {first['step']}",
+            **speed_of_steps(characters, first=1, last=first["step"])),
         row(second, quality=f"{nats:.3f} nats per held-out character",
-            **stretch(characters, first=first["step"] + 1, last=steps)),
+            **speed_of_steps(characters, first=first["step"] + 1, last=steps)),
     ]))  # fmt: skip
     faults = []
     if accuracy < MIN_ACCURACY:

@@ -1,11 +1,11 @@
-"""Short runs of the examples, as digests: two versions of the tree that should behave alike give the same file.
+"""Writes digests of short runs of the examples; two versions of the tree with equal behaviour give the same file.
 
     python scripts/golden_records.py before.json
     python scripts/golden_records.py after.json --compare before.json
 
 Trains digits and characters on 1, 2 and 4 ranks, over MPI and Horovod, flat and in two levels, with fp32 and int8 on
-the wire, to the end and again from the checkpoint in the middle. Of each run: the loss and the norm of the gradients
-of every step, the tensors of the last checkpoint, and the bytes of its file. Exit code 1 where a digest differs.
+the wire, to the end and again from the checkpoint in the middle. The digests of a run cover loss and gradient norm of
+every step, the tensors of the last checkpoint, and the bytes of its file. Exits with 1 if a digest differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKING = {
     "digits": ["digits", "data/digits"],
     "characters": ["python-source", "data/python-source", "--window", "128"],
 }
-# Backend, algorithm, wire. int8 feeds back what it loses.
+# Backend, algorithm, wire. int8 uses error feedback.
 REDUCTIONS = [
     ("mpi", "hierarchical", "fp32"),
     ("mpi", "hierarchical", "int8"),
@@ -44,7 +44,7 @@ REDUCTIONS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. ranks_per_node: of emulated nodes."""
+    """One run. ranks_per_node: ranks of each emulated node."""
 
     recipe: str
     num_ranks: int
@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
 
 
 def train(case: Case, *, where: Path, environ: dict[str, str]) -> Path:
-    """Train to the end, or from the newest checkpoint there is; the run's directory."""
+    """Trains to the end, from the newest checkpoint if there is one. Returns the run's directory."""
     directory = where / "runs" / case.name
     settings = {
         "run.directory": f"runs/{case.name}", "run.steps": STEPS, "run.epochs": None, "run.backend": case.backend,
@@ -103,7 +103,7 @@ def train(case: Case, *, where: Path, environ: dict[str, str]) -> Path:
 
 
 def digest(directory: Path) -> dict[str, str]:
-    """Of the steps after the middle, and of the last checkpoint."""
+    """Returns digests of the steps after the middle, and of the last checkpoint."""
     steps = {}
     for line in (directory / "metrics" / "rank-00000.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -131,10 +131,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("output", type=Path, help="where the digests go, as JSON")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="the digests of another version")
+    parser.add_argument("output", type=Path, help="JSON file to write the digests to")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="runs whose name has this text: digits, -2x1-, int8"
+        "--compare", type=Path, metavar="FILE", help="digests of another version, to compare with"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only runs whose name contains this text, such as digits, -2x1-, int8",
     )
     arguments = parser.parse_args()
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -1,10 +1,10 @@
-"""`make picture`: writes docs/pictures/demo.svg, a terminal picture of commands that are run now, with their output.
+"""`make picture`: runs commands and draws them with their output as a terminal picture, docs/pictures/demo.svg.
 
     python scripts/picture.py docs/pictures/demo.svg
 
-The commands run in a temporary folder, on this checkout. Nothing is edited but the paths of the checkout and of the
-Python environment, which are shown as `.` and `.venv`. The text is in the file twice: drawn, in lines of WIDTH
-characters, and as it was printed, in <desc>. tests/ranks/train/test_picture.py compares it with what the code prints.
+The commands run in a temporary folder, with this checkout. Only the paths of the checkout and of the Python environment
+are edited: they are shown as `.` and `.venv`. The file contains the text twice: drawn, in lines of WIDTH characters,
+and as it was printed, in <desc>. tests/ranks/train/test_picture.py compares it with what the code prints.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ COMMANDS = (
     "hpctrain launch -n 4 --ranks-per-node 2 -- hpctrain train examples/digits.toml",
     "hpctrain checkpoint list runs/digits/checkpoints",
 )
-# Not what a user set for this shell, nor what the launcher of these tests did.
+# Variables that are removed: set by the user for this shell, or by the launcher of the tests.
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "HPCTRAIN_", "OMP_")
-# Rich's own template loads a font from the network; a picture in a README may not, and needs none.
+# Rich's own template loads a font from the network, which a picture in a README must not.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <desc>{{transcript}}</desc>
 <style>
@@ -56,7 +56,7 @@ line-height: {line_height}px; }}
 
 
 def run(command: str, *, directory: Path) -> str:
-    """stdout and stderr of `command` as a terminal would show them. Raises CalledProcessError if it fails."""
+    """Returns stdout and stderr of `command` as a terminal would show them. Raises CalledProcessError if it fails."""
     executables = Path(sys.executable).parent
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     environ["PATH"] = f"{executables}{os.pathsep}{os.environ['PATH']}"
@@ -70,14 +70,15 @@ def run(command: str, *, directory: Path) -> str:
 
 
 def outputs(commands: tuple[str, ...] = COMMANDS) -> list[str]:
-    """What each command prints, one after the other in a new folder. Raises CalledProcessError if one fails."""
+    """Runs the commands one after another in a new folder and returns what each printed. Raises CalledProcessError if
+    one fails."""
     with tempfile.TemporaryDirectory(prefix="hpctrain-picture-") as name:
         (Path(name) / "examples").symlink_to(REPOSITORY / "examples")
         return [run(command, directory=Path(name)) for command in commands]
 
 
 def draw(printed: list[str], *, title: str) -> str:
-    """The SVG text of COMMANDS and what each has printed."""
+    """Returns the SVG text of COMMANDS with what each has printed."""
     transcript = []
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
@@ -86,14 +87,14 @@ def draw(printed: list[str], *, title: str) -> str:
             console.print(Text(text))
             transcript += [f"$ {command}", text]
         svg = console.export_svg(title=title, theme=MONOKAI, code_format=SVG, unique_id="demo")
-    # Trailing blanks of the lines are drawn as text of their own: they only make the file larger.
+    # Trailing blanks of lines are drawn as separate text elements, which only make the file larger.
     svg = re.sub(r"<text [^>]*>(&#160;|\s)*</text>", "", svg)
     svg = "\n".join(line for line in svg.splitlines() if line.strip()) + "\n"
     return svg.replace("{transcript}", html.escape("\n".join(transcript), quote=False))
 
 
 def machine() -> str:
-    """What the commands ran on, in words: the picture's title."""
+    """Returns the picture's title: versions and cores of the machine that ran the commands."""
     mpirun = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
     cores = len(os.sched_getaffinity(0))
     release = mpirun.splitlines()[0].removeprefix("mpirun ").replace("(", "").replace(")", "")

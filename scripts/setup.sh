@@ -4,6 +4,7 @@
 #   make setup                            # plain Debian: system packages, .venv, Horovod, parallel h5py
 #   MPICC=... HDF5_DIR=... make setup     # cluster: the site's own MPI and HDF5, no package manager
 #   source site-env/bin/activate; make setup   # into the environment that is already active
+#   make setup BUNDLE=hpctrain-bundle.tar # no network: packages from an archive of `make bundle`, the site's MPI and HDF5
 #   bash scripts/setup.sh --print-plan    # say what would be used and built, and why; change nothing
 #
 # Variables read:
@@ -11,6 +12,8 @@
 #   VENV                 where the environment is made       (default: .venv)
 #   MPICC                the site's MPI compiler wrapper;    set = never call a package manager
 #   HDF5_DIR             prefix of a parallel HDF5;          set = never call a package manager
+#   BUNDLE               archive of `make bundle`, or the folder that came out of it; set = never use the network.
+#                        Kept for later set-ups of the same environment; set to nothing = use the network again
 #   HPCTRAIN_CACHE       built wheels live here  (default: $XDG_CACHE_HOME/hpctrain or ~/.cache/hpctrain)
 #   HPCTRAIN_WITHOUT     words from "horovod h5py": do not build that; hpctrain falls back and says so
 #   HPCTRAIN_JOBS        compilers at a time                 (default: the cores, at most 8)
@@ -53,12 +56,37 @@ install_system_packages() {
   log=$(mktemp "${TMPDIR:-/tmp}/hpctrain-apt.XXXXXX")
   local apt=(${root[@]+"${root[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 -y -q)
   # One unreachable third-party list makes update fail; what is needed here may be known all the same.
-  "${apt[@]}" update >"$log" 2>&1 || say "apt-get update failed; going on with the package lists that are here"
+  "${apt[@]}" update >"$log" 2>&1 || say "apt-get update failed; continuing with the existing package lists"
   if ! "${apt[@]}" install --no-install-recommends "${missing_packages[@]}" >>"$log" 2>&1 </dev/null; then
     tail -n 20 "$log" >&2
     fail "apt-get could not install ${missing_packages[*]}; whole log: $log"
   fi
   rm -f "$log"
+}
+
+# ---------------------------------------------------------------- bundle
+check_bundle() {
+  [[ $bundle && $base_python ]] || return 0
+  bundle_line=$("$base_python" "$SCRIPTS/setup_bundle.py" "$bundle" --torch-found "$torch_version") || exit 1
+}
+
+# From here on pip knows the bundle alone.
+open_bundle() {
+  if [[ ! $bundle ]]; then
+    [[ ! $bundle_id ]] || fail "$site_because, and that is no longer there: set BUNDLE to its new place, or BUNDLE=" \
+      "to nothing to use the network"
+    return 0
+  fi
+  local folder answer links
+  say "bundle: $bundle_line"
+  folder=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-bundle.XXXXXX")
+  # shellcheck disable=SC2064
+  trap "rm -rf '$folder'" EXIT
+  answer=$("$base_python" "$SCRIPTS/setup_bundle.py" "$bundle" --torch-found "$torch_version" --unpack-into "$folder") || exit 1
+  { read -r links; read -r bundle_torch; read -r bundle_for; } <<<"$answer"
+  # Settings of this user and machine name other places to take packages from.
+  unset "${!PIP_@}"
+  export PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1 PIP_FIND_LINKS=$links PIP_USER=0
 }
 
 # ---------------------------------------------------------------- python environment
@@ -83,7 +111,7 @@ make_environment() {
   [[ ! $active ]] || { say "using the active environment $active"; return 0; }
   "$py" -m pip --version >/dev/null 2>&1 && return 0
   local options=()
-  # A site's torch beside its interpreter, not in an environment of its own: .venv has to see it.
+  # A site's torch may be installed with its interpreter instead of in an environment: .venv has to see it.
   if [[ $site_because && $torch_version ]]; then options=(--system-site-packages); fi
   say "new environment $VENV ($("$base_python" -V))"
   "$base_python" -m venv ${options[@]+"${options[@]}"} "$VENV"
@@ -92,7 +120,7 @@ make_environment() {
 # What decides the result: the same again means that there is nothing to do.
 inputs() {
   cat "$SCRIPTS"/setup*.sh requirements/*.txt setup.py hpctrain/*/_*.c hpctrain/*/*/_*.c | sha256sum | cut -c1-16
-  printf '%s\n' "${MPICC:-}" "${HDF5_DIR:-}" "$WITHOUT" "${HOROVOD_CUDA_HOME:-}" "${HOROVOD_NCCL_HOME:-}" "$PWD" \
+  printf '%s\n' "${MPICC:-}" "${HDF5_DIR:-}" "$bundle_id" "$WITHOUT" "${HOROVOD_CUDA_HOME:-}" "${HOROVOD_NCCL_HOME:-}" "$PWD" \
     "$(command -v "${CC:-cc}" || true)"
 }
 
@@ -101,8 +129,12 @@ install_python_packages() {
   chosen=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-pip.XXXXXX")
   # A site's packages stay where they are new enough for hpctrain: torch was built for this machine, and
   # what else is there may need the numpy that is there. Elsewhere everything is as pinned.
-  "$py" "$SCRIPTS/setup_requirements.py" ${site_because:+--keep-installed} --into "$chosen"
-  say "python packages ($(grep -h '^torch' requirements/runtime.txt) and what goes with it)"
+  local options=()
+  [[ ! $site_because ]] || options+=(--keep-installed)
+  [[ ! $bundle_torch ]] || options+=(--torch "$bundle_torch")
+  [[ $bundle_for != runtime ]] || options+=(--without-tests)
+  "$py" "$SCRIPTS/setup_requirements.py" ${options[@]+"${options[@]}"} --into "$chosen"
+  say "python packages (torch ${bundle_torch:-$(sed -n 's/^torch==//p' requirements/runtime.txt)} and what goes with it)"
   if ! pip install -q -q -r "$chosen/requirements.txt" -c "$chosen/constraints.txt" >"$chosen/log" 2>&1; then
     tail -n 30 "$chosen/log" >&2
     fail "pip could not install the pinned packages; whole log: $chosen/log"
@@ -124,8 +156,10 @@ main() {
   export PIP_USER=0
   find_settings
   find_mode
+  find_bundle
   find_machine
   find_torch "$base_python"
+  check_bundle
   if [[ ${1:-} == --print-plan ]]; then
     find_nccl
     print_plan
@@ -140,6 +174,7 @@ main() {
   fi
   open_environment
   if [[ -e $stamp && $(cat "$stamp") == "$(inputs)" ]]; then say "already set up"; exit 0; fi
+  open_bundle
   rm -f "$stamp"
   make_environment
   install_python_packages
@@ -148,6 +183,7 @@ main() {
   say "hpctrain"
   pip install -q -q --no-deps --no-build-isolation --editable .
   "$py" "$SCRIPTS/setup_requirements.py" --report
+  if [[ $bundle ]]; then printf '%s\n' "$bundle" "$bundle_id" > "$bundle_record"; else rm -f "$bundle_record"; fi
   inputs > "$stamp"
   say "ready: source ${active:-${VENV#"$PWD"/}}/bin/activate && hpctrain doctor"
 }

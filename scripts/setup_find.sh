@@ -31,6 +31,30 @@ find_mode() {
   fi
 }
 
+# bundle: the archive or folder that packages come from; empty if they come from the network. bundle_id: hash of its
+# manifest; bundle_python: the version that its wheels are for. An environment remembers its bundle.
+find_bundle() {
+  bundle=${BUNDLE:-} bundle_id='' bundle_python='' bundle_line='' bundle_torch='' bundle_for=''
+  bundle_record=${active:-$VENV}/hpctrain-bundle
+  if [[ ! ${BUNDLE+set} && -e $bundle_record ]]; then
+    { read -r bundle; read -r bundle_id; } < "$bundle_record"
+    site_because="this environment was set up from the bundle $bundle"
+    if [[ ! -e $bundle ]]; then bundle=; fi
+  elif [[ $bundle ]]; then
+    [[ -r $bundle ]] || fail "BUNDLE is $bundle, and there is no such file here: make it with \`make bundle\` on a" \
+      "machine with network, and copy it here"
+    site_because="BUNDLE is set to $bundle"
+  fi
+  [[ $bundle ]] || return 0
+  bundle=$(realpath "$bundle")
+  local manifest
+  # What is no bundle is refused by setup_bundle.py, in words.
+  if [[ -d $bundle ]]; then manifest=$(cat "$bundle/MANIFEST.json" 2>/dev/null) || true
+  else manifest=$(tar -xOf "$bundle" --occurrence=1 hpctrain-bundle/MANIFEST.json 2>/dev/null) || true; fi
+  bundle_id=$(sha256sum <<<"$manifest" | cut -c1-16)
+  bundle_python=$(sed -nE 's/^ *"python": "([0-9.]+)".*/\1/p' <<<"$manifest")
+}
+
 supported_python() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
 # base_python: the interpreter of the active environment, of .venv, or for a new .venv; empty if there is none.
@@ -42,7 +66,7 @@ find_python() {
   elif [[ ${PYTHON:-} ]]; then
     if supported_python "$PYTHON"; then base_python=$(command -v "$PYTHON"); fi
   else
-    for candidate in "$VENV/bin/python" python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in "$VENV/bin/python" ${bundle_python:+"python$bundle_python"} python3 python3.13 python3.12 python3.11 python3.10; do
       if supported_python "$candidate"; then base_python=$(command -v "$candidate"); break; fi
     done
   fi
@@ -129,7 +153,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
     fail "Python 3.10 to 3.13 is needed, and ${PYTHON:-$active/bin/python} is" \
       "$("${PYTHON:-$active/bin/python}" -V 2>&1 || true)"
   else
-    missing python3 "Python 3.10 to 3.13: load the site's module, or set PYTHON"
+    missing python3 "Python ${bundle_python:-3.10 to 3.13}: load the site's module, or set PYTHON"
     missing python3-venv "its venv and ensurepip (python3-venv)"
     missing python3-dev "its headers (python3-dev)"
   fi
@@ -206,11 +230,12 @@ print_plan() {
   line() { printf '%-9s %s\n' "$1" "$2"; }
   if [[ $site_because ]]; then line mode "site, because $site_because: no package manager is called"
   else line mode "missing system packages are installed, if this user may"; fi
+  [[ ! $bundle ]] || line bundle "$bundle: ${bundle_line:-not looked at, without Python}"
   line python "${base_python:-not found} -> ${active:-$VENV}"
   if [[ $torch_version ]]; then
     line torch "$torch_version, CUDA $torch_cuda$([[ ! $site_because ]] || echo ', kept')"
   else
-    line torch "$(grep -h '^torch==' requirements/runtime.txt), to be installed"
+    line torch "$([[ $bundle ]] && echo "the bundle's" || grep -h '^torch==' requirements/runtime.txt), to be installed"
   fi
   line mpi "${mpicc:-not found} ($mpi_flavour), C++: ${mpicxx:-not found}"
   line hdf5 "${hdf5_prefix:+$hdf5_version in $hdf5_prefix}${hdf5_problem:+not found}"

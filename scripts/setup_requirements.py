@@ -1,4 +1,4 @@
-"""Part of setup.sh: which requirements pip is given, and what came out of it. Run by the environment's Python."""
+"""Part of setup.sh, run by the environment's Python: writes pip's requirements, and reports what was installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_of(requirement: str) -> str:
 
 
 def least_versions() -> dict[str, str]:
-    """What setup.py says that hpctrain needs at least."""
+    """Returns package name -> lowest version that setup.py accepts."""
     pairs = re.findall(r"""["']([A-Za-z0-9._-]+)>=([0-9.]+)""", (ROOT / "setup.py").read_text())
     return {name_of(name): version for name, version in pairs}
 
@@ -35,20 +35,26 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
-def pins(requirements: list[str]) -> dict[str, str]:
-    """The version of each `name==version` that holds for this Python."""
+def built_here() -> dict[str, str]:
+    """Returns package name -> version of what setup.sh builds or installs by itself."""
+    found = re.findall(r"^([A-Z0-9]+)_VERSION=(\S+)$", (ROOT / "scripts/setup.sh").read_text(), re.MULTILINE)
+    return {name.lower(): version for name, version in found}
+
+
+def pins(requirements: list[str], *, minor: int = sys.version_info[1]) -> dict[str, str]:
+    """Returns name -> version of the `name==version` lines that apply to Python 3.`minor`."""
     found = {}
     for line in requirements:
         requirement, _, marker = line.partition(";")
         bound = re.search(r"""python_version *(<|>=) *["']3\.(\d+)""", marker)
-        if not bound or (sys.version_info[1] < int(bound[2])) == (bound[1] == "<"):
+        if not bound or (minor < int(bound[2])) == (bound[1] == "<"):
             found[name_of(requirement)] = requirement.strip().split("==")[1]
     return found
 
 
 def limit(name: str, *, installed: str, pin: str) -> str:
-    """A constraint that lets the installed version stay, and takes our pin where another package needs newer."""
-    # Never touched: torch was built for this machine, and other packages here against this numpy and MPI.
+    """Returns a constraint that keeps the installed version, or allows our pin if another package needs a newer one."""
+    # These are never replaced: torch was built for this machine, and other packages for this numpy and MPI.
     if name in UNTOUCHED:
         return f"{name}=={installed}"
     if number(installed) > number(pin):
@@ -56,18 +62,24 @@ def limit(name: str, *, installed: str, pin: str) -> str:
     return f"{name}>={installed},<={pin}"
 
 
-def write(into: Path, *, keep_installed: bool) -> None:
-    """Write requirements.txt and constraints.txt into `into`.
+def requirements(*, tests: bool) -> list[str]:
+    """Returns the lines of what hpctrain runs with and, with `tests`, of what its tests and documentation need."""
+    return [
+        line for name in ("runtime.txt", *(("test.txt", "site.txt") if tests else ())) for line in lines(name)
+    ]
 
-    keep_installed: what the environment has stays, in a version that hpctrain takes.
+
+def write(into: Path, *, keep_installed: bool, tests: bool, torch: str) -> None:
+    """Writes requirements.txt and constraints.txt into `into`.
+
+    keep_installed: whether installed packages are kept if hpctrain accepts their version.
+    tests: whether also what tests and documentation need.
+    torch: its version, if not the pinned one.
     """
     # Horovod and h5py need cmake, cython and pkgconfig only where they are really built.
-    wanted = [
-        *lines("runtime.txt"),
-        *lines("test.txt"),
-        *lines("site.txt"),
-        *(r for r in lines("build.txt") if "setuptools" in r),
-    ]
+    wanted = [*requirements(tests=tests), *(r for r in lines("build.txt") if "setuptools" in r)]
+    if torch:
+        wanted = [f"torch=={torch}" if name_of(line) == "torch" else line for line in wanted]
     constraints = lines("constraints.txt")
     if keep_installed:
         have = {name_of(found.metadata["Name"]): found.version for found in distributions()}
@@ -85,7 +97,7 @@ def write(into: Path, *, keep_installed: bool) -> None:
 
 
 def loaded_mpi() -> set[str]:
-    """The MPI libraries that this process holds."""
+    """Returns the paths of the MPI libraries that this process has loaded."""
     paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     return {
         path.strip()
@@ -95,7 +107,8 @@ def loaded_mpi() -> set[str]:
 
 
 def report() -> None:
-    """Print what is installed. Imports everything once, so that what is missing is met now."""
+    """Prints what is installed. Imports every package once, so that a missing one is found now. Exits with an error if
+    they are built against different MPI libraries."""
     # MPI_Init outside a job aborts on some sites' login nodes; h5py's parallel build imports mpi4py.
     try:
         import mpi4py
@@ -119,7 +132,7 @@ def report() -> None:
         pass
     parallel = "parallel" if h5py.get_config().mpi else "not parallel"
     print(f"    torch {torch.__version__}, h5py {h5py.__version__} ({parallel}), {horovod}")
-    # Two of them share their symbols' names, and end in a segmentation fault of the first rank.
+    # Two MPI libraries in a process define the same symbols, which ends in a segmentation fault.
     if len(found := loaded_mpi()) > 1:
         sys.exit(
             f"setup: mpi4py, h5py and Horovod were built against different MPIs: {', '.join(sorted(found))}. "
@@ -132,12 +145,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--keep-installed", action="store_true")
     parser.add_argument("--into", type=Path)
+    parser.add_argument("--without-tests", action="store_true")
+    parser.add_argument("--torch", default="", metavar="VERSION")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     if arguments.report:
         report()
     elif arguments.into is not None:
-        write(arguments.into, keep_installed=arguments.keep_installed)
+        write(
+            arguments.into,
+            keep_installed=arguments.keep_installed,
+            tests=not arguments.without_tests,
+            torch=arguments.torch,
+        )
     else:
         sys.exit("setup: --into or --report")
 

@@ -57,10 +57,16 @@ install_published_h5py() {
   fi
 }
 
+# Whether mpi4py is its published wheel, which has a module for each family of MPI.
+published_mpi4py() {
+  "$py" -c 'import glob, mpi4py, sys; sys.exit(not glob.glob(mpi4py.__path__[0] + "/MPI.*mpi*.so"))'
+}
+
 # The wheel of mpi4py takes the first MPI library that the loader finds. If that is not the compiler wrapper's,
-# Horovod and mpi4py would be two MPIs in one process: then mpi4py is built like the others.
+# Horovod and mpi4py would be two MPIs in one process: then mpi4py is built like the others. From a bundle it always is:
+# on a cluster it depends on the loaded modules which MPI the loader finds first.
 use_mpi_of_compiler() {
-  local work of_compiler of_mpi4py
+  local work of_compiler of_mpi4py because=
   work=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-mpi.XXXXXX")
   cat > "$work/version.c" <<'C'
 #include <mpi.h>
@@ -83,8 +89,10 @@ C
   rm -rf "$work"
   of_mpi4py=$("$py" -c 'import mpi4py; mpi4py.rc.initialize = False
 from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])' 2>/dev/null | tr -d '\0') || of_mpi4py="no MPI"
-  if [[ $of_compiler && $of_compiler != "$of_mpi4py" ]]; then
-    say "mpi4py found $of_mpi4py, $mpicc is $of_compiler: building mpi4py with it"
+  if [[ $of_compiler && $of_compiler != "$of_mpi4py" ]]; then because="mpi4py found $of_mpi4py, $mpicc is $of_compiler"
+  elif [[ $bundle && ! $active ]] && published_mpi4py; then because="$mpicc is $of_compiler"; fi
+  if [[ $because ]]; then
+    say "$because: building mpi4py with it"
     mpi4py_key="$(grep -h '^mpi4py==' requirements/runtime.txt) r$RECIPE $("$py" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') $(uname -m) $of_compiler $mpicc"
     wheels=(mpi4py)
     prepare_wheels
@@ -141,7 +149,7 @@ build_wheel() {
       fail "building $name failed; whole log: $work/log"
     fi
     printf '%s\n' "$key" > "$work/out/BUILT_AGAINST"
-    # Copied beside its place and then renamed: the cache is often on another filesystem than TMPDIR.
+    # Copied into the cache's folder and then renamed there: the cache is often on another filesystem than TMPDIR.
     rm -rf "$folder" "$folder".partial.*
     cp -r "$work/out" "$folder.partial.$$"
     mv "$folder.partial.$$" "$folder"
@@ -174,7 +182,7 @@ use_tools() {
   mkdir bin
   printf '#!/bin/sh\nexec "%s" "$@"\n' "$mpicc" > bin/mpicc
   printf '#!/bin/sh\nexec "%s" "$@"\n' "${mpicxx:-$(dirname "$mpicc")/mpicxx}" | tee bin/mpicxx bin/mpic++ bin/mpiCC >/dev/null
-  # cmake takes the wrappers that lie beside the mpiexec it finds, and looks for that in MPI_HOME first.
+  # cmake takes the wrappers in the folder of the mpiexec that it finds, and looks for that in MPI_HOME first.
   printf '#!/bin/sh\nexit 1\n' > bin/mpiexec
   chmod +x bin/*
   export MPI_HOME=$PWD PATH=$PWD/bin:$(dirname "$py"):$PATH
@@ -207,7 +215,7 @@ build_horovod() {
 build_h5py() {
   use_tools
   # Without build isolation: with it, mpi4py would be compiled from source once more, 20 GB and ten minutes.
-  # Setuptools compiles one module at a time unless told otherwise; debug information takes longer than the code.
+  # Setuptools compiles one module at a time by default; generating debug information takes longer than the code.
   printf '[build_ext]\nparallel = %s\n' "$JOBS" > build.cfg
   HDF5_MPI=ON CC=mpicc CFLAGS="-g0 ${CFLAGS:-}" DIST_EXTRA_CONFIG=$PWD/build.cfg HDF5_DIR=$hdf5_prefix \
     pip wheel --no-deps --no-build-isolation --no-cache-dir --no-binary h5py -w "$1" "h5py==$H5PY_VERSION"
@@ -215,6 +223,7 @@ build_h5py() {
 
 build_mpi4py() {
   use_tools
-  MPICC=$PWD/bin/mpicc pip wheel --no-deps --no-build-isolation --no-cache-dir --no-binary mpi4py -w "$1" \
+  # With debug information the compiler takes 20 GB of memory, without it 0.6.
+  MPICC=$PWD/bin/mpicc CFLAGS="-g0 ${CFLAGS:-}" pip wheel --no-deps --no-build-isolation --no-cache-dir --no-binary mpi4py -w "$1" \
     "$(sed -n 's/^mpi4py==/&/p' "$SCRIPTS/../requirements/runtime.txt")"
 }

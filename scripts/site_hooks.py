@@ -1,6 +1,6 @@
-"""What `make site` adds to the pages in `docs/`: the README as the home page, the API reference, the decisions.
+"""Hooks of mkdocs for `make site` (see `mkdocs.yml`): add the README as home page, the API reference, the decisions.
 
-Hooks of mkdocs, see `mkdocs.yml`. Files outside `docs/` that the pages link to come into the site as they are.
+Files outside `docs/` that pages link to are copied into the site unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Packages of commands: their functions are reached through `hpctrain` on the command line.
+# Packages without a reference page: their functions are used through the command `hpctrain`.
 WITHOUT_API = {"cli"}
 _LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 
@@ -65,7 +65,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Links to files outside `docs/` lead to their copies; pages there, and folders, are named without a link."""
+    """Replaces links to files outside `docs/` by links to their copies; links to Markdown pages and folders outside
+    `docs/` become plain text."""
     here = PurePosixPath(page.file.src_uri).parent
 
     def rewritten(match: re.Match[str]) -> str:
@@ -78,7 +79,7 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def _home() -> str:
-    """The README, with its links as seen from within `docs/`."""
+    """Returns the README with links relative to `docs/`."""
 
     def from_docs(match: re.Match[str]) -> str:
         path = match[2]

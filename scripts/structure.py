@@ -1,9 +1,9 @@
-"""What the tree looks like: the size of folders and modules, import cycles, and imports past another package's door.
+"""Prints the structure of the tree: sizes of folders and modules, import cycles, imports of private modules.
 
     python scripts/structure.py
 
-Exit code 1 for a folder with more than 14 Python files in `hpctrain/`, a module over 400 lines, a cycle, or an import
-past another package's `__init__`.
+Exits with 1 if `hpctrain/` has a folder with more than 14 Python files, a module over 400 lines, an import cycle, or an
+import from another package that is not from its `__init__`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FILES, MAX_LINES = 14, 400
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name -> file, packages by their `__init__.py`."""
+    """Returns dotted name -> file; for packages their `__init__.py`."""
     found = {}
     for path in sorted((REPOSITORY / "hpctrain").rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
@@ -28,7 +28,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path, known: Mapping[str, Path]) -> set[str]:
-    """The modules of hpctrain that a file imports, also inside functions and for type checkers."""
+    """Returns the modules of hpctrain that a file imports, including imports in functions and under TYPE_CHECKING."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -40,7 +40,7 @@ def imports_of(path: Path, known: Mapping[str, Path]) -> set[str]:
 
 
 def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """The strongly connected components of more than one module. Source: Tarjan 1972, doi:10.1137/0201010."""
+    """Yields the strongly connected components with more than one module. Source: Tarjan 1972, doi:10.1137/0201010."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md from the recipe's own fields: `make docs`. `--check` fails where the file is stale."""
+"""Writes docs/recipe.md from the fields of the recipe: `make docs`. `--check` fails if the file is not up to date."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ recipe as it was run, with every default filled in, is written to `recipe.toml` 
 def type_text(annotation: Any) -> str:
     """`int`, `"a" or "b"`, `float, or absent`."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_text(args[0])
     if origin is typing.Literal:
         return " or ".join(f'`"{value}"`' for value in args)
     if origin in (typing.Union, types.UnionType):
@@ -85,5 +87,5 @@ def reference() -> str:
 if __name__ == "__main__":
     target = Path(next(a for a in sys.argv[1:] if not a.startswith("--")))
     if "--check" in sys.argv:
-        sys.exit(0 if target.read_text() == reference() else f"{target} is stale: run `make docs`")
+        sys.exit(0 if target.read_text() == reference() else f"{target} is not up to date: run `make docs`")
     target.write_text(reference())

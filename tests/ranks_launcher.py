@@ -223,7 +223,7 @@ def run_command(
     num_ranks: int | None,
     argv: Sequence[str],
     *,
-    timeout_s: float = 90,
+    timeout_s: float = 800,
     env: Mapping[str, str] | None = None,
     cwd: Path | str = REPOSITORY,
     expect: int | None = None,
@@ -248,7 +248,7 @@ def run_ranks(
     *args: Any,
     backend: str = "mpi",
     ranks_per_node: int | None = None,
-    timeout_s: float = 90,
+    timeout_s: float = 800,
     env: Mapping[str, str] | None = None,
     expect: int | None = 0,
 ) -> RanksResult:

@@ -111,13 +111,18 @@ def all_sums(world: World) -> None:
             sums_are_within_bounds(world, names, algorithm, wire)
 
 
+def all_sums_and_another_plan(world: World) -> str:
+    all_sums(world)
+    return another_plan_is_reported_to_all(world)
+
+
 def step(reducer: CollectiveReducer, memory: Sequence[torch.Tensor], world: World, *, seed: int) -> None:
     for values, bucket in zip(memory, buckets_for(), strict=True):
         values.copy_(gradients(world.rank, bucket, seed=seed))
     reduce_all(reducer, memory)
 
 
-def another_plan_is_told_to_all(world: World) -> str:
+def another_plan_is_reported_to_all(world: World) -> str:
     """The last rank's bucket is longer."""
     specs = [GradientSpec(10 + (world.rank == world.num_ranks - 1), torch.float32)]
     reducer = make(world, names=LAYOUTS[world.num_ranks][0], algorithm="direct", wire="int8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -11,17 +12,34 @@ from hpctrain.launch import RankIdentity
 from hpctrain.run import Session
 from hpctrain.topology import Topology
 
+_opened: list[Monitored] = []
+_left: list[Path] = []
+
 
 def session_over(
     world: World, *, nodes: Sequence[str] | None = None, emulated: bool = False, device: str = "cpu"
 ) -> Session:
     """nodes: the name of each rank's node; by default all ranks are on one."""
     names = list(nodes or ["here"] * world.num_ranks)
+    monitored = Monitored(world, timeout_s=300)
+    _opened.append(monitored)
     identity = RankIdentity(
         launcher="test", rank=world.rank, num_ranks=world.num_ranks, local_rank=None, local_size=None,
         node_rank=None, node_name=names[world.rank],
     )  # fmt: skip
     return Session(
-        identity=identity, world=Monitored(world, timeout_s=60), device=torch.device(device),
+        identity=identity, world=monitored, device=torch.device(device),
         topology=Topology.from_node_names(names, emulated=emulated),
     )  # fmt: skip
+
+
+def close_sessions() -> None:
+    """Ends the watchers of all that `session_over` has returned, whether or not the test has closed it, and checks that
+    nothing of them is left in the node's memory."""
+    while _opened:
+        watcher = _opened.pop()._watcher
+        watcher.end()
+        if watcher._board is not None:
+            _left.append(watcher._board.folders.local)
+    while _left:
+        assert not _left.pop().exists()

@@ -1,1 +1,1 @@
-"""How fast state is saved and loaded, against peers and against the disk: `make bench-checkpoint`."""
+"""Speed of saving and loading checkpoints, compared with peers and with the disk: `make bench-checkpoint`."""

@@ -1,19 +1,17 @@
-"""`python -m benchmarks.checkpoint`: figures 1 to 4 of checkpoints, against peers and the disk, in one run."""
+"""`python -m benchmarks.checkpoint`: measures figures 1 to 4 of checkpoints, compared with peers and the disk."""
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 
 from benchmarks.checkpoint import page, runs
 from benchmarks.checkpoint.launch import RanksFailed
-from benchmarks.command import finish, open_console, parser_of, saying
+from benchmarks.command import finish, leave_on_sigterm, open_console, parser_of, saying
 from benchmarks.results_file import Record, Run, about_this_run
 from benchmarks.starting import REPOSITORY
 
@@ -54,15 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("checkpoint", description=__doc__, figures="1,2,3,4")
     parser.add_argument(
         "--directory", type=Path, default=REPOSITORY / "build", metavar="DIR",
-        help="where is written, 4 GB at most, on the filesystem to be measured; all is removed at the end",
+        help="directory on the filesystem to be measured; at most 4 GB are written there and removed at the end",
     )  # fmt: skip
     return parser
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # by way of what ends the ranks and removes their files
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    leave_on_sigterm()
     sys.exit(main())

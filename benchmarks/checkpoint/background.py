@@ -1,4 +1,4 @@
-"""Saving in the background: how long training stands still, what memory it takes, what the steps beside it pay."""
+"""Measures background saves: how long training is blocked, peak memory, and slow-down of training steps meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.bench.checkpoint.methods import (
     AsyncSaving,
     Copying,
     MethodTime,
-    Way,
+    TimedMethod,
     begin,
     make_folder,
     remove,
@@ -35,14 +35,15 @@ from hpctrain.run import Session
 
 Settings = dict[str, Any]
 PAUSE_S = 0.002
-# Steps in a row that nothing is written beside, in each round.
+# Number of consecutive steps in each round during which nothing is written.
 QUIET_STEPS = 12
 WIDTH, BATCH = 512, 256
 
 
 @final
 class DcpAsync:
-    """torch DCP's `async_save`: stands still until it returns; then its thread writes. Over Gloo, as it needs it."""
+    """torch DCP's `async_save`, over Gloo, which it requires. Training is blocked until it returns; then its thread
+    writes."""
 
     name, engine, raw = "dcp async", None, RAW_WRITE
 
@@ -61,7 +62,7 @@ class DcpAsync:
         return MethodTime(seconds=seconds, stall_s=float(max(all_gather_json(self._comm, stall_s))))
 
     def begin(self) -> Callable[[], bool]:
-        """Start saving; what is returned says whether it is done, and raises what went wrong."""
+        """Starts saving. Returns a function that says whether the save is done and raises PeerFailed if it failed."""
         import torch.distributed.checkpoint as dcp
 
         future: Any = dcp.async_save(dict(self._tensors), checkpoint_id=self._path)
@@ -79,15 +80,16 @@ class DcpAsync:
 
 
 def stalls(session: Session, settings: Settings) -> dict[str, Any]:
-    """Stalls and seconds of each round: ours and DCP's; a memcpy of every rank's share; each rank's bytes."""
+    """Returns, for hpctrain, DCP and a memcpy of each rank's share: `seconds` and `stalls` of each round, by method;
+    and `share`, the bytes of each rank."""
     world, directory = session.world, Path(settings["directory"])
     state = make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
     raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
     ours = AsyncSaving(state.state, engine="auto", comm=world, directory=directory)
-    ways: list[Way] = [
+    methods: list[TimedMethod] = [
         Copying(raw, comm=world), ours, DcpAsync(state, comm=world, directory=directory)
     ]  # fmt: skip
-    turns = take_turns(ways, repeats=settings["repeats"], warmup=settings["warmup"], seed=settings["seed"])
+    turns = take_turns(methods, repeats=settings["repeats"], warmup=settings["warmup"], seed=settings["seed"])
     ours.close()
     return {
         "seconds": {name: [turn.seconds for turn in found] for name, found in turns.items()},
@@ -99,9 +101,11 @@ def stalls(session: Session, settings: Settings) -> dict[str, Any]:
 
 
 def memory(session: Session, settings: Settings) -> dict[str, list[dict[str, int]]]:
-    """Of each rank, bytes: `idle` with the state in place, `peak` while it is saved in the background, `share`.
+    """Returns `ranks`: for each rank, in bytes, `idle`, the memory that holds the state; `peak`, the maximum while it
+    is saved in the background; and `share`, the rank's part of the state.
 
-    The kernel's own mark (VmHWM). A small state is saved first, for what any save loads and keeps.
+    Memory is the kernel's VmHWM. A small state is saved first, because the first save loads modules and allocates
+    memory that stay.
     """
     world, directory = session.world, Path(settings["directory"])
     small = make_state(num_bytes=1 << 20, num_tensors=settings["num_tensors"])
@@ -110,10 +114,10 @@ def memory(session: Session, settings: Settings) -> dict[str, list[dict[str, int
 
     def save_it(what: BenchState) -> None:
         if settings["what"] == "ours":
-            ways = AsyncSaving(what.state, engine="auto", comm=world, directory=directory)
+            ours = AsyncSaving(what.state, engine="auto", comm=world, directory=directory)
             for _ in range(settings["saves"]):
-                ways.turn()
-            ways.close()
+                ours.turn()
+            ours.close()
         else:
             peer = DcpAsync(what, comm=world, directory=directory)
             for _ in range(settings["saves"]):
@@ -121,17 +125,18 @@ def memory(session: Session, settings: Settings) -> dict[str, list[dict[str, int
 
     save_it(small)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     idle = _peak_bytes()
     save_it(state)
     return {"ranks": all_gather_json(world, {"idle": idle, "peak": _peak_bytes(), "share": share})}
 
 
 def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]]]:
-    """Of each way to save, each round: seconds of the steps `quiet`, of the steps `beside` the writing, of the save.
+    """Returns for each method and round: seconds of the steps without a save (`quiet`), of the steps during a save
+    (`beside`), and of the save.
 
-    A step is forward and backward through a small network, the sum of its gradients over the ranks, and an
-    update. In the sum is a number with which the ranks tell each other that they are ready, as in training.
+    A step is forward and backward through a small network, the sum of the gradients over the ranks, and an update.
+    The sum includes a number by which each rank reports that its part of the save is ready, as in training.
     """
     world, directory = session.world, Path(settings["directory"])
     state = make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
@@ -150,27 +155,27 @@ def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]
                 state.state, directory=directory / "ours", step=1, comm=world, options=options,
                 buffers=buffers, executor=executor,
             )  # fmt: skip
-            beside: list[float] = []
+            during: list[float] = []
             while True:
                 seconds, ready = training.step(saving.ready())
-                beside.append(seconds)
+                during.append(seconds)
                 if ready and saving.advance() is not None:
                     break
             seconds = slowest_since(world, begin_s)
             remove(directory / "ours", comm=world)
-            return beside, seconds
+            return during, seconds
 
         def peer() -> tuple[list[float], float]:
             begin_s = begin(world)
             is_done = dcp.begin()
-            beside: list[float] = []
+            during: list[float] = []
             ready = False
             while not ready:
                 seconds, ready = training.step(is_done())
-                beside.append(seconds)
+                during.append(seconds)
             seconds = slowest_since(world, begin_s)
             dcp.end()
-            return beside, seconds
+            return during, seconds
 
         training.quiet()
         for number in range(settings["warmup"] + settings["repeats"]):
@@ -178,15 +183,15 @@ def steps(session: Session, settings: Settings) -> dict[str, list[dict[str, Any]
             for name in order.sample(names, len(names)):
                 quiet = training.quiet()
                 asked = settings["limits"][name]
-                beside, seconds = peer() if name == "dcp async" else ours(asked)
+                during, seconds = peer() if name == "dcp async" else ours(asked)
                 if number >= settings["warmup"]:
-                    found[name].append({"quiet": quiet, "beside": beside, "save": seconds})
+                    found[name].append({"quiet": quiet, "beside": during, "save": seconds})
     return found
 
 
 @final
 class _Training:
-    """Two ranks and more train one network, in one thread each."""
+    """Data-parallel training of a small network, with one thread per rank."""
 
     def __init__(self, comm: Collective, *, seed: int) -> None:
         torch.manual_seed(seed)
@@ -197,7 +202,7 @@ class _Training:
         self._sums = torch.empty(sum(p.numel() for p in self._model.parameters()) + 1)
 
     def step(self, ready: bool) -> tuple[float, bool]:
-        """Seconds of a step, and whether every rank was ready. Collective."""
+        """Runs a step. Returns its seconds and whether every rank passed `ready`. Collective."""
         begin_s = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
         self._model(self._inputs).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Start the ranks of a measurement, and take what rank 0 found."""
+"""Starts the ranks of a measurement and returns what rank 0 found."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def measured(
     scratch: Path,
     timeout_s: float = 300.0,
 ) -> Any:
-    """What rank 0's case returned; of several, with commas between, a dict of that. RanksFailed, with last lines.
+    """Starts ranks with `hpctrain launch` and returns what `case` returned on rank 0.
 
-    scratch: where files are written. Ranks are started as `hpctrain launch` starts them.
+    case: name of a case, or several separated by commas; then returns a dict of results by name. scratch: directory for
+    files. Raises RanksFailed with the last lines of the output if a rank fails.
     """
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=scratch) as writes:
         asked, result = Path(name) / "settings.json", Path(name) / "result.json"

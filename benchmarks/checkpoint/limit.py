@@ -1,4 +1,4 @@
-"""How soon this disk takes a state's bytes: the fastest way to write a file that we have found."""
+"""Time that this disk needs to write a state's bytes, by the fastest method that we have found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _THREADS = 8  # more, and larger or smaller pieces, took as long
 
 
 def disk_limit(share: RawShare, *, comm: Collective, directory: Path) -> list[DiskLimit]:
-    """The way, where the filesystem of `directory` can be written to past its cache; else none. Collective."""
+    """Returns the method, or an empty list if the filesystem of `directory` has no O_DIRECT. Collective."""
     can = on_rank_0(comm, lambda: _takes_blocks(directory / "disk-limit-tried"), os_error=CheckpointError)
     return [DiskLimit(share, comm=comm, directory=directory)] if can else []
 
@@ -52,10 +52,10 @@ def _takes_blocks(path: Path) -> bool:
 
 @final
 class DiskLimit:
-    """As many bytes as a rank's share, from large pages past the page cache, many writes under way, and fsync.
+    """Writes as many bytes as a rank's share with O_DIRECT from huge pages, several writes at once, then fsync.
 
-    The file has its length and its room on the disk before the time begins. Nothing is copied, hashed or described.
-    Making one is collective.
+    The file's disk blocks are allocated before the time begins. Nothing is copied, hashed or described.
+    The constructor is collective.
     """
 
     name, engine, raw = LIMIT, None, RAW_WRITE
@@ -77,17 +77,19 @@ class DiskLimit:
 
     def _create(self) -> None:
         create_file(self._path, file_bytes=self._file_bytes)
-        sync_directory(self._path.parent)  # with the room that the filesystem has given it
+        sync_directory(self._path.parent)  # including the allocation of its blocks
 
     def _write(self) -> None:
         descriptor = open_uncached(self._path)
         if descriptor is None:
-            raise OSError(f"{self._path} cannot be written to past the cache, where another file could")
+            raise OSError(
+                f"{self._path} cannot be opened with O_DIRECT, although another file in its directory could"
+            )
 
         def write(first: int) -> None:
             piece = self._memory[first : first + _PIECE_BYTES]
             if os.pwrite(descriptor, piece.data, self._begin + first) != piece.nbytes:
-                raise OSError(f"a write to {self._path} was cut short")
+                raise OSError(f"a write to {self._path} wrote fewer bytes than asked")
 
         try:
             with ThreadPoolExecutor(_THREADS) as threads:

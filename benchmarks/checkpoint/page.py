@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/checkpoint.md that only it has."""
+"""Tables that are specific to docs/benchmarks/checkpoint.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import results_page
 
-# Records whose samples have every way's seconds -> name of the table, bytes of the state.
+# Id of a record whose samples are the seconds of all methods -> name of its table, bytes of the state.
 TABLES = {
     "checkpoint.1a": ("saves.512mib", 512 << 20), "checkpoint.1d": ("saves.small", 10_000 * 4096),
     "checkpoint.1d.beside": ("saves.small-beside", 10_000 * 4096),
@@ -21,12 +21,12 @@ TABLES = {
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
-    """Write every figure's table, and what the numbers are of, into the page."""
+    """Writes the tables of all figures, and machine and versions, into the page."""
     results_page.refresh(page, content, more=tables(content["records"]))
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Name of the table -> its lines."""
+    """Returns name of the table -> its lines."""
     found = {}
     for record in records:
         if record["id"] in TABLES:
@@ -43,7 +43,7 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def stalls(samples: Mapping[str, Any]) -> str:
     rows = [
-        "| | stands still, ms, median | least | most | until it is saved, ms |",
+        "| | training blocked, ms, median | least | most | until it is saved, ms |",
         "| --- | --- | --- | --- | --- |",
     ]
     copies = samples["seconds"]["memcpy"]
@@ -53,29 +53,29 @@ def stalls(samples: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def memory(ranks_by_way: Mapping[str, Sequence[Mapping[str, int]]]) -> str:
+def memory(ranks_by_method: Mapping[str, Sequence[Mapping[str, int]]]) -> str:
     rows = ["| | a rank's share, MB | above the process before, MB, by rank |", "| --- | --- | --- |"]
-    for name, ranks in ranks_by_way.items():
+    for name, ranks in ranks_by_method.items():
         above = ", ".join(f"{(rank['peak'] - rank['idle']) / 1e6:,.0f}" for rank in ranks)
         rows.append(f"| {name} | {ranks[0]['share'] / 1e6:,.0f} | {above} |")
     return "\n".join(rows)
 
 
-def steps(rounds_by_way: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def steps(rounds_by_method: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = [
-        "| | step alone, ms | step beside, ms | slower | until it is saved, ms | stolen, ms |",
+        "| | step alone, ms | step during a save, ms | slower | until it is saved, ms | added by a save, ms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, rounds in rounds_by_way.items():
+    for name, rounds in rounds_by_method.items():
         quiet = [sum(one["quiet"]) / len(one["quiet"]) for one in rounds]
-        beside = [sum(one["beside"]) / len(one["beside"]) for one in rounds]
-        slower = median(b / q - 1 for b, q in zip(beside, quiet, strict=True))
-        stolen = median(
+        during = [sum(one["beside"]) / len(one["beside"]) for one in rounds]
+        slower = median(b / q - 1 for b, q in zip(during, quiet, strict=True))
+        added = median(
             sum(one["beside"]) - q * len(one["beside"]) for one, q in zip(rounds, quiet, strict=True)
         )
         rows.append(
-            f"| {name} | {1e3 * median(quiet):.1f} | {1e3 * median(beside):.1f} | {slower:.0%} "
-            f"| {1e3 * median(one['save'] for one in rounds):,.0f} | {1e3 * stolen:,.0f} |"
+            f"| {name} | {1e3 * median(quiet):.1f} | {1e3 * median(during):.1f} | {slower:.0%} "
+            f"| {1e3 * median(one['save'] for one in rounds):,.0f} | {1e3 * added:,.0f} |"
         )
     return "\n".join(rows)
 

@@ -1,6 +1,6 @@
-"""How others save and load the same tensors: torch.save, torch DCP, safetensors, h5py's mpio driver.
+"""Saving and loading of the same tensors by peers: torch.save, torch DCP, safetensors, h5py's mpio driver.
 
-Each as its own documentation shows it, with its defaults. Where only rank 0 saves, the others sleep.
+Each is used as its documentation shows, with its defaults. If only rank 0 saves, the other ranks sleep.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class PeerFailed(RuntimeError):
-    """A peer has not saved, or not loaded, what it was given: its time would mean nothing."""
+    """A peer did not save or load the state that it was given, so its time is not valid."""
 
 
 def start_gloo(comm: Collective, *, directory: Path) -> None:
-    """The group of ranks that DCP talks in. Collective."""
+    """Starts torch's process group, over which DCP communicates. Collective."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/gloo", rank=comm.rank, world_size=comm.num_ranks
@@ -44,9 +44,8 @@ def start_gloo(comm: Collective, *, directory: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """save: tensors to a path that is not there yet. load: tensors of these shapes from it, into fresh memory.
-
-    Both are called on every rank. folder: the path is a folder.
+    """save: writes tensors to a path that does not exist. load: reads tensors of the given names, shapes and dtypes
+    from it into newly allocated memory. Both are called on every rank. folder: whether the path is a folder.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Peer:
 
 @final
 class PeerSaving:
-    """A peer's save as one of the methods of `hpctrain.bench.checkpoint`: a fresh path each time, removed untimed."""
+    """A peer's save as a TimedMethod: to a new path each time, whose removal is not timed."""
 
     engine, raw = None, RAW_WRITE
 
@@ -77,7 +76,7 @@ class PeerSaving:
 
 @final
 class PeerLoading:
-    """A peer's load on every rank. What it reads is saved at its first turn."""
+    """A peer's load on every rank, as a TimedMethod. Its first turn saves what it reads."""
 
     engine, raw = None, RAW_READ
 
@@ -98,7 +97,7 @@ class PeerLoading:
         loaded = self._peer.load(self._tensors, self._path)
         seconds = slowest_since(self._comm, begin_s)
         if first and any(not same_bits(loaded[name], tensor) for name, tensor in self._tensors.items()):
-            raise PeerFailed(f"{self.name} has not loaded what it saved")
+            raise PeerFailed(f"{self.name}: the loaded tensors are not those that it saved")
         return MethodTime(seconds=seconds)
 
 
@@ -107,19 +106,19 @@ def named(state: BenchState) -> dict[str, torch.Tensor]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Random bits are NaN at times, which equal nothing."""
+    """Compares the bits of two tensors of shape (n,) or more, float32: random bits may be NaN, which equals nothing."""
     return torch.equal(one.reshape(-1).view(torch.int32), other.reshape(-1).view(torch.int32))
 
 
 def check_saved(path: Path, *, num_bytes: int) -> None:
-    """Raises PeerFailed unless there are at least so many bytes."""
+    """Raises PeerFailed if the file or folder has fewer than `num_bytes` bytes."""
     found = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")))
     if found < num_bytes:
-        raise PeerFailed(f"{found} bytes are in {path}, the state has {num_bytes}")
+        raise PeerFailed(f"{path} has {found} bytes, fewer than the {num_bytes} bytes of the state")
 
 
 def peers(comm: Collective, *, names: Sequence[str]) -> list[Peer]:
-    """By name, in that order. DCP needs `start_gloo` before."""
+    """Returns the peers with these names, in that order. Call `start_gloo` first if DCP is one of them."""
     made = {
         "torch.save": Peer(
             name="torch.save", save=_by_rank_0(comm, lambda tensors, path: torch.save(dict(tensors), path)),
@@ -154,7 +153,7 @@ def _safetensors_save(tensors: Tensors, path: Path) -> None:
 
 
 def _safetensors_load(tensors: Tensors, path: Path) -> Tensors:
-    """It maps the file; a byte of every page is touched, so that they are read."""
+    """Loads, then reads one element of every page: safetensors maps the file and would read nothing before."""
     from safetensors.torch import load_file
 
     loaded = load_file(path)
@@ -184,7 +183,7 @@ def _dcp_load(tensors: Tensors, path: Path) -> Tensors:
 
 
 def _h5py_save(tensors: Tensors, path: Path, *, comm: Collective) -> None:
-    """As h5py's own example: datasets are created by all ranks, and each writes its part of each."""
+    """Saves as h5py's own example does: all ranks create the datasets, and each writes its part of each dataset."""
     import h5py
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m benchmarks.checkpoint.ranks CASE[,CASE] SETTINGS.json RESULT.json`."""
+"""The program of each rank: `python -m benchmarks.checkpoint.ranks CASE[,CASE] SETTINGS.json RESULT.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from benchmarks.checkpoint import background
 from benchmarks.checkpoint.limit import disk_limit
 from benchmarks.checkpoint.peers import PeerLoading, PeerSaving, peers, same_bits, start_gloo
 from hpctrain.bench.checkpoint.measure import take_turns
-from hpctrain.bench.checkpoint.methods import Loading, RawReading, RawWriting, RunSaving, SyncSaving, Way
+from hpctrain.bench.checkpoint.methods import (
+    Loading,
+    RawReading,
+    RawWriting,
+    RunSaving,
+    SyncSaving,
+    TimedMethod,
+)
 from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.checkpoint import load, save
 from hpctrain.checkpoint.planning.replicas import ReplicaCheck
@@ -30,11 +37,12 @@ M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each round: raw, the disk's limit, ours by engine and as in a run, and peers. Figure 1."""
+    """Figure 1: returns seconds of each round by method: raw writing, the disk's limit, hpctrain by engine and as in a
+    run, and peers."""
     world, directory = session.world, Path(settings["directory"])
     state = _state(settings)
     raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
-    ways: list[Way] = [
+    methods: list[TimedMethod] = [
         RawWriting(raw, comm=world, directory=directory),
         *disk_limit(raw, comm=world, directory=directory),
         *(
@@ -47,23 +55,23 @@ def saves(session: Session, settings: Settings) -> dict[str, list[float]]:
             for peer in peers(world, names=settings["peers"])
         ),
     ]
-    return _seconds(ways, settings)
+    return _seconds(methods, settings)
 
 
 def replica_saves(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each round: saves as in a run, by how the ranks' copies are compared. Figure 4."""
+    """Figure 4: returns seconds of each round, of saves as in a run, by method of comparing replicas."""
     world, directory = session.world, Path(settings["directory"])
     state = _state(settings)
-    ways = [
+    methods = [
         RunSaving(state.state, engine="auto", comm=world, directory=directory, replica_check=how)
         for how in get_args(ReplicaCheck)
     ]
-    return _seconds(ways, settings)
+    return _seconds(methods, settings)
 
 
 def small_saves(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each round: the same bytes in many tensors and in few, ours and a peer's. Figure 1."""
-    world, ways = session.world, []
+    """Figure 1: returns seconds of each round for the same bytes in many and in few tensors, of hpctrain and peers."""
+    world, methods = session.world, []
     for label, num_tensors in settings["tensors"].items():
         directory = Path(settings["directory"]) / label
         if world.rank == 0:
@@ -75,22 +83,22 @@ def small_saves(session: Session, settings: Settings) -> dict[str, list[float]]:
             PeerSaving(peer, state, comm=world, directory=directory)
             for peer in peers(world, names=settings["peers"])
         ]
-        for way in both:
-            way.name = f"{way.name}, {label}"
-        ways += both
-    return _seconds(ways, settings)
+        for method in both:
+            method.name = f"{method.name}, {label}"
+        methods += both
+    return _seconds(methods, settings)
 
 
 def loads(session: Session, settings: Settings) -> dict[str, list[float]]:
-    """Seconds of each round: raw, ours, peers. Figure 2."""
-    # Large allocations come fresh from the kernel each time, on all sides, as in a process that has just started.
+    """Figure 2: returns seconds of each round by method: raw reading, hpctrain, peers."""
+    # Every method gets large allocations newly from the kernel, as in a process that has just started.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
     _touch_memory(num_bytes=settings["touched_bytes"])
     world, directory = session.world, Path(settings["directory"])
     state, cold = _state(settings), settings["cold"]
     raw = RawShare(state, rank=world.rank, num_ranks=world.num_ranks)
     _check_load(session, state, directory=directory / "checked")
-    ways: list[Way] = [
+    methods: list[TimedMethod] = [
         RawReading(raw, comm=world, directory=directory, cold=cold),
         Loading(state.state, comm=world, directory=directory, cold=cold),
         *(
@@ -98,22 +106,22 @@ def loads(session: Session, settings: Settings) -> dict[str, list[float]]:
             for peer in peers(world, names=settings["peers"])
         ),
     ]
-    return _seconds(ways, settings)
+    return _seconds(methods, settings)
 
 
 def _touch_memory(*, num_bytes: int) -> None:
-    """Have the machine's memory touched once. On a virtual machine a page that was never used is first brought by the
-    host, which takes ten times as long as to read it: whoever allocates next would pay for that."""
+    """Writes to `num_bytes` of memory once. On a virtual machine the host provides a page at its first use, which takes
+    ten times as long as reading it, and would be counted in the time of the first method that allocates it."""
     memory = np.empty(num_bytes, dtype=np.uint8)
     memory.fill(1)
 
 
 def _check_load(session: Session, state: BenchState, *, directory: Path) -> None:
-    """Raises RuntimeError unless what is loaded is what was saved."""
+    """Saves and loads once. Raises RuntimeError if the loaded tensors differ from the saved ones."""
     done = save(state.state, directory=directory, step=1, comm=session.world)
     _, loaded = load(done.path, comm=session.world)
     if any(not same_bits(loaded[item.name], item.tensor) for item in state.state.items):
-        raise RuntimeError("what is loaded is not what was saved")
+        raise RuntimeError("the loaded tensors differ from the saved ones")
     session.world.barrier()
     if session.rank == 0:
         done.path.unlink()
@@ -123,8 +131,8 @@ def _state(settings: Settings) -> BenchState:
     return make_state(num_bytes=settings["num_bytes"], num_tensors=settings["num_tensors"])
 
 
-def _seconds(ways: Sequence[Way], settings: Settings) -> dict[str, list[float]]:
-    turns = take_turns(ways, repeats=settings["repeats"], warmup=settings["warmup"], seed=settings["seed"])
+def _seconds(methods: Sequence[TimedMethod], settings: Settings) -> dict[str, list[float]]:
+    turns = take_turns(methods, repeats=settings["repeats"], warmup=settings["warmup"], seed=settings["seed"])
     return {name: [turn.seconds for turn in found] for name, found in turns.items()}
 
 
@@ -137,7 +145,9 @@ def main(words: Sequence[str]) -> int:
     case, settings_path, result_path = words
     settings = json.loads(Path(settings_path).read_text())
     faulthandler.dump_traceback_later(0.9 * settings["timeout_s"], exit=False)
-    warnings.filterwarnings("ignore", category=FutureWarning)  # the peers' own, of what they will change
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # from the peers, about their own future changes
     session = start(backend="mpi", device="cpu", timeout_s=settings["timeout_s"])
     try:
         start_gloo(session.world, directory=Path(settings["meeting"]))

@@ -1,1 +1,1 @@
-"""How fast samples are read, against peers and against the machine: `make bench-data`."""
+"""Speed of reading samples, compared with peers and with raw reading: `make bench-data`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.data`: figures 1 to 3 of reading data, against peers and the machine, in one run."""
+"""`python -m benchmarks.data`: measures figures 1 to 3 of reading data, compared with peers and raw reading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
         def speeds() -> list[Record]:
             python = peers_python(arguments.peers)
-            say("the peers' environment is there")
+            say("the peers' environment is ready")
             found, of = runs.speeds(scratch, scale, python, say)
             about["versions"] |= of
             return found
@@ -55,11 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("data", description=__doc__, figures="1,2,3")
     parser.add_argument(
         "--scratch", type=Path, default=REPOSITORY / "build", metavar="DIR",
-        help="where the datasets are written, 3 GB, on the filesystem to be measured; they are removed at the end",
+        help="directory on the filesystem to be measured; datasets of 3 GB are written there and removed at the end",
     )  # fmt: skip
     parser.add_argument(
         "--peers", type=Path, default=REPOSITORY / "build" / "peers", metavar="DIR",
-        help="the peers' environment; made if it is not there",
+        help="the peers' Python environment; made if it is missing",
     )  # fmt: skip
     return parser
 

@@ -1,4 +1,4 @@
-"""The other end of `benchmarks.data.serve`."""
+"""Starts processes of `benchmarks.data.serve` and sends them requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReaderFailed(RuntimeError):
 
 
 class Child:
-    """A process with readers of one module. A context manager."""
+    """A process that runs the readers of one module. A context manager."""
 
     def __init__(self, python: Path, *, module: str, threads: int = 1) -> None:
         self._module = module
@@ -55,7 +55,7 @@ class Child:
         )
 
     def check(self, method: str, kind: Kind) -> None:
-        """Raises ReaderFailed unless an epoch has every sample once."""
+        """Raises ReaderFailed unless an epoch contains every sample exactly once."""
         found = self.ask("check", key=f"{method} {kind.name}", kind=asdict(kind), epoch=0)
         if found != {
             "samples": kind.num_samples, "different": kind.num_samples, "largest": kind.num_samples - 1
@@ -63,7 +63,7 @@ class Child:
             raise ReaderFailed(f"{method} does not read each of {kind.num_samples} {kind.name} once: {found}")
 
     def time(self, method: str, kind: Kind, *, epoch: int, least_s: float) -> float:
-        """Samples/s."""
+        """Returns samples/s over whole epochs from number `epoch` on, as many as take `least_s`."""
         found = self.ask("time", key=f"{method} {kind.name}", epoch=epoch, least_s=least_s)
         return float(found["samples"] / found["seconds"])
 

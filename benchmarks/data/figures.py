@@ -1,4 +1,4 @@
-"""From measurements to records: which number is held against which bar. Pure."""
+"""Converts measurements to records and defines their bars. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.data.kinds import Kind
-from benchmarks.results_file import Record
+from benchmarks.results_file import Record, over_rounds
 
 Rates = Mapping[str, Sequence[float]]  # of a method: samples/s of each round
 
@@ -18,43 +18,50 @@ IMAGE_BARS = (("a", "memmap", "raw memmap gather", 0.6), ("b", "h5py", "DataLoad
 
 
 def speed_records(rates: Mapping[str, Rates], kinds: Mapping[str, Kind]) -> list[Record]:
-    """Figure 1, warm. rates: kind -> method -> samples/s; `gzip-in-order` and `gzip-shuffled` have `zlib`."""
+    """Returns the records of figure 1 with a warm page cache, of the kinds that were measured.
+
+    rates: kind -> method -> samples/s of each round; the kinds `gzip-in-order` and `gzip-shuffled` have a method
+    `zlib`.
+    """
     records = []
-    images = rates["images"]
-    for letter, method, label, bar in IMAGE_BARS:
+    if "images" in rates:
+        for letter, method, label, bar in IMAGE_BARS:
+            records.append(
+                _ratio(f"data.1{letter}", what=f"images of 12 KB, shuffled, warm: hpctrain / {label}",
+                       rates=rates["images"], ours="ours", other=method, bar=bar, all_of_them=letter == "a")
+            )  # fmt: skip
+    if "volumes" in rates:
+        volumes = rates["volumes"]
+        raw = max(RAW, key=lambda name: median(volumes[name]))
         records.append(
-            _ratio(f"data.1{letter}", what=f"images of 12 KB, shuffled, warm: hpctrain / {label}", rates=images,
-                   ours="ours", other=method, bar=bar, all_of_them=letter == "a")
+            _ratio("data.1d", what=f"volumes of 8 MB, shuffled, warm: hpctrain / raw {raw}", rates=volumes,
+                   ours="ours", other=raw, bar=0.9, all_of_them=True)
         )  # fmt: skip
-    volumes = rates["volumes"]
-    raw = max(RAW, key=lambda name: median(volumes[name]))
-    records.append(
-        _ratio("data.1d", what=f"volumes of 8 MB, shuffled, warm: hpctrain / raw {raw}", rates=volumes, ours="ours",
-               other=raw, bar=0.9, all_of_them=True)
-    )  # fmt: skip
-    window = kinds["tokens"].window
-    records.append(
-        Record(
-            id="data.1e",
-            what=f"windows of {window} tokens, shuffled, warm",
-            value=median(rates["tokens"]["ours"]) * window / 1e6,
-            bar=5.0,
-            sense="at least",
-            unit="million tokens/s",
-            samples={"samples/s": {name: list(found) for name, found in rates["tokens"].items()}},
+    if "tokens" in rates:
+        window = kinds["tokens"].window
+        records.append(
+            Record(
+                id="data.1e",
+                what=f"windows of {window} tokens, shuffled, warm",
+                value=median(rates["tokens"]["ours"]) * window / 1e6,
+                bar=5.0,
+                sense="at least",
+                unit="million tokens/s",
+                samples={"samples/s": {name: list(found) for name, found in rates["tokens"].items()}},
+            )
         )
-    )
     for letter, name, words in (("f", "gzip-in-order", "16 samples a chunk, in order"),
                                 ("g", "gzip-shuffled", "a sample a chunk, shuffled")):  # fmt: skip
-        records.append(
-            _ratio(f"data.1{letter}", what=f"gzip chunks, {words}: hpctrain / zlib alone on every core",
-                   rates=rates[name], ours="ours", other="zlib", bar=0.8, all_of_them=True)
-        )  # fmt: skip
+        if name in rates:
+            records.append(
+                _ratio(f"data.1{letter}", what=f"gzip chunks, {words}: hpctrain / zlib alone on every core",
+                       rates=rates[name], ours="ours", other="zlib", bar=0.8, all_of_them=True)
+            )  # fmt: skip
     return records
 
 
 def cold_records(rates: Mapping[str, Rates]) -> list[Record]:
-    """Figure 1, cold: what no issue has a bar for is held against being slower than the fastest peer."""
+    """Returns the records of figure 1 with a cold page cache. The bar, which no issue sets, is the fastest peer."""
     records = []
     for kind, of in rates.items():
         peer = max(PEERS, key=lambda name: median(of[name]))
@@ -77,11 +84,12 @@ def _ratio(
         sense="at least",
         unit="samples/s / samples/s",
         samples={"samples/s": {name: list(found) for name, found in shown.items()}},
+        **over_rounds(rates[ours], rates[other]),
     )
 
 
 def wait_records(found: Mapping[str, Mapping[str, Any]], *, step_s: float, batch: int) -> list[Record]:
-    """Figure 2. found: kind -> waits_s of each step behind the first, first_s."""
+    """Returns the records of figure 2. found: kind -> `waits_s` of each step after the first, `first_s`."""
     return [
         Record(
             id=f"data.2{letter}",
@@ -99,12 +107,14 @@ def wait_records(found: Mapping[str, Mapping[str, Any]], *, step_s: float, batch
 def memory_records(
     found: Mapping[str, Sequence[Mapping[str, int]]], *, prefetch_bytes: int, cache_bytes: int
 ) -> list[Record]:
-    """Figure 3. found: io mode -> measurement of each size of dataset; the largest peak counts.
+    """Returns the records of figure 3, memory. found: I/O mode -> measurement of each size of dataset; the largest peak
+    counts.
 
-    `map` is told beside the default: what it maps counts as the process's memory, and is page cache.
+    Measurements of `map` are samples of the default's record, without a bar: mapped pages of the page cache count as
+    the process's memory.
     """
     configured = prefetch_bytes + cache_bytes
-    beside = {"map, no bar": [dict(one) for one in found["map"]]}
+    without_bar = {"map, no bar": [dict(one) for one in found["map"]]}
     return [
         Record(
             id=f"data.3{letter}",
@@ -116,7 +126,7 @@ def memory_records(
             unit="bytes/bytes",
             samples={
                 "prefetch": prefetch_bytes, "cache": cache_bytes, "bytes": [dict(one) for one in found[mode]],
-                **(beside if mode == "auto" else {}),
+                **(without_bar if mode == "auto" else {}),
             },
         )
         for letter, mode in (("a", "auto"), ("b", "read"))
@@ -124,7 +134,8 @@ def memory_records(
 
 
 def order_records(found: Mapping[str, Any]) -> list[Record]:
-    """Figure 3, the order of 10^9 samples on 65,536 ranks: seconds of each batch, bytes."""
+    """Returns the records of figure 3, order of 10^9 samples on 65,536 ranks. found: `seconds` of each batch,
+    `bytes`."""
     return [
         Record(
             id="data.3c",

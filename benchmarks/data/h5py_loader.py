@@ -1,4 +1,4 @@
-"""What is usual for HDF5: a map-style dataset around h5py, and torch's DataLoader with two workers."""
+"""The usual reader of HDF5 files: a map-style dataset over h5py, and torch's DataLoader with two workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKERS = 2
 
 
 class Hdf5(Dataset[Any]):
-    """Opened in the worker that reads: a handle that is inherited reads wrongly (pytorch#11887)."""
+    """Opens its files in the worker that reads: an inherited handle reads wrong data (pytorch#11887)."""
 
     def __init__(self, kind: Kind, directory: Path) -> None:
         self._kind = kind
@@ -45,7 +45,8 @@ class Hdf5(Dataset[Any]):
 
 
 class FromLoader:
-    """A DataLoader, or what is made of one; its workers live from the first epoch on."""
+    """A Reader over a DataLoader, or over a pipeline that contains the DataLoader `around`. Workers start with the
+    first epoch and stay."""
 
     def __init__(self, loader: Any, *, around: DataLoader[Any] | None = None) -> None:
         self._loader = loader
@@ -57,7 +58,7 @@ class FromLoader:
             yield len(samples), np.asarray(samples)
 
     def close(self) -> None:
-        # Without this the workers live until the loader is collected.
+        # Otherwise the workers would run until the loader is garbage-collected.
         if self._workers._iterator is not None:
             self._workers._iterator._shutdown_workers()
         del self._loader, self._workers

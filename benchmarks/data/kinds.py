@@ -1,7 +1,6 @@
-"""The samples that are read: small images, volumes, windows of tokens. Only numpy is needed here.
+"""The samples that are read: small images, volumes, windows of tokens. Imports numpy only.
 
-Each sample carries its own number in its first bytes, so that every reader can be checked: all samples of an
-epoch, each once.
+The first bytes of each sample are its number, by which every reader is checked: an epoch contains each sample once.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ BLOCK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """num_samples of `shape` and `dtype`, in batches of `batch`. labels: an int64 beside each.
+    """A dataset of `num_samples` samples of `shape` and `dtype`, read in batches of `batch`. labels: whether each
+    sample has an int64 label.
 
-    values: random below this; fewer compress better. Tokens: shape is (window + 1,), and the windows follow
-    one another in a stream, each sharing its last token with the next.
+    values: elements are random integers below this; fewer values compress better. tokens: whether the samples are
+    windows of a token stream; then shape is (window + 1,), and each window shares its last token with the next one.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Kind:
 
 
 def kinds(*, share: float) -> dict[str, Kind]:
-    """share: of the full sizes; 1 for the record, less to see that it runs."""
+    """Returns the kinds by name. share: part of the full number of samples; 1 for figures, less for a quick check."""
 
     def some(number: int, *, batch: int) -> int:
         return max(2, int(share * number) // batch) * batch
@@ -66,7 +66,7 @@ def kinds(*, share: float) -> dict[str, Kind]:
 
 
 def blocks(kind: Kind) -> Iterator[tuple[int, NDArray[Any]]]:
-    """(number of the first, samples) of some samples at a time, all in order; samples: (n, *shape)."""
+    """Yields all samples in order, some at a time: (number of the first one, samples of shape (n, *shape))."""
     for start in range(0, kind.num_samples, BLOCK):
         numbers = np.arange(start, min(start + BLOCK, kind.num_samples))
         random = np.random.default_rng(1000 + start)
@@ -84,13 +84,13 @@ def blocks(kind: Kind) -> Iterator[tuple[int, NDArray[Any]]]:
 
 
 def stream(kind: Kind) -> NDArray[Any]:
-    """All windows of tokens as the stream that they are cut from."""
+    """Returns the token stream that contains all windows, shape (num_samples * window + 1,)."""
     parts = [samples[:, :-1].reshape(-1) for _, samples in blocks(kind)]
     return np.concatenate([*parts, np.array([kind.num_samples], dtype=kind.dtype)])
 
 
 def numbers_of(kind: Kind, samples: NDArray[Any]) -> NDArray[np.int64]:
-    """Which samples these are, int64 (n,)."""
+    """Returns the numbers of the samples, shape (n,), int64. samples: shape (n, *kind.shape)."""
     flat = np.asarray(samples).reshape(len(samples), -1)
     if kind.dtype == "uint8":
         return flat[:, 0].astype(np.int64) + 256 * flat[:, 1].astype(np.int64)

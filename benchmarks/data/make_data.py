@@ -1,4 +1,4 @@
-"""Writes the samples of a kind as hpctrain's shards; and as chunked ones, compressed with gzip."""
+"""Writes the samples of a kind as hpctrain's shards, plain or in chunks compressed with gzip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GZIP_LEVEL = 4
 
 
 def write_shards(kind: Kind, directory: Path) -> None:
-    """As `hpctrain data pack` writes them, with its defaults."""
+    """Writes shards as `hpctrain data pack` does with its default options."""
     if kind.tokens:
         pack_tokens(directory, [stream(kind)], window=kind.window, dtype=kind.dtype)
         return
@@ -25,7 +25,7 @@ def write_shards(kind: Kind, directory: Path) -> None:
 
 
 def write_compressed(kind: Kind, directory: Path, *, chunk_samples: int) -> None:
-    """The same dataset, its files written again with gzip chunks of so many samples, as h5repack would do it."""
+    """Writes the same dataset with gzip chunks of `chunk_samples` samples, as h5repack would."""
     write_shards(kind, directory)
     for shard in read_manifest(directory).shards:
         path = directory / shard.file

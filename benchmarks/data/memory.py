@@ -1,4 +1,4 @@
-"""Peak memory of a process that reads an epoch, above the same process before: `python -m benchmarks.data.memory`."""
+"""Memory that reading an epoch adds to a process: `python -m benchmarks.data.memory`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.data import Dataset, Loader
 
-# Batches behind which the consumer is slow: what is made ahead then fills all the memory that it may have.
+# Batches after which the consumer pauses, so that the prefetch fills all the memory it is allowed.
 PAUSES = (1, 40, 80)
 PAUSE_S = 0.5
 
@@ -19,13 +19,13 @@ PAUSE_S = 0.5
 def read_epoch(
     *, directory: str, batch: int, prefetch_bytes: int, open_options: dict[str, Any]
 ) -> dict[str, int]:
-    """Bytes: `idle` before the dataset is opened, `peak` since then, `peak_anonymous` as seen after each batch.
+    """Reads an epoch. Returns in bytes: `idle`, the memory before the dataset is opened; `peak`, the maximum since
+    then; `idle_anonymous` and `peak_anonymous`, the same without file pages, sampled after each batch.
 
-    peak is the kernel's own mark (VmHWM), reset at the beginning; it counts pages of mapped files too, though
-    they are page cache. peak_anonymous leaves those out.
+    `peak` is the kernel's VmHWM, reset at the beginning. It includes mapped pages of the page cache.
     """
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     idle, idle_anonymous = _status("VmHWM"), _status("RssAnon") + _status("RssShmem")
     loader = Loader(
         Dataset.open(directory, **open_options), global_batch=batch, prefetch_bytes=prefetch_bytes

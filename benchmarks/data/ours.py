@@ -1,4 +1,4 @@
-"""hpctrain's loader, the raw reading beside it, and the decompressor alone."""
+"""Readers to be timed: hpctrain's loader, raw reading of the same files, and the decompressor alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.data.kinds import Kind
 from benchmarks.data.serve import Reader
-from hpctrain.bench.data.batch_wait import wait_behind
+from hpctrain.bench.data.batch_wait import time_waits
 from hpctrain.data import Dataset, EpochOrder, Loader
 
 SMALL_CACHE_BYTES = 2 << 20
@@ -37,14 +37,14 @@ def open_reader(method: str, kind: Kind, *, directory: str) -> Reader:
         )  # fmt: skip
     if method == "zlib":
         return Zlib(kind, Path(directory))
-    return Raw(kind, Path(directory), way=method)
+    return Raw(kind, Path(directory), method=method)
 
 
 class Ours:
-    """`Loader` as `hpctrain train` uses it. In order for datasets whose name says so.
+    """`Loader` as `hpctrain train` uses it; in sequential order for datasets whose name contains `in-order`.
 
-    Compressed ones get a small cache: no more than a batch's chunks are decoded for less than their whole price. Their
-    files are mapped all the same, as they are where nobody bounds the memory.
+    For compressed datasets the chunk cache is small, so that chunks are decoded again in each epoch. Their files are
+    mapped, as they are by default when no memory limit is set.
     """
 
     def __init__(self, kind: Kind, directory: Path, *, num_threads: int, io: str) -> None:
@@ -67,15 +67,15 @@ class Ours:
 
 
 class Raw:
-    """The same samples' bytes from the datasets' places in the files, in the same order.
+    """Reads the bytes of the same samples in the same order, directly at their offsets in the files.
 
-    memmap: gathered from maps into an array of each batch's own. memmap-buffer: into one array over and over.
-    preadv: one system call a sample and field, into an array of each batch's own.
+    method: `memmap` gathers from memory maps into a new array per batch, `memmap-buffer` into one reused array;
+    `preadv` makes one system call per sample and field, into a new array per batch.
     """
 
-    def __init__(self, kind: Kind, directory: Path, *, way: str) -> None:
+    def __init__(self, kind: Kind, directory: Path, *, method: str) -> None:
         self._kind = kind
-        self._way = way
+        self._method = method
         self._places: list[tuple[int, dict[str, tuple[int, int]]]] = []
         self._maps: list[dict[str, NDArray[Any]]] = []
         self._specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
@@ -104,13 +104,13 @@ class Raw:
 
     def epoch(self, number: int) -> Batches:
         order = EpochOrder(num_samples=self._kind.num_samples, epoch=number).at(0, self._kind.num_samples)
-        read = self._preadv if self._way == "preadv" else self._memmap
+        read = self._preadv if self._method == "preadv" else self._memmap
         for start in range(0, len(order), self._kind.batch):
             indices = order[start : start + self._kind.batch]
             yield len(indices), read(indices)[field_of(self._kind)]
 
     def _memmap(self, indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        out = self._buffers if self._way == "memmap-buffer" else None
+        out = self._buffers if self._method == "memmap-buffer" else None
         if len(self._maps) == 1 and not self._kind.tokens:
             return {
                 name: np.take(view, indices, axis=0, out=None if out is None else out[name], mode="clip")
@@ -143,7 +143,7 @@ class Raw:
 
 
 class Zlib:
-    """Only the decompressor: the dataset's chunks, already in memory, on as many threads as there are cores."""
+    """Decompression only: of the dataset's chunks, which are in memory already, with one thread per core."""
 
     def __init__(self, kind: Kind, directory: Path) -> None:
         self._kind = kind
@@ -173,7 +173,8 @@ class Zlib:
 
 
 def step_waits(*, directory: str, batch: int, step_s: float, num_steps: int) -> dict[str, Any]:
-    """What steps that compute for `step_s` on one thread wait for their batch, beginning with the second."""
+    """Runs steps that compute for `step_s` on one thread. Returns `waits_s`, the time that each step from the second on
+    waited for its batch, and `first_s`, that of the first. Raises RuntimeError if there are fewer than two batches."""
     matrix = torch.ones(128, 128)
 
     def step(_: Any) -> None:
@@ -183,14 +184,14 @@ def step_waits(*, directory: str, batch: int, step_s: float, num_steps: int) -> 
 
     loader = Loader(Dataset.open(directory), global_batch=batch)
     with loader.epoch(0) as batches:
-        wait = wait_behind(iter(batches), step=step, step_s=step_s, num_steps=num_steps + 1)
+        wait = time_waits(iter(batches), step=step, step_s=step_s, num_steps=num_steps + 1)
     if wait is None:
         raise RuntimeError("the dataset has fewer than two batches")
     return {"waits_s": list(wait.waits_s), "first_s": wait.first_s}
 
 
 def order_cost(*, num_samples: int, num_ranks: int, batch: int, repeats: int) -> dict[str, Any]:
-    """Seconds and bytes that one rank's part of a global batch costs in the order of an epoch."""
+    """Returns `seconds` (of each repetition) and `bytes` that computing one rank's part of a global batch takes."""
     import tracemalloc
 
     order = EpochOrder(num_samples=num_samples, seed=1)

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/data.md that only it has."""
+"""Tables that are specific to docs/benchmarks/data.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import results_page
 
-# Figures whose samples have every method's rate -> name of the table.
+# Id of a record whose samples are the rates of all methods -> name of its table.
 SPEEDS = {
     "data.1a": "warm.images", "data.1d": "warm.volumes", "data.1e": "warm.tokens", "data.1f": "warm.gzip-in-order",
     "data.1g": "warm.gzip-shuffled", "data.1.cold.images": "cold.images", "data.1.cold.volumes": "cold.volumes",
@@ -18,12 +18,12 @@ SPEEDS = {
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
-    """Write every figure's table, and what the numbers are of, into the page."""
+    """Writes the tables of all figures, and machine and versions, into the page."""
     results_page.refresh(page, content, more=speed_tables(content["records"]))
 
 
 def speed_tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """All methods' samples/s: name of the table -> its lines."""
+    """Returns the tables of samples/s by method: name of the table -> its lines."""
     return {
         SPEEDS[record["id"]]: _rates(record["samples"]["samples/s"])
         for record in records

@@ -1,6 +1,6 @@
-"""MosaicML streaming and WebDataset, in an environment of their own: writing their formats, and reading.
+"""Writes and reads the formats of MosaicML streaming and WebDataset; runs in the peers' own environment.
 
-Each as its documentation shows, shuffled, with two workers. WebDataset's workers make whole batches.
+Both are used as their documentation shows, shuffled, with two workers. WebDataset's workers make whole batches.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from benchmarks.data.serve import Reader
 
 warnings.filterwarnings("ignore")
 MOST_SHARD_BYTES = 64 << 20
-LEAST_SHARDS = 4  # each worker needs one at least
+LEAST_SHARDS = 4  # at least one per worker
 
 
 def _streaming() -> Any:
-    """The package imports torchvision, which without its own torch misses these operators; nobody calls them."""
+    """Returns the imported package. It imports torchvision, which fails without these operators unless it was built for
+    this torch; they are declared here and never called."""
     operators = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,4 +1,4 @@
-"""The environment of the peers: beside the project's, whose torch it shares, so that all have the same one."""
+"""The Python environment of the peers. It uses the project's torch, so that all readers have the same one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MADE = "made-from.txt"
 
 
 def peers_python(directory: Path) -> Path:
-    """The environment's interpreter; it is made, or made again when peers.txt has changed.
+    """Returns the environment's interpreter; makes the environment if it is missing or peers.txt has changed.
 
-    What the peers pin lower than the project (numpy) goes into their environment, in front of the project's.
-    Raises RuntimeError, with pip's last words, if the packages are not to be had.
+    Packages that the peers need in an older version (numpy) are installed into their environment and found before the
+    project's. Raises RuntimeError with the end of pip's output if the installation fails.
     """
     python = directory / "bin" / "python"
     torch = f"torch=={version('torch')}\n"
@@ -37,7 +37,7 @@ def peers_python(directory: Path) -> Path:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"the peers cannot be installed into {directory}: {done.stdout[-2000:]}")
+        raise RuntimeError(f"pip cannot install the peers into {directory}: {done.stdout[-2000:]}")
     made.write_text(wanted)
     return python
 

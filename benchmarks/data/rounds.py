@@ -1,4 +1,4 @@
-"""Readers in turn: each round times every one of them, in another order each round."""
+"""Times all readers once per round, in another random order each round."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from benchmarks.data.child import Child
 from benchmarks.data.kinds import Kind
 from hpctrain.bench.page_cache import cached_share, evict
 
-# What reads for at least this long, in whole epochs.
+# A measurement reads whole epochs until this time has passed.
 LEAST_S = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How samples are read: by which process, and from where. checks: samples come out, and can be looked at."""
+    """A reader: its process and its directory. checks: whether the samples that it reads are compared with those
+    expected; False for a method that returns none."""
 
     name: str
     child: Child
@@ -28,7 +29,7 @@ class Method:
 def warm_rounds(
     kind: Kind, methods: Sequence[Method], *, repeats: int, random: Random
 ) -> dict[str, list[float]]:
-    """Samples/s of each method in each round. Every method is checked first, which also warms the page cache."""
+    """Returns samples/s of each round, by method. Every method is checked first, which also warms the page cache."""
     found: dict[str, list[float]] = {method.name: [] for method in methods}
     for method in methods:
         method.child.open(method.name, kind, directory=method.directory)
@@ -48,7 +49,8 @@ def warm_rounds(
 def cold_rounds(
     kind: Kind, methods: Sequence[Method], *, repeats: int, random: Random, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """The same for one epoch each, with the files out of the page cache. Nothing else may have them mapped."""
+    """Returns samples/s of each round, by method: of one epoch, with the files evicted from the page cache. No other
+    process may have the files mapped, since mapped pages cannot be evicted."""
     found: dict[str, list[float]] = {method.name: [] for method in methods}
     for number in range(repeats):
         for method in _shuffled(methods, random):
@@ -57,7 +59,7 @@ def cold_rounds(
             evict(files)
             cached = cached_share(files)
             if cached is None or cached > 0.01:
-                say(f"{method.name}, {kind.name}: {cached or 0:.0%} of the files stayed in the page cache")
+                say(f"{method.name}, {kind.name}: {cached or 0:.0%} of the files remained in the page cache")
             found[method.name].append(method.child.time(method.name, kind, epoch=1 + number, least_s=0.0))
             method.child.close_reader(method.name, kind)
     return found

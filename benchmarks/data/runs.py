@@ -1,4 +1,4 @@
-"""What is run for each figure, at which scale."""
+"""The measurements of each figure, and their sizes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """share: of the datasets' full sizes."""
+    """Sizes of the measurements. share: part of the datasets' full sizes. kinds, compressed: datasets of figure 1.
+    cold_rounds: 0 for none."""
 
     share: float = 1.0
+    kinds: tuple[str, ...] = KINDS
+    compressed: tuple[str, ...] = tuple(COMPRESSED)
     warm_rounds: int = 5
     cold_rounds: int = 2
     num_steps: int = 30
@@ -56,7 +59,7 @@ Say = Callable[[str], None]
 
 
 def speeds(scratch: Path, scale: Scale, peers_python: Path, say: Say) -> tuple[list[Record], dict[str, str]]:
-    """Figure 1, warm and cold; and the peers' versions."""
+    """Measures figure 1, warm and cold. Returns its records and the peers' versions."""
     of, random = kinds(share=scale.share), Random(SEED)
     warm: dict[str, dict[str, list[float]]] = {}
     cold: dict[str, dict[str, list[float]]] = {}
@@ -70,7 +73,7 @@ def speeds(scratch: Path, scale: Scale, peers_python: Path, say: Say) -> tuple[l
             )
         )
         versions = peers.ask("versions", arguments={})
-        for name in KINDS:
+        for name in scale.kinds:
             kind, directory = of[name], scratch / name
             make_data.write_shards(kind, directory)
             for peer in PEERS:
@@ -87,13 +90,14 @@ def speeds(scratch: Path, scale: Scale, peers_python: Path, say: Say) -> tuple[l
 
             warm[name] = warm_rounds(kind, methods(OURS), repeats=scale.warm_rounds, random=random)
             say(f"{name}, warm")
-            cold[name] = cold_rounds(
-                kind, methods(COLD_OURS), repeats=scale.cold_rounds, random=random, say=say
-            )
-            say(f"{name}, cold")
-        for name, chunk_samples in COMPRESSED.items():
+            if scale.cold_rounds:
+                cold[name] = cold_rounds(
+                    kind, methods(COLD_OURS), repeats=scale.cold_rounds, random=random, say=say
+                )
+                say(f"{name}, cold")
+        for name in scale.compressed:
             directory = scratch / name
-            make_data.write_compressed(of["gzip"], directory, chunk_samples=chunk_samples)
+            make_data.write_compressed(of["gzip"], directory, chunk_samples=COMPRESSED[name])
             both = [
                 Method(name="ours", child=ours, directory=directory),
                 Method(name="zlib", child=ours, directory=directory, checks=False),
@@ -104,7 +108,7 @@ def speeds(scratch: Path, scale: Scale, peers_python: Path, say: Say) -> tuple[l
 
 
 def waits(scratch: Path, scale: Scale, say: Say) -> list[Record]:
-    """Figure 2."""
+    """Measures figure 2: how long steps wait for their batches."""
     found = {}
     with Child(Path(sys.executable), module="benchmarks.data.ours") as ours:
         for name in ("images", "tokens"):
@@ -113,12 +117,12 @@ def waits(scratch: Path, scale: Scale, say: Say) -> list[Record]:
                 "directory": str(scratch / name), "batch": 64, "step_s": scale.step_s,
                 "num_steps": scale.num_steps,
             })  # fmt: skip
-    say("waiting behind a step")
+    say("waits of the steps for their batches")
     return wait_records(found, step_s=scale.step_s, batch=64)
 
 
 def costs(scratch: Path, scale: Scale, say: Say) -> list[Record]:
-    """Figure 3: peak memory, and the order."""
+    """Measures figure 3: peak memory, and the cost of the order."""
     found: dict[str, list[dict[str, int]]] = {}
     for share in scale.memory_shares:
         directory = scratch / f"memory-{share:g}"

@@ -1,6 +1,6 @@
-"""A process that opens readers and times them when it is told to: a line of JSON in, a line of JSON out.
+"""A process that opens and times readers on request: it reads one line of JSON per request and answers with another.
 
-Runs in the project's environment or in the peers', so it imports neither hpctrain nor a peer by itself.
+It runs in the project's environment or in the peers', so this module imports neither hpctrain nor a peer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from benchmarks.data.kinds import Kind, numbers_of
 
 
 class Reader(Protocol):
-    """epoch: the batches of an epoch, each (number of samples, samples (n, *shape) or None if not kept)."""
+    """A reader to be timed. `epoch` yields the batches of an epoch: (number of samples, samples of shape (n, *shape),
+    or None if the method does not return them)."""
 
     def epoch(self, number: int) -> Iterator[tuple[int, NDArray[Any] | None]]: ...
 
@@ -29,7 +30,8 @@ class Reader(Protocol):
 
 
 def timed(reader: Reader, *, first_epoch: int, least_s: float) -> dict[str, float]:
-    """Whole epochs, as many as take `least_s`. What a reader starts for an epoch is in its time."""
+    """Reads whole epochs until `least_s` have passed. Returns `seconds`, `samples` and `epochs`; the time includes what
+    the reader starts for an epoch."""
     num_samples = epochs = 0
     begin = time.perf_counter()
     while True:
@@ -42,11 +44,11 @@ def timed(reader: Reader, *, first_epoch: int, least_s: float) -> dict[str, floa
 
 
 def checked(reader: Reader, kind: Kind, *, epoch: int) -> dict[str, int]:
-    """How many samples an epoch has, and how many different ones, by what is in them."""
+    """Returns for one epoch the number of `samples`, of `different` ones, and the `largest` sample number in them."""
     seen: list[NDArray[np.int64]] = []
     for count, samples in reader.epoch(epoch):
         if samples is None or len(samples) != count:
-            raise RuntimeError("a batch without its samples")
+            raise RuntimeError("the reader returned a batch without its samples")
         seen.append(numbers_of(kind, samples))
     numbers = np.concatenate(seen)
     return {"samples": len(numbers), "different": len(np.unique(numbers)), "largest": int(numbers.max())}
@@ -54,7 +56,7 @@ def checked(reader: Reader, kind: Kind, *, epoch: int) -> dict[str, int]:
 
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
-    # What a library prints must not be taken for an answer.
+    # stdout goes to stderr, so that text printed by a library is not taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     readers: dict[str, Reader] = {}

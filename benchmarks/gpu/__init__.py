@@ -1,1 +1,1 @@
-"""What hpctrain does on a GPU, each part compared with what it does on the CPU: `make check-gpu`."""
+"""Checks of hpctrain on a GPU: results of each part compared with those on the CPU. `make check-gpu`."""

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu`: what hpctrain does on a GPU, compared with the CPU. A line for each check.
+"""`python -m benchmarks.gpu`: checks hpctrain on a GPU by comparison with the CPU. Prints a line for each check.
 
-Without a GPU the parts that need none are run, and each line says what was left out. The results are written where
-there is a GPU, or where --output says.
+Without a GPU only the parts that need none are run, and each line says what was skipped. Results are written if there
+is a GPU, or if --output is given.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
     output = arguments.output
     if (
         output is None and about.get("device") == "cuda" and not arguments.only
-    ):  # some checks are no whole result
+    ):  # a selection of checks does not replace the recorded results
         output = RESULTS
     if output is not None:
         _write(about, outcomes, output=output)
@@ -68,11 +68,13 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", metavar="NAME,NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--device", default="auto", help="auto: the first GPU, or the CPU if there is none")
     parser.add_argument(
-        "--device", default="auto", help="auto: the first GPU, or the CPU where there is none"
+        "--timeout-s", type=float, default=300.0, help="time limit of one check; default: 300"
     )
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of one check; default: 300")
-    parser.add_argument("--directory", type=Path, help="where is written, at most 2 GB, removed at the end")
+    parser.add_argument(
+        "--directory", type=Path, help="directory for at most 2 GB of files, which are removed at the end"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="PATH",
         help="JSON to write; by default, with a GPU and all checks, benchmarks/results/gpu.json, then docs/gpu.md",
@@ -92,8 +94,9 @@ def headline(about: dict[str, Any]) -> str:
 def run(
     names: Sequence[str], *, device: str, scratch: Path, timeout_s: float
 ) -> Iterator[Outcome | dict[str, Any]]:
-    """What each child says: first of the machine, then of each check. A child that ends early, or takes longer over a
-    check than `timeout_s`, fails that check; another one takes the rest."""
+    """Runs the checks in a child process. Yields the child's description of the machine, then the outcome of each
+    check. If a child ends early, or exceeds `timeout_s` in a check, that check fails and a new child runs the remaining
+    ones."""
     left = list(names)
     number = 0
     while left:
@@ -138,7 +141,7 @@ def _watch(
     while child.poll() is None:
         if time.monotonic() - said_s[0] > timeout_s:
             late.set()
-            # Its session's own processes; the ranks end with the launcher that is among them.
+            # The processes of its session. The launcher is one of them, and its ranks end with it.
             os.killpg(child.pid, signal.SIGKILL)
             return
         time.sleep(0.2)
@@ -159,7 +162,7 @@ def _write(about: dict[str, Any], outcomes: Sequence[Outcome], *, output: Path) 
 
 
 def _commit() -> str:
-    """Of the tree; an archive's is in a file, since git is not carried."""
+    """Returns the commit of the tree. An archive has it in a file, since it contains no git repository."""
     carried = REPOSITORY / "COMMIT"
     if carried.exists():
         return carried.read_text().strip()

@@ -1,4 +1,4 @@
-"""Checkpoints of a device's tensors, at once and in the background."""
+"""Checks checkpoints of tensors on a device, saved synchronously and in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SAVES = 3
 
 
 def checkpoints(setting: Setting) -> Found:
-    """What is saved is what was there when `save` was called: long kernels still make it then, and change it after."""
+    """Checks that a checkpoint holds the values at the call of `save`: kernels that compute them are still running
+    then, and kernels that change them are queued directly after."""
     comm = SerialWorld()
     work = LongKernels(setting)
     originals = _state(setting)
@@ -37,7 +38,7 @@ def checkpoints(setting: Setting) -> Found:
                 items = [Replicated(name=name, tensor=tensor) for name, tensor in made.items()]
                 items.append(Replicated(name="on_host", tensor=torch.arange(7)))
                 saver.save(State(items=items, document={"step": step}), step=step)
-                for tensor in made.values():  # at once, as the next step's kernels do
+                for tensor in made.values():  # queued directly after the save, as the next step's kernels are
                     tensor.zero_()
                 saver.finish()
                 _, found = load(saved[-1].result.path, comm=comm)
@@ -68,7 +69,8 @@ def checkpoints(setting: Setting) -> Found:
 
 
 def _state(setting: Setting) -> dict[str, torch.Tensor]:
-    """Tensors of many kinds on the CPU: large and small, of every width, not contiguous, empty, of one number."""
+    """Returns CPU tensors of many kinds: large and small, of every element size, not contiguous, empty, with one
+    element."""
     generator = torch.Generator().manual_seed(3)
     rows = setting.of(gpu=8192, cpu=64)
     found = {
@@ -85,7 +87,8 @@ def _state(setting: Setting) -> dict[str, torch.Tensor]:
 
 
 def _is_pinned() -> float:
-    """Of the host's copy; taken, given back and taken again, as by two savers. Some systems pin nothing."""
+    """Returns 1.0 if the host copy is in pinned memory, else 0.0 (some systems cannot pin memory). Takes the memory,
+    returns it and takes it again, as two savers would. Raises CheckFailed if a copy into it is wrong."""
     buffers = HostBuffers()
     found = []
     for _ in range(2):
@@ -93,7 +96,7 @@ def _is_pinned() -> float:
         found.append(memory.is_pinned())
         memory.copy_(torch.ones(memory.numel(), dtype=torch.uint8, device="cuda"), non_blocking=True)
         torch.cuda.synchronize()
-        require(bool((memory == 1).all()), "a copy into the host's memory did not arrive")
+        require(bool((memory == 1).all()), "a copy into the host's memory has wrong values")
         del memory
         buffers.release()
     return float(all(found))

@@ -1,6 +1,6 @@
-"""Runs checks, one after the other: `python -m benchmarks.gpu.child DEVICE SCRATCH NAME ...`. One JSON line for each.
+"""Runs checks one after another: `python -m benchmarks.gpu.child DEVICE SCRATCH NAME ...`. Prints a line of JSON each.
 
-In a process of its own: after an error of CUDA nothing more can be checked in the same one.
+It is a separate process, because after a CUDA error a process cannot use the GPU any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
         outcome = carry_out(name, Setting(device=device, scratch=directory))
         _say({"outcome": outcome.as_json()})
         if outcome.status == "failed" and device.type == "cuda":
-            return 3  # what follows may fail by what is left of this
+            return 3  # later checks may fail because of this one's error
     return 0
 
 
@@ -44,7 +44,7 @@ def carry_out(name: str, setting: Setting) -> Outcome:
         return Outcome(name=name, status="skipped", text=str(error), seconds=time.perf_counter() - begun_s)
     except CheckFailed as error:
         return Outcome(name=name, status="failed", text=str(error), seconds=time.perf_counter() - begun_s)
-    except Exception as error:  # a fault of hpctrain's, or of the machine's
+    except Exception as error:  # an error in hpctrain, or of the machine
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return Outcome(name=name, status="failed", text=text, seconds=time.perf_counter() - begun_s)
@@ -55,7 +55,7 @@ def carry_out(name: str, setting: Setting) -> Outcome:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """The machine, as far as results depend on it."""
+    """Returns the properties of the machine on which results may depend."""
     found: dict[str, Any] = {
         "device": device.type,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Start ranks as a user does, by `hpctrain launch`, and take what they wrote."""
+"""Starts ranks with `hpctrain launch`, as a user does, and reads what they wrote."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from benchmarks.gpu.outcome import CheckFailed
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 HPCTRAIN = (sys.executable, "-m", "hpctrain.cli.main")
-# What an outer launcher left would make the ranks take themselves for its ranks.
+# Variables of an outer launcher: with them the ranks would consider themselves ranks of that launcher.
 _OUTER = ("OMPI_COMM_", "PMIX_", "PMI_", "SLURM_", "PRTE_", "ORTE_", "HPCTRAIN_")
 
 
 def run(words: Sequence[str], *, num_ranks: int | None = None, timeout_s: float) -> None:
-    """Run `words`, on `num_ranks` ranks where given. CheckFailed, with the last lines, if it fails or takes longer."""
+    """Runs a command, on `num_ranks` ranks if given. Raises CheckFailed with the last lines of its output if it fails
+    or exceeds `timeout_s`."""
     command = list(words)
     if num_ranks is not None:
         command = [*HPCTRAIN, "launch", "--launcher", "mpirun", "-n", str(num_ranks), "--", *command]
@@ -37,7 +38,7 @@ def run(words: Sequence[str], *, num_ranks: int | None = None, timeout_s: float)
 def _environment() -> Mapping[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER)}
     path = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
-    # TF32 rounds a product's factors to 11 bits: a GPU's convolutions would differ from the CPU's in the third digit.
+    # TF32 rounds the factors of a product to 11 bits; convolutions would differ from the CPU's in the third digit.
     return environment | {"PYTHONPATH": os.pathsep.join(path), "NVIDIA_TF32_OVERRIDE": "0"}
 
 

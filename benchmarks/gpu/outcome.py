@@ -1,4 +1,4 @@
-"""What a check is given, and what it finds."""
+"""Arguments and results of a check."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:  # what starts the checks and prints their outcomes does witho
 
 
 class CheckFailed(Exception):
-    """The device's result is not the CPU's; the message says what differs."""
+    """The device's result differs from the CPU's; the message says how."""
 
 
 class NotHere(Exception):
-    """The whole check has no part that this machine can run; the message says what it needs."""
+    """No part of the check can run on this machine; the message says what it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """device: what is checked. scratch: an empty folder of the check's own."""
+    """Arguments of a check. device: the device to check. scratch: an empty folder for the check's files."""
 
     device: torch.device
     scratch: Path
@@ -37,7 +37,8 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a check that passed has compared. figures: name with its unit -> number. needs_gpu: what was left out."""
+    """Result of a check that passed: `text` says what was compared. figures: name with unit -> number. needs_gpu: parts
+    that were skipped, because they need a GPU."""
 
     text: str
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -49,7 +50,7 @@ Check = Callable[[Setting], Found]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """status: `passed`, `failed` or `skipped`."""
+    """Outcome of a check. status: `passed`, `failed` or `skipped`."""
 
     name: str
     status: str

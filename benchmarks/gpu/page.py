@@ -1,4 +1,4 @@
-"""What was run on which GPU, for docs/gpu.md: `python -m benchmarks.gpu.page` writes it from gpu.json."""
+"""Writes the results of checks on a GPU from gpu.json into docs/gpu.md: `python -m benchmarks.gpu.page`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEVER = "**Nothing of hpctrain has been run on a GPU.** There are no figures."
 
 
 def refresh(page: Path, content: Mapping[str, Any] | None) -> None:
-    """Write what `content`, a gpu.json, says between the page's marks; None: nothing was run."""
+    """Writes the results between the page's markers. content: of gpu.json; None if no check was run on a GPU."""
     lines = NEVER if content is None else runs(content)
     page.write_text(MARKED.sub(lambda found: f"{found[1]}{lines}\n{found[2]}", page.read_text()))
 

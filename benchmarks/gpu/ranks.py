@@ -1,4 +1,5 @@
-"""What each of two ranks on one device does: `python -m benchmarks.gpu.ranks DEVICE OUTPUT` under `hpctrain launch`."""
+"""The program of each of two ranks on one device: `python -m benchmarks.gpu.ranks DEVICE OUTPUT`, started by
+`hpctrain launch`."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ EXACT = (
 SHAPES = ((200, 130), (1000,), (64, 64), (70, 300), (3,))
 ROUNDS = 3
 STEPS = 8
-# Products are summed in another order on a GPU, and eight steps go on from the differences.
+# A GPU sums products in another order than the CPU, and the differences grow over eight steps.
 UPDATER_WITHIN = 1e-4
-# Each rank's factors come from the device's own QR.
+# Each rank's factors are computed by the device's own QR decomposition.
 LOW_RANK_WITHIN = 1e-3
 
 
@@ -52,9 +53,9 @@ def main(words: Sequence[str]) -> None:
 
 
 def _together(session: Session, case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0's case found, or under `failed` what is wrong on any rank.
+    """Returns what the case found on rank 0, or `failed`: the errors of all ranks. Collective.
 
-    A case raises CheckFailed only after its last collective operation, or on all ranks together."""
+    A case must raise CheckFailed either after its last collective operation or on all ranks."""
     found: dict[str, Any] = {}
     fault = None
     try:
@@ -69,13 +70,13 @@ def _together(session: Session, case: Callable[[], dict[str, Any]]) -> dict[str,
 
 
 def _reductions(session: Session) -> dict[str, Any]:
-    """Every algorithm and wire sums buckets of the device as it sums the same ones of the CPU."""
+    """Checks that every algorithm and wire sums buckets on the device as it sums equal buckets on the CPU."""
     buckets = plan_buckets([_spec(shape) for shape in SHAPES], bucket_bytes=100_000)
     sums: list[tuple[str, list[torch.Tensor], list[torch.Tensor], float]] = []
     for algorithm, wire in EXACT:
         plan = ReductionPlan(algorithm=algorithm, wire=wire)
         made = [session.reductions.make(plan, gradient_bytes=0).reducer for _ in range(2)]
-        require(made[0].algorithm == algorithm, f"{algorithm} was asked for, {made[0].algorithm} runs")
+        require(made[0].algorithm == algorithm, f"{algorithm} was requested, but {made[0].algorithm} runs")
         sums.append((f"{algorithm}, {wire}", *_both(made, buckets, session), 0.0))
     top_k = [
         TopKReducer(session.world.duplicate(), start_step=0, topology=session.topology) for _ in range(2)
@@ -91,7 +92,7 @@ def _reductions(session: Session) -> dict[str, Any]:
                 require_close(found, expected, within=within, what=name)
             else:
                 require_equal(found, expected, what=name)
-    return {"ways": len(sums), "buckets": len(buckets)}
+    return {"methods": len(sums), "buckets": len(buckets)}
 
 
 def _spec(shape: tuple[int, ...]) -> GradientSpec:
@@ -101,7 +102,7 @@ def _spec(shape: tuple[int, ...]) -> GradientSpec:
 def _both(
     reducers: Sequence[BucketReducer], buckets: tuple[Bucket, ...], session: Session
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The sums after each round: on the device by the first reducer, on the CPU by the second."""
+    """Returns the sums of all rounds, by the first reducer on the device and by the second on the CPU. Collective."""
     devices = (session.device, torch.device("cpu"))
     on_device, on_cpu = (
         list(_sums(reducer, buckets, session=session, device=device))
@@ -130,7 +131,8 @@ def _sums(
 
 
 def _updaters(session: Session, setting: Setting) -> dict[str, Any]:
-    """Steps whose reductions overlap with backward end at the CPU's parameters, the same bits on both ranks."""
+    """Checks that steps whose reductions overlap with backward result in the CPU's parameters, and in the same bits on
+    both ranks."""
     devices = (session.device, torch.device("cpu"))
     trained = {
         algorithm: [_train(session, device, algorithm) for device in devices]
@@ -163,7 +165,7 @@ def _train(session: Session, device: torch.device, algorithm: str) -> torch.Tens
 
 
 def _profile(session: Session, setting: Setting) -> dict[str, Any]:
-    """A trace of some steps for each rank; what is in it is looked at where the ranks were started."""
+    """Writes a trace of some steps on each rank, which the process that started the ranks evaluates."""
     width = setting.of(gpu=2048, cpu=128)
     model = small_model(width=width, depth=8).to(session.device)
     updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.01), algorithm="flat")

@@ -1,4 +1,4 @@
-"""The order between streams: the reduction thread's, that of copies, and the one that computes."""
+"""Checks the order between CUDA streams: of the reduction thread, of copies, and of computation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ GLOBAL_BATCH = 32
 
 
 def reduction_streams(setting: Setting) -> Found:
-    """Long kernels fill the buckets, and reductions take long.
+    """Checks reductions with long kernels that fill the buckets, and reductions that take long.
 
-    One that began too early would see zeros, and a step that did not wait for it would see what was not reduced."""
+    A reduction that began too early would read zeros; a step that did not wait for it would read unreduced values."""
     work = LongKernels(setting)
     if setting.has_gpu:
         control_sees_a_race(setting, work)
@@ -92,12 +92,12 @@ def _on_device(bucket: torch.Tensor, work: LongKernels) -> Iterator[bool]:
 
 
 def pinned_copies(setting: Setting) -> Found:
-    """Host memory is used again while copies out of it are still queued behind long kernels."""
+    """Checks that host memory is not overwritten while copies from it are still queued after long kernels."""
     dataset = _dataset(setting.scratch)
     expected = [dict(batch.fields) for batch in Loader(dataset, global_batch=GLOBAL_BATCH).epoch(0)]
     work = LongKernels(setting)
     moved: list[dict[str, torch.Tensor]] = []
-    # Little is prepared ahead, so that the memory of a batch that is gone is soon taken again.
+    # Little is prefetched, so that the memory of a released batch is soon used again.
     loader = Loader(dataset, global_batch=GLOBAL_BATCH, pin_memory=setting.has_gpu, prefetch_bytes=1)
     for batch in loader.epoch(0):
         if setting.has_gpu:
@@ -119,7 +119,7 @@ def pinned_copies(setting: Setting) -> Found:
 
 
 def batches_ahead(setting: Setting) -> Found:
-    """The batch ahead is copied while the one before is computed with, and overwritten there."""
+    """Checks batches that are copied to the device while kernels still use, and overwrite, the previous batch."""
     dataset = _dataset(setting.scratch)
     expected = [dict(batch.fields) for batch in Loader(dataset, global_batch=GLOBAL_BATCH).epoch(0)]
     work = LongKernels(setting)
@@ -131,7 +131,7 @@ def batches_ahead(setting: Setting) -> Found:
         taken.append({name: tensor + 0 for name, tensor in batch.fields.items()})
         if setting.has_gpu:
             for tensor in batch.fields.values():
-                tensor.zero_()  # by the time its memory goes to a batch ahead, this must be over
+                tensor.zero_()  # must have ended when the batch's memory is used for a later batch
     if setting.has_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun_s
@@ -147,7 +147,9 @@ def _dataset(scratch: Path) -> Dataset:
     fields: dict[str, NDArray[Any]] = {
         "image": rng.integers(0, 255, (NUM_SAMPLES, 64, 64), dtype=np.uint8),
         "weight": rng.standard_normal((NUM_SAMPLES, 33)).astype(np.float32),
-        "label": rng.integers(0, 1000, NUM_SAMPLES).astype(np.uint16),  # widened on its way
+        "label": rng.integers(0, 1000, NUM_SAMPLES).astype(
+            np.uint16
+        ),  # converted to a wider type by the copy
     }
     pack_arrays(scratch / "data", fields)
     return Dataset.open(scratch / "data")

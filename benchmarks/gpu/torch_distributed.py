@@ -1,4 +1,4 @@
-"""PyTorch's own all-reduce with one rank: whether this torch has Gloo and NCCL that work here."""
+"""Checks PyTorch's own all-reduce with one rank: whether Gloo and NCCL of this torch work here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says: how much of the copying and of the kernels goes on at the same time."""
+"""Computes from a trace of torch.profiler how long copies and kernels run at the same time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Milliseconds. kernels, copies: with at least one running. both: with at least one of each."""
+    """In milliseconds: time in which at least one kernel runs, at least one copy, at least one of each (`both`)."""
 
     kernels_ms: float
     copies_ms: float
@@ -21,7 +21,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the time of copies, that in which kernels run."""
+        """Share of the copies' time in which kernels run too."""
         return self.both_ms / self.copies_ms if self.copies_ms else 0.0
 
 
@@ -30,7 +30,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def overlap(events: Iterable[dict[str, Any]]) -> Overlap:
-    """Of a GPU's events: kernels, and copies between it and the host."""
+    """Returns the overlap of kernels with copies between GPU and host. events: `traceEvents` of the trace."""
     kernels: Spans = []
     copies: Spans = []
     for event in events:
@@ -48,7 +48,7 @@ def overlap(events: Iterable[dict[str, Any]]) -> Overlap:
 
 
 def merged(spans: Sequence[tuple[float, float]]) -> Spans:
-    """The same times, as spans that do not touch, in order."""
+    """Returns the union of the spans as disjoint spans in ascending order."""
     found: Spans = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -63,5 +63,5 @@ def _length(spans: Spans) -> float:
 
 
 def _common(some: Spans, others: Spans) -> float:
-    """Time in both, each as `merged` makes it."""
+    """Returns the length of the intersection. some, others: as `merged` returns them."""
     return _length(some) + _length(others) - _length(merged([*some, *others]))

@@ -1,4 +1,4 @@
-"""Steps of one rank: autocast with and without a loss scale, memory, and speed."""
+"""Checks training steps of one rank: autocast with and without a loss scale, and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def bf16(setting: Setting) -> Found:
 
 
 def _autocast(setting: Setting, precision: str) -> Found:
-    """Losses as in float32 on the CPU; a step with gradients that are not finite changes nothing, but fp16's scale."""
+    """Checks that losses follow those of float32 on the CPU, and that a step with non-finite gradients changes nothing
+    except the loss scale of fp16."""
     with start(backend="serial", device="cpu") as session:
         expected = [loss for loss, _ in _losses(session, precision="fp32", steps=STEPS)]
     with start(backend="serial", device=str(setting.device)) as session:
@@ -86,7 +87,7 @@ def _check_overflow(session: Session, *, precision: str) -> None:
 
 
 def memory(setting: Setting) -> Found:
-    """Steps take no more memory as they go on."""
+    """Checks that memory does not grow from step to step."""
     width, size = setting.of(gpu=2048, cpu=WIDTH), setting.of(gpu=4096, cpu=128)
     steps = 30
     with start(backend="serial", device=str(setting.device)) as session:
@@ -127,7 +128,8 @@ def _model(session: Session, *, precision: str, width: int, depth: int) -> tuple
 
 
 def _batch(number: int, *, width: int, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Made on the CPU, so that it is the same for every device. The label is a function of the inputs."""
+    """Returns inputs of shape (size, width), float32, and labels of shape (size,), int64, a function of the inputs.
+    They are made on the CPU, so that they are equal for every device."""
     inputs = torch.randn(size, width, generator=torch.Generator().manual_seed(number))
     return inputs.to(device), inputs[:, :10].argmax(1).to(device)
 

@@ -1,4 +1,4 @@
-"""Two ranks on one device, started as a user starts them, over MPI through host memory."""
+"""Checks two ranks on one device, started as a user starts them, which communicate over MPI through host memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpctrain.telemetry import read_records
 
 TIMEOUT_S = 240.0
 STEPS = 30
-# Of a loss near 2.3: two ranks sum gradients in another order than one, and a GPU products in another than the CPU.
+# For losses near 2.3. Two ranks sum gradients in another order than one, and a GPU sums products in another order.
 LOSS_WITHIN = 2e-3
 
 RECIPE = """
@@ -64,7 +64,8 @@ def reductions(setting: Setting) -> Found:
     found = _rank_case(setting, "reductions")
     needs = () if setting.has_gpu else ("buckets on a GPU",)
     return Found(
-        text=f"{found['ways']} ways sum {found['buckets']} buckets as on the CPU, 2 ranks", needs_gpu=needs
+        text=f"{found['methods']} methods sum {found['buckets']} buckets as on the CPU, 2 ranks",
+        needs_gpu=needs,
     )
 
 
@@ -89,13 +90,13 @@ def profile(setting: Setting) -> Found:
     times = overlap(events)
     require(times.kernels_ms > 0 and times.copies_ms > 0, f"the trace has no kernels or no copies: {times}")
     figures |= {
-        "ms kernels": times.kernels_ms, "ms copies": times.copies_ms, "share of copies beside kernels": times.share
+        "ms kernels": times.kernels_ms, "ms copies": times.copies_ms, "share of copies during kernels": times.share
     }  # fmt: skip
     return Found(text="a trace of three steps, 2 ranks on one GPU", figures=figures)
 
 
 def _rank_case(setting: Setting, name: str) -> Mapping[str, Any]:
-    """What the ranks found in case `name`. CheckFailed where it did not hold on one of them."""
+    """Returns what the ranks found in case `name`. Raises CheckFailed if it failed on one of them."""
     found: Mapping[str, Any] = _launched(str(setting.device), setting.scratch.parent)[name]
     if "failed" in found:
         raise CheckFailed(found["failed"])
@@ -104,7 +105,7 @@ def _rank_case(setting: Setting, name: str) -> Mapping[str, Any]:
 
 @functools.cache
 def _launched(device: str, scratch: Path) -> Mapping[str, Any]:
-    """All cases of `ranks.py` in one launch: to start ranks takes longer than what they do."""
+    """Runs all cases of `ranks.py` in one launch, because starting ranks takes longer than the cases."""
     output = scratch / "ranks"
     output.mkdir(exist_ok=True)  # from a launch that failed
     run([sys.executable, "-m", "benchmarks.gpu.ranks", device, str(output)], num_ranks=2, timeout_s=TIMEOUT_S)
@@ -115,7 +116,7 @@ def _launched(device: str, scratch: Path) -> Mapping[str, Any]:
 
 
 def digits(setting: Setting) -> Found:
-    """`hpctrain train` with two ranks on the device, and with one on the CPU: the same losses, step by step."""
+    """Checks that `hpctrain train` with two ranks on the device has the losses of one rank on the CPU in every step."""
     _pack_digits(setting.scratch / "data")
     expected = _train(setting, "cpu-1", device="cpu", num_ranks=None)
     found = _train(setting, "device-2", device=str(setting.device), num_ranks=2)
@@ -166,7 +167,8 @@ def _train(setting: Setting, name: str, *, device: str, num_ranks: int | None) -
 
 
 def _pack_digits(directory: Path) -> None:
-    """In the digits' shapes, made here: scikit-learn may not be installed. Each class is a picture, with noise."""
+    """Packs synthetic data of the shapes of digits, since scikit-learn may not be installed: one picture per class,
+    with noise."""
     rng = np.random.default_rng(7)
     pictures = rng.integers(0, 17, (10, 1, 8, 8))
     for part, num_samples in (("train", 1024), ("test", 256)):

@@ -1,4 +1,4 @@
-"""Kernels that take long, so that what does not wait for them is seen, and a model to train."""
+"""Kernels that run long enough to reveal a missing wait, and a model to train."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG_S = 0.03
 
 
 class LongKernels:
-    """`run` queues some 30 ms of work on the present stream of a GPU; a moment's work on a CPU."""
+    """`run` queues some 30 ms of work on the current stream of a GPU; on a CPU it computes for a moment."""
 
     def __init__(self, setting: Setting) -> None:
         size = setting.of(gpu=2048, cpu=32)
@@ -37,7 +37,8 @@ class LongKernels:
 
 
 def control_sees_a_race(setting: Setting, work: LongKernels) -> None:
-    """CheckFailed unless a copy that waits for nothing finds old values: else the checks of streams show nothing."""
+    """Raises CheckFailed unless a copy without a wait reads old values; otherwise the checks of streams would prove
+    nothing."""
     values = torch.arange(1 << 16, dtype=torch.float32, device=setting.device)
     late = torch.zeros_like(values)
     torch.cuda.synchronize()
@@ -53,7 +54,7 @@ def control_sees_a_race(setting: Setting, work: LongKernels) -> None:
 
 
 def small_model(*, width: int, depth: int) -> nn.Sequential:
-    """The same parameters every time."""
+    """Returns a model with equal parameters at every call."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
     for _ in range(depth):

@@ -1,1 +1,1 @@
-"""Gradient reduction: ours and the peers, in turn, in one run. `python -m benchmarks.reduction --help`."""
+"""Gradient reduction, hpctrain and peers alternating in one run. `python -m benchmarks.reduction --help`."""

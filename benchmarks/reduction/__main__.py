@@ -1,4 +1,4 @@
-"""`python -m benchmarks.reduction`: figures 1 to 4 of the reduction, against peers, in one run."""
+"""`python -m benchmarks.reduction`: measures figures 1 to 4 of the reduction, compared with peers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("reduction", description=__doc__, figures="1,2,3,4")
     parser.add_argument(
         "--variable", type=_variable, action="append", default=[], metavar="NAME=VALUE",
-        help="of all ranks and so of every method, to find out what suits which: OMPI_MCA_mpi_yield_when_idle=1; again "
-        "for more",
+        help="environment variable of the ranks, for all methods: OMPI_MCA_mpi_yield_when_idle=1; may be repeated",
     )  # fmt: skip
     return parser
 
@@ -56,7 +55,7 @@ def _variable(text: str) -> tuple[str, str]:
 def measure(
     console: Console, figures: Sequence[int], *, one_node: OneNode, cluster: OnCluster | None, scale: Scale
 ) -> Run:
-    """The figures' parts, one after another; one that fails does not end the others."""
+    """Measures the parts of the figures one after another. If a part fails, the others are still measured."""
     made: list[Record] = []
     failed: dict[str, list[str]] = {}
     started: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -86,11 +85,11 @@ def measure(
 def _places(
     console: Console, *, needed: bool, variables: Mapping[str, str]
 ) -> Iterator[tuple[OneNode, OnCluster | None]]:
-    """This machine, and a cluster where one can be made; else it is said why there is none."""
+    """Yields this machine, and a cluster if one can be made; otherwise prints why not."""
     reason = why_not() if needed else "not needed"
     if reason is not None:
         if needed:
-            console.print(f"no cluster, so only what runs on one node is measured: {reason}")
+            console.print(f"no cluster, so only the parts on one node are measured: {reason}")
         yield OneNode(variables=variables), None
         return
     plan = ClusterPlan(

@@ -1,25 +1,26 @@
-"""The least bytes that can leave a node, by the kind of algorithm. Pure.
+"""The minimum number of bytes that leave a node in an all-reduce, by kind of algorithm. Pure functions.
 
-A bound is of the algorithm's own kind, for ranks that are numbered node by node and as many on each node.
+Each bound is for one kind of algorithm. Ranks are numbered node by node, with equally many on each node.
 """
 
 from __future__ import annotations
 
-# Summed within the node first: a node sends each element of its sum as one rank would.
+# Algorithms that sum within the node first: a node then sends as many bytes as a single rank would.
 TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
 
 
 def bytes_out_of_a_node(
     algorithm: str, *, numel: int, elem_bytes: float, num_nodes: int, ranks_per_node: int
 ) -> float:
-    """Payload that leaves each node when `numel` elements are summed over all ranks.
+    """Returns the bytes of payload that leave each node when `numel` elements of `elem_bytes` bytes are summed.
 
-    two levels: 2 (C-1)/C n b, C nodes: reduce-scatter and all-gather between nodes.
+    two levels: 2 (C-1)/C n b for C nodes: reduce-scatter and all-gather between nodes.
     ring over P ranks: 2 (P-1)/P n b from each rank to its neighbour; one rank of a node has its neighbour
-        outside.
-    direct over P ranks, R on a node: each rank sends a P-th of n to each of the P-R ranks outside, twice.
-    flat: in fp32 the library's own, held to the ring's. MPI has no 16-bit floats: there the backend exchanges
-        slices and gathers the sums, which is direct.
+        on another node.
+    direct over P ranks, R on a node: each rank sends n/P elements to each of the P-R ranks on other nodes, twice.
+    flat: in fp32 the library's own algorithm, compared with the bound of the ring. MPI has no 16-bit floats, so the
+        backend exchanges slices and gathers the sums, as direct does.
+    Raises ValueError for an unknown algorithm.
     """
     num_ranks = num_nodes * ranks_per_node
     whole = numel * elem_bytes

@@ -1,4 +1,4 @@
-"""From measurements to records: which number is held against which bar. Pure."""
+"""Converts measurements to records and defines their bars. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.reduction.bounds import bytes_out_of_a_node
-from benchmarks.results_file import Record
+from benchmarks.results_file import Record, over_rounds
 
 Timed = Mapping[str, Mapping[str, Any]]  # of a method: bits, seconds, node_bytes
 Blocks = Sequence[Sequence[Sequence[float]]]  # seconds, (rounds, steps, ranks)
 Block = Sequence[Sequence[float]]
 Over = Callable[[Sequence[float]], float]  # a step's time, from those of its ranks
-# Of a method: `steps`, and those `without` communication that were made in turn with them.
+# Of a method: `steps`, and the steps `without` communication that alternated with them.
 Steps = Mapping[str, Mapping[str, Blocks]]
 
 FP32_PEERS = (
@@ -25,16 +25,16 @@ PEERS_16 = ("gloo-fp16", "ddp-fp16", "horovod-fp16")
 PEERS = ("mpi-fp32", "horovod-fp32", "horovod-fp16", "gloo-fp32", "gloo-fp16", "ddp-fp32", "ddp-fp16")
 STEP_PEERS = {32: ("mpi-fp32", "ddp-fp32", "horovod-fp32"), 16: ("ddp-fp16", "horovod-fp16")}
 
-# Ends the name of a method in figure 2 for which Open MPI was set to its ring.
+# Suffix of methods in figure 2 that were measured with Open MPI's ring algorithm.
 RING = ", ring"
-# Ends the name of a method in figure 3 whose ranks yielded while they waited for MPI.
+# Suffix of methods in figure 3 whose ranks yielded their core while waiting for MPI.
 YIELDING = ", yielding"
 
 
 def bytes_records(
     found: Timed, *, numel: int, elem_bytes: int, num_nodes: int, ranks_per_node: int
 ) -> list[Record]:
-    """Figure 1: what left the node that sent most, against each algorithm's own bound."""
+    """Returns the records of figure 1: bytes that left the node that sent most / the algorithm's bound."""
     records = []
     for choice, counted in found.items():
         if choice == "pause":
@@ -68,12 +68,12 @@ def times(found: Timed, name: str) -> list[float]:
 
 
 def _with_ring(found: Timed, names: Sequence[str]) -> list[str]:
-    """Those methods, and the same with Open MPI's ring where that was timed."""
+    """Returns the methods and, if they were timed, the same methods with Open MPI's ring."""
     return [name for name in found if name.removesuffix(RING) in names]
 
 
 def best_of(found: Timed, names: Sequence[str]) -> str:
-    """The method with the smallest median."""
+    """Returns the method with the smallest median time."""
     return min(names, key=lambda name: median(times(found, name)))
 
 
@@ -87,9 +87,9 @@ def time_records(
     stream_bytes: int,
     full: bool,
 ) -> list[Record]:
-    """Figure 2 at one rate. full: all bars; else only that no peer is faster.
+    """Returns the records of figure 2 at one link rate. full: all bars; otherwise only that no peer is faster.
 
-    Each ratio is one of medians; its samples are the times of both sides.
+    Each value is a ratio of medians; its samples are the times of both methods.
     """
     stem = f"reduction.2.{rate}"
 
@@ -102,6 +102,8 @@ def time_records(
             sense="at least",
             unit="times as fast",
             samples={f"{peer} s": times(found, peer), f"{ours} s": times(found, ours)},
+            # Open MPI's ring was measured in another launch.
+            **over_rounds(times(found, peer), times(found, ours), same_rounds=not peer.endswith(RING)),
         )
 
     everything = {"seconds of all": {name: times(found, name) for name in found}}
@@ -119,7 +121,9 @@ def time_records(
             bar=1.2,
             sense="at most",
             unit="s/s",
-            samples={                     "stream bytes": stream_bytes, "bound bytes": bound_bytes, **everything},
+            samples={"stream bytes": stream_bytes, "bound bytes": bound_bytes, **everything},
+            # The stream is timed twice a round.
+            **over_rounds(times(found, ours_16), times(found, "stream"), same_rounds=False),
         ),
         ratio("best-16-bit-peer", what="the best 16-bit peer / ours, 16 bits", peer=best_16, ours=ours_16, bar=1.1),
     ]  # fmt: skip
@@ -140,27 +144,29 @@ def time_records(
 
 
 def exposed(found: Mapping[str, Steps], name: str, *, over: Over = max) -> list[float]:
-    """Of each round the median of step minus the step without communication that was made beside it.
+    """Returns for each round the exposed communication in seconds: the median of a step's time minus that of the step
+    without communication that was measured next to it.
 
-    over: `max`, a step is as long as that of its slowest rank; `fmean`, as the mean over the ranks, so that what one
-    rank waits for another that computes longer counts as communication.
+    over: how the ranks' times of a step are combined. `max`: the time of the slowest rank. `fmean`: the mean over the
+    ranks, so that waiting for a rank that computes longer counts as communication.
     """
     if _has_thread(name):
-        return [step_s([a], over=over) - step_s(b, over=over) for a, b in _beside(found, name)]
+        return [step_s([a], over=over) - step_s(b, over=over) for a, b in _with_baseline(found, name)]
     both = zip(found[name]["steps"], found[name]["without"], strict=True)
     return [median(over(a) - over(b) for a, b in zip(steps, without, strict=True)) for steps, without in both]
 
 
 def slowdown(found: Mapping[str, Steps], name: str) -> float:
-    """A step's time over that of the steps without communication beside it: median over the rounds."""
-    return median(step_s([steps]) / step_s(without) for steps, without in _beside(found, name))
+    """Returns a step's time / the time of the same round's steps without communication: the median over the rounds."""
+    return median(step_s([steps]) / step_s(without) for steps, without in _with_baseline(found, name))
 
 
-def _beside(found: Mapping[str, Steps], name: str) -> list[tuple[Block, Blocks]]:
-    """Of each round a method's steps, and those without communication made in turn with them.
+def _with_baseline(found: Mapping[str, Steps], name: str) -> list[tuple[Block, Blocks]]:
+    """Returns for each round a method's steps, and the steps without communication that they are compared with.
 
-    Horovod's thread takes time from these as well, often more than from its own steps: it is held against those that
-    alternated with the other methods' steps in the same round, in the same processes.
+    Horovod's thread also slows the steps without communication that alternate with Horovod's own, often more than
+    those. Horovod is therefore compared with the steps without communication that alternated with the other methods'
+    steps, in the same round and processes.
     """
     others = [name]
     if _has_thread(name):
@@ -184,9 +190,9 @@ def step_s(blocks: Blocks, *, over: Over = max) -> float:
 
 
 def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, int]) -> list[Record]:
-    """Figure 3: the transformer has bars; the MLP is shown with the same ones.
+    """Returns the records of figure 3. The bars are set for the transformer; the MLP is shown with the same bars.
 
-    Ours is as `hpctrain launch` starts it, a peer as it does best: so, or yielding.
+    hpctrain's ranks run as `hpctrain launch` starts them; of a peer the better of this and yielding counts.
     """
     records = []
     for workload, of in found.items():
@@ -224,10 +230,10 @@ def step_records(found: Mapping[str, Steps], *, samples_per_step: Mapping[str, i
 def _throughput_records(
     of: Mapping[str, Steps], *, workload: str, ours: str, peers: Sequence[str], count: int
 ) -> list[Record]:
-    """Samples/s by how much a method slows what is made in turn with it; and by the plain medians.
+    """Returns two records of samples/s: one computed from the methods' slow-downs, one from the medians of their steps.
 
-    The machine changes from one method's block to the next by more than the methods differ: medians of steps with
-    communication then come out shorter than those without. So these are compared among the same processes only.
+    The machine's speed changes between two methods' blocks by more than the methods differ, so that medians of steps
+    with communication can be smaller than those without. The slow-down compares steps of the same round.
     """
     medians = {name: step_s(blocks["steps"]) for name, blocks in of.items()}
     without = {name: step_s(blocks["without"]) for name, blocks in of.items()}
@@ -267,12 +273,13 @@ def _throughput_records(
 
 
 def sweep_records(found: Mapping[str, Mapping[str, Any]], *, place: str, auto: str) -> list[Record]:
-    """Figure 4 at one place: `auto` against the best fixed choice of each size, and the worst size."""
+    """Returns the records of figure 4 at one place: `auto` / the best fixed choice for each size, and the worst
+    size."""
     records = []
     for numel, one in found.items():
         of: Mapping[str, Sequence[float]] = one["times"]
         rounds = len(of[auto])
-        # A choice that was dropped after the first rounds has not been timed as often: it was slow.
+        # A choice that was dropped after the first rounds, because it was slow, has fewer samples.
         fixed = {name: median(s) for name, s in of.items() if name != auto and len(s) == rounds}
         best = min(fixed, key=lambda name: fixed[name])
         size = size_name(4 * int(numel))

@@ -1,4 +1,4 @@
-"""The two models whose steps are timed: a small transformer and an MLP, with batches made up on the spot."""
+"""The two models whose steps are timed: a small transformer and an MLP, with random batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, batches for one rank, and the loss of a batch."""
+    """A model, batches for one rank, and the function that computes the loss of a batch."""
 
     make: Callable[[], nn.Module]
     batches: Callable[[torch.Generator], list[Batch]]

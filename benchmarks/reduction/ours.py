@@ -1,4 +1,5 @@
-"""Ours, as methods of the benchmark: one bucket through a `BucketReducer`, on the thread on which a run has it."""
+"""hpctrain's reductions as methods of the benchmark: one bucket through a `BucketReducer`, on the thread that reduces
+in a training run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def our_family(session: Session, *, choices: Sequence[tuple[str, str]]) -> Family:
-    """`choices`: pairs of algorithm and wire, by their names in the recipe."""
+    """Returns hpctrain's methods. choices: pairs of algorithm and wire, by their names in the recipe."""
 
     def methods(numel: int) -> list[Method]:
         return [
@@ -40,9 +41,9 @@ def name_of(algorithm: str, wire: str) -> str:
 def our_method(
     session: Session, *, numel: int, algorithm: str, wire: str, calibration: Path | None = None
 ) -> Method:
-    """Collective. The gradients lie in the bucket's memory, where backward puts them.
+    """Returns a method of hpctrain. Collective. Gradients are in the bucket's memory, where backward writes them.
 
-    calibration: file in which `auto` keeps what it has measured, as a run keeps it in its directory.
+    calibration: file in which `auto` stores its measurement, as a run does in its directory.
     """
     buckets = plan_buckets([GradientSpec(numel, torch.float32)], bucket_bytes=max(1, 4 * numel))
     auto = algorithm == AUTO
@@ -51,7 +52,8 @@ def our_method(
     else:
         reducer = _fixed(session, algorithm=algorithm, wire=wire)
     memory = reducer.plan(buckets, device=CPU)
-    pipeline = ReductionPipeline(reducer.reduce, device=CPU, overlap=session.reductions.overlap())
+    overlap = session.reductions.overlap(spare_core=session.reductions.has_spare_core())
+    pipeline = ReductionPipeline(reducer.reduce, device=CPU, overlap=overlap)
 
     def fill(values: torch.Tensor) -> None:
         memory[0].zero_()
@@ -75,7 +77,7 @@ def our_method(
 
 
 def available(session: Session, choices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those of the choices that run here as themselves. Collective."""
+    """Returns the choices that run here without being replaced by another algorithm. Collective."""
     maker = ReducerMaker(session.world, topology=session.topology)
     return [(name, wire) for name, wire in choices if name == AUTO or name in maker.candidates(wire=wire)]
 
@@ -84,11 +86,13 @@ def _auto(session: Session, *, num_bytes: int, wire: str, calibration: Path | No
     plan = ReductionPlan(
         algorithm=AUTO, wire=wire, bucket_bytes=max(1, num_bytes), files=CalibrationFiles(run=calibration)
     )
-    return session.reductions.make(plan, gradient_bytes=num_bytes).reducer
+    return session.reductions.make(plan, gradient_bytes=num_bytes, computes=False).reducer
 
 
 def _fixed(session: Session, *, algorithm: str, wire: str) -> BucketReducer:
     maker = ReducerMaker(session.world, topology=session.topology)
     if algorithm not in maker.candidates(wire=wire):
-        raise UsageError(f"{algorithm} with {wire} does not run here as itself: ask `available`")
+        raise UsageError(
+            f"{algorithm} with {wire} would be replaced by another algorithm here: pass only choices from `available`"
+        )
     return maker.make(Algorithm(algorithm), wire=wire)

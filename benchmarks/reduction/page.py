@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/reduction.md that only it has."""
+"""Tables that are specific to docs/benchmarks/reduction.md."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from benchmarks import results_page
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
-    """Write every figure's table, and what the numbers are of, into the page."""
+    """Writes the tables of all figures, and machine and versions, into the page."""
     results_page.refresh(page, content, more=raw_tables(content["records"]))
 
 
 def raw_tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """All methods' times of the figures that compare them: name of the table -> its lines."""
+    """Returns the tables of the times of all methods: name of the table -> its lines."""
     tables = {}
     for record in records:
         samples = record["samples"]
@@ -37,7 +37,7 @@ def _times(seconds: Mapping[str, Sequence[float]]) -> str:
 
 def _steps(samples: Mapping[str, Mapping[str, float]]) -> str:
     rows = [
-        "| | slowed by | median step, ms | without communication, in turn with it, ms |",
+        "| | slowed by | median step, ms | without communication, alternating, ms |",
         "| --- | --- | --- | --- |",
     ]
     slowed = samples["slowed by"]

@@ -1,8 +1,8 @@
-"""What others offer for summing gradients: Horovod, torch DDP on Gloo, MPI. Each sums one buffer.
+"""Gradient reductions of peers: Horovod, torch DDP on Gloo, MPI. Each sums one buffer.
 
-Peers run with their own defaults; threads and cores are the same for all. A family is what must be started
-and ended together: Horovod's thread talks to the other ranks once a millisecond also when there is nothing to
-do, so it lives during Horovod's turns only.
+Peers run with their own defaults; all methods have the same threads and cores. A family is a set of methods that are
+started and ended together: Horovod's thread communicates every millisecond even when idle, so it runs only
+while Horovod's methods are measured.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to reduce `numel` float32 gradients over all ranks.
+    """A method of reducing `numel` float32 gradients over all ranks.
 
-    fill: sets the gradients to `values` on this rank; not timed. reduce: what is timed; collective.
-    result: the reduced gradients, shape (numel,); None: nothing is reduced. averages: whether that is the mean
-    rather than the sum.
-    bits: of one element on the wire. close: gives back what it holds; collective.
-    runs: what `auto` has chosen, in words.
+    fill: sets this rank's gradients to `values`, shape (numel,); not timed. reduce: the timed function; collective.
+    result: returns the reduced gradients, shape (numel,); None if nothing is reduced. averages: whether the result is
+    the mean instead of the sum.
+    bits: size of an element on the wire. close: releases the method's resources; collective.
+    runs: returns a description of what `auto` chose.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Methods that are started and ended together. All of it is collective.
+    """Methods that are started and ended together. All functions are collective.
 
-    methods: makes them, for a number of elements. forgets: a new start is slow at first, so each turn has a
-    call that is not timed.
+    methods: makes the methods for a given number of elements. forgets: whether the first call after a start is slow;
+    then it is not timed.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Family:
 
 
 def mpi_family(comm: Any) -> Family:
-    """MPI_Allreduce of the whole buffer, as the library does it."""
+    """Returns MPI_Allreduce of the whole buffer, with the library's own choice of algorithm."""
     from mpi4py import MPI
 
     def methods(numel: int) -> list[Method]:
@@ -88,7 +88,8 @@ def mpi_family(comm: Any) -> Family:
 
 
 def horovod_family(comm: Any) -> Family:
-    """What DistributedOptimizer does with a gradient: compress, all-reduce, decompress."""
+    """Returns Horovod's reduction, as DistributedOptimizer applies it to a gradient: compress, all-reduce,
+    decompress."""
     import horovod.torch as hvd
 
     def methods(numel: int) -> list[Method]:
@@ -124,7 +125,7 @@ def _horovod(hvd: Any, *, numel: int, bits: int, compression: Any) -> Method:
 
 
 def start_gloo(comm: Any) -> None:
-    """torch's default process group on Gloo; rank 0's node holds the store. Collective."""
+    """Starts torch's default process group on Gloo, with the store on rank 0's node. Collective."""
     rank, num_ranks = comm.Get_rank(), comm.Get_size()
     host, port = comm.bcast(_free_port() if rank == 0 else None, root=0)
     store = dist.TCPStore(
@@ -142,7 +143,7 @@ def _free_port() -> tuple[str, int]:
 
 
 def gloo_family(num_ranks: int) -> Family:
-    """The reductions of DDP's communication hooks on one buffer, and DDP itself on a module of parameters."""
+    """Returns the reductions of DDP's communication hooks on one buffer, and DDP itself on a module of parameters."""
 
     def methods(numel: int) -> list[Method]:
         made = [_gloo(numel=numel, bits=bits, num_ranks=num_ranks) for bits in (32, 16)]
@@ -152,7 +153,8 @@ def gloo_family(num_ranks: int) -> Family:
 
 
 def _gloo(*, numel: int, bits: int, num_ranks: int) -> Method:
-    """dist.all_reduce as DDP's hooks call it: divide, all-reduce, and for fp16 cast before and copy back."""
+    """Returns dist.all_reduce as DDP's hooks call it: divide, all-reduce; for fp16 cast before it and copy back
+    after."""
     buffer = torch.empty(numel)
 
     def fp32() -> None:
@@ -174,7 +176,7 @@ def _gloo(*, numel: int, bits: int, num_ranks: int) -> Method:
 
 
 class Parameters(torch.nn.Module):
-    """A module whose gradients are `gradients`: backward of the product copies them, and does no more."""
+    """A module whose gradients are set to `gradients`: its backward pass only copies them."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -189,7 +191,7 @@ class Parameters(torch.nn.Module):
 
 
 def _ddp(*, numel: int, bits: int) -> Method:
-    """DistributedDataParallel from forward to the end of backward."""
+    """Returns DistributedDataParallel, timed from forward to the end of backward."""
     module = Parameters(numel)
     wrapped = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     if bits == 16:

@@ -1,4 +1,4 @@
-"""Where the ranks run: on this machine as one node, or on the cluster of namespaces. `hpctrain launch` starts both."""
+"""Starts ranks with `hpctrain launch` on this machine as one node, or on a cluster of namespaces."""
 
 from __future__ import annotations
 
@@ -23,26 +23,32 @@ from benchmarks.starting import (
 from tests.cluster import Cluster
 from tests.cluster.requirements import search_path
 
+MODULE = "benchmarks.reduction.ranks"
+
 
 class RanksFailed(RuntimeError):
     """The ranks of a measurement ended with an error."""
 
 
 class Place(Protocol):
-    """Somewhere to run ranks. starts: how that was done, of each launch so far."""
+    """A place where ranks run. starts: how each launch so far was started."""
 
     starts: list[Start]
 
     def run(self, case: str, settings: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """What rank 0's case returned. RanksFailed, with the ranks' last lines, when they end otherwise."""
+        """Starts ranks and returns what `case` returned on rank 0. Raises RanksFailed with the ranks' last lines."""
 
 
 class OneNode:
-    """Ranks of this machine. variables: of every launch, for all ranks and so for every method."""
+    """Ranks on this machine. variables: environment variables of every launch, for all ranks and methods. module: of
+    the ranks' program."""
 
-    def __init__(self, *, num_ranks: int = 2, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, num_ranks: int = 2, variables: Mapping[str, str] | None = None, module: str = MODULE
+    ) -> None:
         self._num_ranks = num_ranks
         self._variables = dict(variables or {})
+        self._module = module
         self.starts: list[Start] = []
 
     def run(
@@ -54,11 +60,11 @@ class OneNode:
         variables: Mapping[str, str] | None = None,
     ) -> Any:
         """variables: of this launch, in addition."""
-        # Only Gloo reads this one; without it Gloo takes the address of the host's name.
+        # Read by Gloo only, which otherwise uses the address that the host's name resolves to.
         mine = {"GLOO_SOCKET_IFNAME": "lo", **self._variables, **(variables or {})}
         with tempfile.TemporaryDirectory() as name:
             argv = [*LAUNCH, "-n", str(self._num_ranks), "--"]
-            argv += _command(case, settings, Path(name), timeout_s=timeout_s)
+            argv += _command(case, settings, Path(name), timeout_s=timeout_s, module=self._module)
             try:
                 done = run_to_end(argv, environ={**user_environment(), **mine}, timeout_s=timeout_s)
             except subprocess.TimeoutExpired:
@@ -69,17 +75,26 @@ class OneNode:
 
 
 class OnCluster:
-    """Ranks of a cluster: `ranks_per_node` on each node, in a job that has one core of each node.
+    """Ranks on a cluster: `ranks_per_node` on each node, in a job that has one core of each node.
 
-    The nodes share the cores of this machine, so a rank has no core of its own: with one core a node
-    `hpctrain launch` sees that, and starts the ranks with what it has for such a case.
+    The nodes share the cores of this machine, so ranks share cores. With one core per node in the job `hpctrain launch`
+    detects this and starts the ranks with its settings for more ranks than cores.
     """
 
     def __init__(
-        self, cluster: Cluster, *, ranks_per_node: int = 2, variables: Mapping[str, str] | None = None
+        self,
+        cluster: Cluster,
+        *,
+        ranks_per_node: int = 2,
+        num_nodes: int | None = None,
+        module: str = MODULE,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
+        """num_nodes: of the cluster, that take part; None: all. module: the program of the ranks, like `ranks.py`."""
         self.cluster = cluster
         self._ranks_per_node = ranks_per_node
+        self._num_nodes = num_nodes or cluster.plan.num_nodes
+        self._module = module
         self._variables = dict(variables or {})
         self.starts: list[Start] = []
 
@@ -92,7 +107,7 @@ class OnCluster:
         variables: Mapping[str, str] | None = None,
     ) -> Any:
         """variables: of this launch, in addition."""
-        num_nodes = self.cluster.plan.num_nodes
+        num_nodes = self._num_nodes
         with tempfile.TemporaryDirectory(dir=self.cluster.plan.directory) as name:
             argv = ["salloc", f"--nodes={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *LAUNCH]
             argv += [
@@ -102,7 +117,7 @@ class OnCluster:
                 str(self._ranks_per_node),
                 "--",
             ]
-            argv += _command(case, settings, Path(name), timeout_s=timeout_s)
+            argv += _command(case, settings, Path(name), timeout_s=timeout_s, module=self._module)
             at_head = self.cluster.argv(argv, cwd=REPOSITORY)
             mine = {"GLOO_SOCKET_IFNAME": "eth0", **self._variables, **(variables or {})}
             try:
@@ -115,7 +130,7 @@ class OnCluster:
             return value
 
     def _environment(self) -> dict[str, str]:
-        """A user's on the head: this cluster's Slurm, this Python, each place's own /tmp."""
+        """Returns the environment of a user on the cluster's head node: its Slurm, this Python, a /tmp of its own."""
         own_tmp = ("TMPDIR", "TEMP", "TMP")
         return {
             **{name: value for name, value in user_environment().items() if name not in own_tmp},
@@ -124,11 +139,12 @@ class OnCluster:
         }
 
 
-def _command(case: str, settings: Mapping[str, Any], directory: Path, *, timeout_s: float) -> list[str]:
+def _command(
+    case: str, settings: Mapping[str, Any], directory: Path, *, timeout_s: float, module: str = MODULE
+) -> list[str]:
     path = directory / "settings.json"
     path.write_text(json.dumps({**settings, "timeout_s": timeout_s, "directory": str(directory)}))
-    module = [sys.executable, "-m", "benchmarks.reduction.ranks"]
-    return [*module, case, str(path), str(directory / "result.json")]
+    return [sys.executable, "-m", module, case, str(path), str(directory / "result.json")]
 
 
 def _result(

@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m benchmarks.reduction.ranks CASE SETTINGS.json RESULT.json`."""
+"""The program of each rank: `python -m benchmarks.reduction.ranks CASE SETTINGS.json RESULT.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Settings = dict[str, Any]
 
 
 def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """Ours, the peers and the plain stream on one number of elements: figure 2. `families`: those to time."""
+    """Figure 2: times hpctrain, the peers and the plain MPI stream for one number of elements. settings: `families`
+    lists those to time."""
     start_gloo(ranks.comm)
     families = [
         our_family(session, choices=settings["choices"]),
@@ -48,13 +49,13 @@ def buffers(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any
 def _stream(session: Session, ranks: Ranks, *, num_bytes: int) -> Family:
     shift = ring_shift(ranks.comm, topology=session.topology, num_bytes=num_bytes)
     method = Method(name="stream", bits=0, fill=lambda values: None, reduce=shift, result=None)
-    return Family(
-        name="stream", methods=lambda numel: [method, method]
-    )  # twice a round: all is held against it
+    # Twice per round, since all records compare with it.
+    return Family(name="stream", methods=lambda numel: [method, method])
 
 
 def counted_bytes(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """Bytes that leave each node in one reduction, by choice, and in a pause: figure 1."""
+    """Figure 1: counts the bytes that leave each node in one reduction, by choice, and in a pause of the same
+    length."""
     numel = settings["numel"]
     pause = Method(
         name="pause", bits=0, fill=lambda values: None, result=None,
@@ -74,7 +75,7 @@ def counted_bytes(session: Session, ranks: Ranks, settings: Settings) -> dict[st
 
 
 def training_steps(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """Steps with each way of reducing, and without beside them, by workload: figure 3."""
+    """Figure 3: times training steps with each method of reducing, and without communication, by workload."""
     start_gloo(ranks.comm)
     found = {}
     for name in settings["workloads"]:
@@ -96,7 +97,7 @@ def training_steps(session: Session, ranks: Ranks, settings: Settings) -> dict[s
 
 
 def sweep(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
-    """`auto` against the fixed choices, size by size: figure 4."""
+    """Figure 4: times `auto` and the fixed choices, size by size."""
     asked = Sweep(
         choices=available(session, settings["choices"]),
         auto=(settings["auto"][0], settings["auto"][1]),
@@ -110,7 +111,7 @@ def sweep(session: Session, ranks: Ranks, settings: Settings) -> dict[str, Any]:
 
 
 def nothing(session: Session, ranks: Ranks, settings: Settings) -> None:
-    """For a test of how ranks are started."""
+    """Does nothing; for a test of how ranks are started."""
 
 
 CASES: dict[str, Callable[[Session, Ranks, Settings], Any]] = {
@@ -125,7 +126,7 @@ CASES: dict[str, Callable[[Session, Ranks, Settings], Any]] = {
 def main(case: str, settings_path: str, result_path: str) -> None:
     settings = json.loads(Path(settings_path).read_text())
     faulthandler.dump_traceback_later(0.95 * settings["timeout_s"], exit=False)
-    # Not the backend horovod: its thread would talk to the other ranks during everybody's turn.
+    # Not the backend horovod: its thread would communicate while other methods are timed.
     session = start(backend="mpi", device="cpu", threads_per_rank=1, timeout_s=settings["timeout_s"])
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""What is run for each figure, at which scale."""
+"""The measurements of each figure, and their sizes."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ ALGORITHMS = ("hierarchical", "hierarchical-ring", "hierarchical-flat", "direct"
 RANKS_PER_NODE = 2
 ONE_NODE_RANKS = 2
 SEED = 20
-# What "ours" means in figure 2: chosen after trials during development, and fixed before a run.
+# The choices called "ours" in figure 2: selected in trials during development and fixed before a run.
 OURS_16: Choice = ("hierarchical-ring", "fp16")
 OURS_8: Choice = ("hierarchical-ring", "int8")
-# Told beside them; no bar is held against these.
-BESIDE: tuple[Choice, ...] = (
+# Also shown in figure 2, without bars.
+OTHERS: tuple[Choice, ...] = (
     ("hierarchical", "fp32"),
     ("hierarchical", "bf16"),
     ("hierarchical", "fp16"),
-    ("hierarchical", "int8"),  # rounded once each way; the ring rounds at each of its stations
+    ("hierarchical", "int8"),  # rounds twice; the ring rounds at each rank that a value passes
     ("flat", "fp32"),
 )
-# Of figure 2. What sums by MPI_Allreduce is timed again with Open MPI's ring: on slow links it is a third faster than
-# what Open MPI takes by itself for eight ranks (its Rabenseifner is not; its hierarchical `han` crashes, 4.1.4).
+# Of figure 2. Methods that call MPI_Allreduce are timed again with Open MPI's ring, which on slow links is a third
+# faster than Open MPI's own choice for eight ranks (Rabenseifner is not faster; the hierarchical `han` crashes in
+# 4.1.4).
 FAMILIES = ("ours", "mpi", "horovod", "gloo", "stream")
 RING_FAMILIES = ("ours", "mpi", "horovod")
 USE_RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
-# Of figure 3: plain MPI, against which `steps.check` holds the others, ours, and torch's and Horovod's.
+# Of figure 3: plain MPI, with whose parameters `steps.check` compares all others; hpctrain, torch, Horovod.
 YIELDING_METHODS = ("mpi-fp32", "ours-fp32", "ours-fp16", "horovod-fp32", "horovod-fp16")
 STEP_METHODS = (*YIELDING_METHODS, "ddp-fp32", "ddp-fp16")
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -50,18 +51,20 @@ FIXED: tuple[Choice, ...] = tuple((name, wire) for wire in ("fp32", "fp16") for 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much is measured. budget_s: of one size in figure 4, after which no more rounds begin."""
+    """Sizes of the measurements. others: choices of figure 2 without bars. budget_s: time for one size in figure 4,
+    after which no more rounds begin."""
 
     bytes_numel: int = 25_000_000
     times_numel: int = 4_194_304  # 16 MiB
     time_rounds: int = 9
+    others: tuple[Choice, ...] = OTHERS
     step_rounds: int = 10  # of each start
     steps_per_block: int = 10
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     sweep_numels: tuple[int, ...] = tuple(1 << power for power in range(10, 26, 2))  # 4 KiB to 64 MiB
-    # The same choice measured twice differs by 10 to 20 % over 15 rounds: so as many as the budget has time for.
+    # The same choice measured twice differs by 10 to 20 % over 15 rounds, so there are as many as fit into the budget.
     sweep_rounds: int = 101
-    # It may choose a wire as well, never lossier than 16 bits; it is held against both.
+    # `auto` may choose a wire too, never one with fewer than 16 bits; it is compared with both wires.
     auto: Choice = ("auto", "auto")
     budget_s: float = 15.0
     timeout_s: float = 900.0
@@ -102,7 +105,7 @@ def _times(rate: str, *, full: bool) -> Run:
             num_nodes=cluster.cluster.plan.num_nodes, ranks_per_node=RANKS_PER_NODE,
         )  # fmt: skip
         settings: dict[str, Any] = {
-            "numel": scale.times_numel, "choices": [OURS_16, OURS_8, *BESIDE], "stream_bytes": int(bound),
+            "numel": scale.times_numel, "choices": [OURS_16, OURS_8, *scale.others], "stream_bytes": int(bound),
             "num_rounds": scale.time_rounds, "seed": SEED,
         }  # fmt: skip
         found = cluster.run("buffers", {**settings, "families": FAMILIES}, timeout_s=scale.timeout_s)
@@ -118,8 +121,8 @@ def _times(rate: str, *, full: bool) -> Run:
 
 
 def _steps(one_node: OneNode, _: OnCluster | None, scale: Scale) -> list[Record]:
-    """As `hpctrain launch` starts ranks; and what uses MPI again with ranks that yield while they wait, which suits
-    Horovod's thread better: the same for every method, ours included."""
+    """Measures training steps: with ranks as `hpctrain launch` starts them, and methods that use MPI again with ranks
+    that yield while they wait, which is faster for Horovod. hpctrain is measured in both settings too."""
     found: dict[str, dict[str, Any]] = {name: {} for name in scale.workloads}
     for suffix, methods, variables in (("", STEP_METHODS, {}), (YIELDING, YIELDING_METHODS, YIELD)):
         settings = {

@@ -1,4 +1,5 @@
-"""A training step with each way of reducing, and beside each the same without any, in blocks in shuffled order."""
+"""Times training steps with each method of reducing, alternating with steps without communication, in blocks in
+shuffled order."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from benchmarks.reduction.models import Batch, Workload
 from hpctrain.run import Session
 
 LEARNING_RATE = 0.01
-COUNTED = 2  # steps of each turn, behind one that is not
-# Parameters after the run against those of plain MPI: sums in other orders and 16 bits make a difference,
-# a reduction that does nothing makes a far larger one.
+COUNTED = 2  # timed steps of each turn, after one that is not timed
+# Largest difference between a method's parameters after the run and those of plain MPI. Other orders of summation and
+# 16 bits cause small differences; a reduction that does nothing causes a far larger one.
 TOLERANCE = 0.1
 
 
 @dataclass(kw_only=True)
 class Stepper:
-    """One way to train a model of its own. begin and end: around a block of steps; collective."""
+    """A method of training a model of its own. begin, end: called before and after a block of steps; collective."""
 
     name: str
     model: torch.nn.Module
@@ -39,7 +40,7 @@ class Stepper:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A method, and the same training of another model without communication."""
+    """A method, and the same training of another copy of the model without communication."""
 
     stepper: Stepper
     without: Stepper
@@ -48,12 +49,12 @@ class Pair:
 def time_steps(
     comm: Any, pairs: Sequence[Pair], *, batches: Sequence[Batch], num_rounds: int, block: int, seed: int
 ) -> dict[str, dict[str, list[list[list[float]]]]]:
-    """By method: seconds of its counted steps (`steps`), and of the steps without communication that were made in turn
-    with them (`without`), each of shape (rounds, steps, ranks).
+    """Returns by method: seconds of its timed steps (`steps`), and of the alternating steps without communication
+    (`without`), each of shape (rounds, steps, ranks).
 
-    In turns of a few steps, as what else the machine does moves a step by more than is to be measured from one second
-    to the next; the first step of a turn finds the caches as the other model left them, and does not count. The ranks
-    meet before each step, as they do in training at the end of the one before.
+    Steps with and without communication alternate after a few steps, since other load on the machine changes from one
+    second to the next by more than the measured difference. The first step of a turn is not timed, because the caches
+    hold the other model. A barrier precedes each step, as the end of the previous step is one in training.
     """
     order = random.Random(seed)
     found: dict[str, dict[str, list[list[list[float]]]]] = {
@@ -67,7 +68,7 @@ def time_steps(
                 turns = [("steps", pair.stepper), ("without", pair.without)]
                 for kind, stepper in turns if number % 2 else reversed(turns):
                     found_now = [_timed_step(comm, stepper, batches) for _ in range(1 + COUNTED)]
-                    if number:  # Horovod starts anew in every block
+                    if number:  # Horovod is started again in every block
                         times[kind] += found_now[1:]
             comm.Barrier()
             pair.stepper.end()
@@ -88,11 +89,14 @@ def _timed_step(comm: Any, stepper: Stepper, batches: Sequence[Batch]) -> float:
 
 
 class WrongTraining(RuntimeError):
-    """A method did not train as the others: its time would mean nothing."""
+    """A method's parameters differ from those of the others, so its time is not valid."""
 
 
 def check(comm: Any, steppers: Sequence[Stepper], *, start: torch.Tensor) -> None:
-    """Raises WrongTraining unless all ranks and all methods that reduce have come to the same parameters."""
+    """Raises WrongTraining unless all ranks, and all methods that reduce, have about the same parameters. Collective.
+
+    start: the parameters before the first step, shape (numel,).
+    """
     reference = next(flat(stepper.model) for stepper in steppers if stepper.name == "mpi-fp32")
     moved = float((reference - start).norm())
     for stepper in steppers:
@@ -101,7 +105,9 @@ def check(comm: Any, steppers: Sequence[Stepper], *, start: torch.Tensor) -> Non
         apart = float((mine - torch.from_numpy(of_first)).norm()) / moved
         off = float((mine - reference).norm()) / moved
         if comm.allreduce(apart) > 1e-6 or comm.allreduce(off) > TOLERANCE:
-            raise WrongTraining(f"{stepper.name}: {apart:.2g} between ranks, {off:.2g} from plain MPI")
+            raise WrongTraining(
+                f"{stepper.name}: parameters differ by {apart:.2g} between ranks, by {off:.2g} from plain MPI"
+            )
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
@@ -111,7 +117,8 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 def make_pairs(
     comm: Any, session: Session, *, workload: Workload, seed: int, methods: Sequence[str]
 ) -> list[Pair]:
-    """The methods, by name, each with models of its own that start from the same parameters. Collective."""
+    """Makes the methods with these names, each with models of its own that start from the same parameters.
+    Collective."""
     makers: dict[str, Callable[[], Stepper]] = {"mpi-fp32": lambda: mpi_stepper(comm, workload, seed=seed)}
     for bits in (32, 16):
         makers |= {
@@ -129,7 +136,7 @@ def _fresh(workload: Workload, seed: int) -> tuple[torch.nn.Module, torch.optim.
 
 
 def _plain(workload: Workload, *, seed: int) -> Stepper:
-    """The step without communication."""
+    """Returns the stepper without communication."""
     model, optimizer = _fresh(workload, seed)
 
     def step(batch: Batch) -> None:
@@ -141,9 +148,10 @@ def _plain(workload: Workload, *, seed: int) -> Stepper:
 
 
 def mpi_stepper(comm: Any, workload: Workload, *, seed: int) -> Stepper:
-    """One MPI_Allreduce behind backward; the gradients are views of its buffer, so nothing is copied.
+    """Returns the stepper with one MPI_Allreduce after backward; gradients are views of its buffer, so nothing is
+    copied.
 
-    The mean is taken in the loss, as ours takes it: one number instead of every gradient.
+    The loss is divided by the number of ranks, as in hpctrain, instead of every gradient.
     """
     from mpi4py import MPI
 

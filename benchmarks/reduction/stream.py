@@ -1,4 +1,4 @@
-"""A plain MPI stream: what the links give when nothing but large messages goes over them."""
+"""A plain MPI stream: the rate of the links when only large messages are sent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import numpy as np
 
 from hpctrain.topology import Topology
 
-# Tried with 1, 2, 4 and 12 of 12.6 MB together: the same rate within the noise, 12 with the least.
+# With 1, 2, 4 and 12 messages of 12.6 MB in total the rate was the same within the noise, which was least with 12.
 NUM_MESSAGES = 12
 
 
 def ring_shift(comm: Any, *, topology: Topology, num_bytes: int) -> Callable[[], None]:
-    """One rank of each node sends `num_bytes` to the next node and takes as many from the one before.
-
-    All messages are under way at once; the other ranks sleep. Collective, each time it is called.
+    """Returns a function in which one rank of each node sends `num_bytes` to the next node and receives as many from
+    the previous one. All messages are in flight at once; the other ranks sleep. Calling the function is collective.
     """
     from mpi4py import MPI
 
@@ -40,7 +39,7 @@ def ring_shift(comm: Any, *, topology: Topology, num_bytes: int) -> Callable[[],
 
 
 def wait_asleep(comm: Any) -> None:
-    """A barrier that leaves the cores to the ranks that have work."""
+    """A barrier whose waiting ranks sleep, so that working ranks have the cores. Collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0005)

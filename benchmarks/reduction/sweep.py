@@ -1,4 +1,4 @@
-"""`auto` against every fixed choice, size by size."""
+"""Times `auto` and every fixed choice, size by size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.reduction.ours import name_of, our_method
 from benchmarks.reduction.timing import Ranks
 from hpctrain.run import Session
 
-# A sample of small buckets is the mean of as many calls as fit in here.
+# A sample of a small bucket is the mean over as many calls as fit into this time.
 SAMPLE_S = 0.06
 MAX_REPEATS = 400
-# After the first rounds only choices within this factor of the best are timed on; below CARRIED_NUMEL they
-# all come again with the next size, from there on time grows with the size for all alike.
+# After the first rounds only choices within this factor of the best are timed further. Below CARRIED_NUMEL elements all
+# choices are timed again at the next size; from there on only the remaining ones, as times grow in proportion.
 CONTENDER = 1.6
 FIRST_ROUNDS = 2
 CARRIED_NUMEL = 1 << 18
@@ -26,9 +26,9 @@ CARRIED_NUMEL = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """numels: ascending. budget_s: of one size, from which on only FIRST_ROUNDS + 1 are made.
+    """numels: ascending. budget_s: time for one size; no round begins later, except the first FIRST_ROUNDS + 1.
 
-    calibration: a file that is not there yet: `auto` measures once, as in a run, and reads it for each size.
+    calibration: path of a file that does not exist: `auto` measures once, as in a run, and reads it for each size.
     """
 
     choices: Sequence[tuple[str, str]]
@@ -41,7 +41,7 @@ class Sweep:
 
 
 def run_sweep(ranks: Ranks, session: Session, sweep: Sweep) -> dict[str, dict[str, Any]]:
-    """Of each number of elements: `times`, seconds by choice, and `runs`, what auto chose. Collective."""
+    """Returns for each number of elements: `times`, seconds by choice, and `runs`, what `auto` chose. Collective."""
     order = random.Random(sweep.seed)
     auto = name_of(*sweep.auto)
     contenders = list(sweep.choices)
@@ -74,7 +74,7 @@ def _one_size(
         method.fill(values)
         method.reduce()
         ranks.check(method, numel=numel)
-        method.fill(zeros)  # sums of sums would grow out of range
+        method.fill(zeros)  # repeated sums would overflow
         repeats[method.name] = max(1, min(MAX_REPEATS, int(SAMPLE_S / ranks.slowest_s(method))))
     times: dict[str, list[float]] = {method.name: [] for method in methods}
     active, spent_s = methods, 0.0

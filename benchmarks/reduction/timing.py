@@ -1,4 +1,4 @@
-"""Methods in turn: every round times each of them, in another order."""
+"""Times all methods once per round, in another random order each round."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.reduction.peers import Family, Method
 from benchmarks.reduction.stream import wait_asleep
 from tests.cluster.plan import bytes_sent
 
-# What 8-bit sums of values near 1 may be off by, with room; a wrong reduction is off by far more.
+# Largest accepted error of 8-bit sums of values near 1, with a margin; a wrong reduction has a far larger error.
 TOLERANCE = 0.03
 
 
 @dataclass(kw_only=True)
 class Samples:
-    """Of one method: seconds of the slowest rank and bytes that left each node, one entry a repetition."""
+    """Measurements of one method, one entry per repetition: seconds of the slowest rank, bytes that left each node."""
 
     bits: int
     seconds: list[float] = field(default_factory=list)
@@ -30,14 +30,14 @@ class Samples:
 
 
 class WrongSum(RuntimeError):
-    """A method did not sum what it was given: its time would mean nothing."""
+    """A method's result is not the sum of its inputs, so its time is not valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """All ranks, for the measuring itself. firsts: the first rank of each node; () on one node.
+    """All ranks, as the measurement uses them. firsts: the first rank of each node; () on one node.
 
-    Where there are several nodes, these ranks read what has left their node by its link.
+    With several nodes these ranks read the byte counters of their node's link.
     """
 
     comm: Any
@@ -48,11 +48,11 @@ class Ranks:
         return int(self.comm.Get_size())
 
     def values(self, numel: int) -> torch.Tensor:
-        """What this rank brings."""
+        """Returns this rank's input, shape (numel,), float32."""
         return torch.full((numel,), 1.0 + 0.01 * self.comm.Get_rank())
 
     def slowest_s(self, method: Method, *, repeats: int = 1) -> float:
-        """Seconds of one call, on the rank where it took longest. Collective."""
+        """Returns the seconds of one call on the slowest rank, the mean of `repeats` calls. Collective."""
         from mpi4py import MPI
 
         self.comm.Barrier()
@@ -65,7 +65,7 @@ class Ranks:
         return float(longest[0])
 
     def node_bytes(self) -> list[int]:
-        """Bytes that have left each node by its link so far. Collective; it sends a few kB itself."""
+        """Returns the bytes that have left each node by its link so far. Collective; sends a few kB itself."""
         if not self.firsts:
             return []
         wait_asleep(self.comm)
@@ -74,13 +74,13 @@ class Ranks:
         return [counted[rank] for rank in self.firsts]
 
     def counted(self, method: Method) -> tuple[float, list[int]]:
-        """Seconds of one call, and the bytes that left each node meanwhile. Collective."""
+        """Returns the seconds of one call, and the bytes that left each node during it. Collective."""
         before = self.node_bytes()
         seconds = self.slowest_s(method)
         return seconds, [now - then for now, then in zip(self.node_bytes(), before, strict=True)]
 
     def check(self, method: Method, *, numel: int) -> None:
-        """Raises WrongSum unless the method has reduced the `values` of all ranks, each once."""
+        """Raises WrongSum unless the method's result is the sum (or mean) of the `values` of all ranks. Collective."""
         if method.result is None or numel == 0:
             return
         expected = 1 + 0.01 * (self.num_ranks - 1) / 2
@@ -97,7 +97,7 @@ class Ranks:
 def measure(
     ranks: Ranks, families: Sequence[Family], *, numel: int, num_rounds: int, seed: int
 ) -> dict[str, Samples]:
-    """Time each method once a round, all families in turn. Collective; the same result on every rank."""
+    """Times each method once per round, one family after another. Collective; returns the same value on every rank."""
     order = random.Random(seed)
     values = ranks.values(numel)
     methods = {family.name: list(family.methods(numel)) for family in families}

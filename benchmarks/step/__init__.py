@@ -1,1 +1,2 @@
-"""Whole training steps of the recipes in `examples/`: the default against every backend and algorithm, and Horovod."""
+"""Whole training steps of the recipes in `examples/`: the default compared with every backend and algorithm, and with
+plain Horovod."""

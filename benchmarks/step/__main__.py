@@ -1,17 +1,15 @@
-"""`python -m benchmarks.step`: the recipes of `examples/` as they stand, against every backend and algorithm."""
+"""`python -m benchmarks.step`: compares the recipes of `examples/`, unchanged, with every backend and algorithm."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
-from benchmarks.command import finish, open_console, parser_of, saying
+from benchmarks.command import finish, leave_on_sigterm, open_console, parser_of, saying
 from benchmarks.results_file import Record, Run, about_this_run
 from benchmarks.starting import REPOSITORY
 from benchmarks.step import page
@@ -23,13 +21,13 @@ from tests.cluster import Cluster, ClusterPlan, why_not
 from tests.cluster.cluster import CLUSTERS
 
 SEED = 20
-# For Slurm a run that is stopped between its turns still has its cores.
+# Cores of the Slurm job: a run that is stopped between its turns still occupies its cores.
 MOST_RUNS = 20
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = parser_of("step", description=__doc__, figures=",".join(CELLS))
-    parser.add_argument("--minutes", type=float, default=45.0, help="no cell begins later than that")
+    parser.add_argument("--minutes", type=float, default=45.0, help="time after which no further cell begins")
     arguments = parser.parse_args(words)
     console = open_console()
     say = saying(console)
@@ -52,12 +50,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _measure(cells: Sequence[Cell], *, made: list[Record], scale: Scale, say: Say, until_s: float) -> bool:
-    """Put each cell's records into `made`; whether all could be measured."""
+    """Appends the records of each cell to `made`. Returns whether all cells were measured."""
     complete = True
     with working_directory() as directory, _places(say, directory) as place_of:
         for cell in cells:
             if time.monotonic() > until_s:
-                say(f"{cell.name}: left out, the time is up; earlier results stay with their commit")
+                say(f"{cell.name}: not measured, because --minutes are over; earlier results of it are kept")
                 complete = False
                 continue
             place = place_of(cell)
@@ -68,9 +66,8 @@ def _measure(cells: Sequence[Cell], *, made: list[Record], scale: Scale, say: Sa
                 for found in measure(cell, place=place, directory=directory, scale=scale, seed=SEED, say=say):
                     made += records_of(cell, found)
                     complete = complete and not found.failed
-            except (
-                Exception
-            ) as error:  # whatever it is: the other cells are measured, this one's old records go
+            except Exception as error:
+                # The other cells are still measured; older records of this one are removed.
                 say(f"{cell.name} failed: {error!r}")
                 made.append(failed_record(cell, plain(repr(error))))
                 complete = False
@@ -79,7 +76,8 @@ def _measure(cells: Sequence[Cell], *, made: list[Record], scale: Scale, say: Sa
 
 @contextmanager
 def _places(say: Say, directory: Path) -> Iterator[Callable[[Cell], Place | None]]:
-    """Where a cell's ranks run, None where that cannot be. The cluster comes up for the first cell that needs it."""
+    """Yields a function that returns the place where a cell's ranks run, or None if it needs a cluster that cannot be
+    made. The cluster is started for the first cell that needs it."""
     with ExitStack() as stack:
         up: list[OnCluster] = []
 
@@ -101,10 +99,6 @@ def _places(say: Say, directory: Path) -> Iterator[Callable[[Cell], Place | None
         yield place_of
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # by way of what ends the runs and removes their files
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    leave_on_sigterm()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""From measurements to records: which number is held against which bar. Pure."""
+"""Converts measurements to records and defines their bars. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks.results_file import Record
+from benchmarks.results_file import Record, over_rounds
 from benchmarks.step.measure import Found
 from benchmarks.step.variants import (
     ALONE,
@@ -32,11 +32,11 @@ LIMIT_BAR = 0.9
 
 
 class NotMeasured(ValueError):
-    """A variant that a figure needs is missing."""
+    """Measurements of a variant that a figure needs are missing."""
 
 
 def paired(rounds: Rounds, *, of: str, to: str) -> list[float]:
-    """Of each round that has both, how many times as fast `of` was as `to`. Raises NotMeasured where none has."""
+    """Returns for each round samples/s of `of` / samples/s of `to`. Raises NotMeasured if a round lacks one of them."""
     ratios = [one[of] / one[to] for one in rounds if of in one and to in one]
     if not ratios or len(ratios) < len(rounds):
         missing = [name for name in (of, to) if any(name not in one for one in rounds)]
@@ -45,13 +45,13 @@ def paired(rounds: Rounds, *, of: str, to: str) -> list[float]:
 
 
 def rates_of(rounds: Rounds) -> dict[str, list[float]]:
-    """Variant -> samples/s of each round in which it took part."""
+    """Returns variant -> samples/s of the rounds in which it took part."""
     names = dict.fromkeys(name for one in rounds for name in one)
     return {name: [one[name] for one in rounds if name in one] for name in names}
 
 
 def best_of(rounds: Rounds, names: Sequence[str]) -> str:
-    """The one with the highest median. Raises NotMeasured where none has been measured."""
+    """Returns the variant of `names` with the highest median. Raises NotMeasured if none of them was measured."""
     rates = {name: median(values) for name, values in rates_of(rounds).items() if name in names}
     if not rates:
         raise NotMeasured(f"no samples/s of any of: {', '.join(names)}")
@@ -59,12 +59,12 @@ def best_of(rounds: Rounds, names: Sequence[str]) -> str:
 
 
 def records_of(cell: Cell, found: Found) -> list[Record]:
-    """A cell's records at one rate of its links. One that cannot be made for want of a variant does not hold."""
+    """Returns a cell's records at one link rate. A record that lacks a variant has value 0 and does not hold."""
     stem = f"{cell.figure}.{found.rate}" if found.rate is not None else cell.figure
     where = f"{cell.recipe}, {_ranks(cell)}" + (f", {found.rate}" if found.rate is not None else "")
     made = [_default(cell, found, stem=stem, where=where)]
     if cell.num_ranks > 1:
-        over_horovod, over_mpi = named_pair(cell)
+        over_horovod, over_mpi = named_pair()
         made.append(
             _ratio(found, f"{stem}.horovod", f"{where}: our sums, {over_horovod} / {over_mpi}", HOROVOD_BAR,
                    of=over_horovod, to=[over_mpi])
@@ -102,21 +102,22 @@ def records_of(cell: Cell, found: Found) -> list[Record]:
 
 
 def failed_record(cell: Cell, error: str) -> Record:
-    """A cell of which nothing could be measured: what an earlier run found of it is not this commit's."""
+    """Returns the record of a cell that could not be measured. It replaces the records of earlier commits."""
     return _failures(
         f"{cell.figure}.failed", f"{cell.recipe}, {_ranks(cell)}: could not be measured", {"all": error}
     )
 
 
 def _default(cell: Cell, found: Found, *, stem: str, where: str) -> Record:
-    """Against the better of the finalists, by the rounds, which did not choose them."""
+    """Returns the record that compares the default with the better finalist. It uses the rounds only, since the
+    finalists were selected by the screening."""
     named = finalists(cell, found.screening)
     record = _ratio(found, f"{stem}.default", f"{where}: the default / the best that can be named", DEFAULT_BAR,
                     of=DEFAULT, to=named)  # fmt: skip
     best = max(named, key=lambda name: median(rates_of(found.rounds).get(name, [0.0])), default="")
     if found.runs.get(DEFAULT) and found.runs.get(DEFAULT) == found.runs.get(best):
         record = replace(
-            record, what=f"{record.what}; both ran {found.runs[best]}, so what they differ by is noise"
+            record, what=f"{record.what}; both ran {found.runs[best]}, so the difference is noise"
         )
     samples = {
         **record.samples,
@@ -131,7 +132,7 @@ def _default(cell: Cell, found: Found, *, stem: str, where: str) -> Record:
 
 
 def _ratio(found: Found, name: str, what: str, bar: float, *, of: str, to: Sequence[str]) -> Record:
-    """of / the best of `to`: the median of the rounds' ratios, and between which values these were."""
+    """Returns the record of `of` / the best of `to`: the median of the rounds' ratios; the text has their range."""
     unit = "samples/samples"
     try:
         other = best_of(found.rounds, to)
@@ -144,7 +145,7 @@ def _ratio(found: Found, name: str, what: str, bar: float, *, of: str, to: Seque
     shown += f"{max(ratios):.3f}"
     samples: dict[str, Any] = {"ratios": ratios, of: rates[of], other: rates[other]}
     return Record(id=name, what=f"{what}: {shown}", value=median(ratios), bar=bar, sense="at least", unit=unit,
-                  samples=samples)  # fmt: skip
+                  samples=samples, **over_rounds(rates[of], rates[other]))  # fmt: skip
 
 
 def _failures(name: str, what: str, failed: dict[str, str]) -> Record:

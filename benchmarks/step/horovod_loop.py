@@ -2,9 +2,9 @@
 
 `python -m benchmarks.step.horovod_loop RECIPE DIRECTORY [--alone]`, under mpirun or srun.
 
-Its buckets are those of hpctrain (`groups`), and what it sends is 16-bit where the recipe says so. It writes the
-records of its steps as a run of hpctrain does, and trains until it is killed. With `--alone` there is no Horovod: each
-rank of mpirun trains by itself on its share of every batch, which is what the cores alone can do.
+Its buckets are those of hpctrain (`groups`), and it sends 16 bits per value if the recipe does. It writes step records
+as a run of hpctrain does, and trains until it is killed. With `--alone` it does not use Horovod: each rank of mpirun
+trains a model of its own on its share of every batch, without communication: an upper bound for the cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from hpctrain.data import Dataset, Loader
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets, sum_dtype
-from hpctrain.run.compute.kept_memory import keep_freed_memory
+from hpctrain.resilience import keep_freed_memory
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.recipe.load import load_recipe
 from hpctrain.run.recipe.schema import Recipe
@@ -32,7 +32,7 @@ def bucket_bytes(recipe: Recipe) -> int:
 
 
 def parameter_groups(model: torch.nn.Module, recipe: Recipe) -> list[list[torch.nn.Parameter]]:
-    """The parameters whose gradients go together, bucket by bucket, in the order in which backward reaches them."""
+    """Returns the parameters of each bucket, in the order in which backward computes their gradients."""
     parameters = list(model.parameters())
     specs = [GradientSpec(numel=p.numel(), dtype=sum_dtype(p.dtype)) for p in parameters]
     buckets = plan_buckets(specs, bucket_bytes=bucket_bytes(recipe))
@@ -45,7 +45,7 @@ def train(recipe: Recipe, directory: Path, *, alone: bool) -> None:
     os.environ["HOROVOD_FUSION_THRESHOLD"] = str(bucket_bytes(recipe) // (2 if half else 1))
     hvd = None
     if alone:
-        keep_freed_memory()  # it is the limit of what our ranks do
+        keep_freed_memory()  # it is the upper bound for hpctrain's ranks
     else:
         import horovod.torch as hvd
 
@@ -88,7 +88,7 @@ def train(recipe: Recipe, directory: Path, *, alone: bool) -> None:
 
 
 def _place(hvd: Any) -> tuple[int, int]:
-    """(rank, number of ranks), without Horovod as Open MPI's mpirun tells them."""
+    """Returns (rank, number of ranks): from Horovod, or from the variables of Open MPI's mpirun if `hvd` is None."""
     if hvd is not None:
         return hvd.rank(), hvd.size()
     return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])

@@ -1,4 +1,4 @@
-"""One cell: all its variants once, then those that the figures need, round after round."""
+"""Measures one cell: first each variant once (screening), then the variants that the figures need, in rounds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PACKING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much is measured.
+    """Sizes of the measurements.
 
-    rounds: of the second part, at least 5 where a figure is to be trusted. share: of a cell's steps that a turn has.
-    screening_s, turn_s: a turn ends then, with fewer steps. start_s: until a run makes steps. stuck_s: a run that makes
-    no step for so long has failed. restart_every: on this machine all runs are started again after this many rounds,
-    since no two starts of the same run are equally fast: one is 10 to 20 % faster than the next, for as long as it
-    lives. 0: never.
+    rounds: number of rounds after the screening; at least 5 for a reliable figure. share, screening_share: part of a
+    cell's steps in one turn. screening_s, turn_s: time after which a turn ends with fewer steps. start_s: time limit
+    for the first steps. stuck_s: a run that makes no step for this time has failed. restart_every: number of rounds
+    after which all runs on one node are started again; 0: never. Starts of the same run differ: one is 10 to 20 %
+    faster than another for as long as it runs.
     """
 
     rounds: int = 12
@@ -53,11 +53,11 @@ QUICK = Scale(rounds=1, share=0.1, screening_share=0.1, start_s=200.0, restart_e
 
 @dataclass(kw_only=True)
 class Found:
-    """What was measured in a cell at one rate of its links.
+    """The measurements of a cell at one link rate.
 
-    screening: samples/s of each variant's one turn. rounds: of each round, samples/s by variant, in the order in which
-    they had their turns. Of each variant: failed, what happened to it; runs, the backend, algorithm and wire that it
-    recorded; started, the command line that started its ranks; variables, those of its record that shape a run.
+    screening: variant -> samples/s of its screening turn. rounds: for each round, variant -> samples/s, in the order of
+    the turns. By variant: `failed`, its error; `runs`, the backend, algorithm and wire that it recorded; `started`, the
+    command line that started its ranks; `variables`, the recorded environment variables that affect a run.
     """
 
     rate: str | None
@@ -71,7 +71,8 @@ class Found:
 
 @contextmanager
 def working_directory() -> Iterator[Path]:
-    """Where a user would be: with `examples/` and `data/`, on a filesystem that all nodes see. Goes at the end."""
+    """Yields a working directory as a user has it: with `examples/` and `data/`, on a filesystem that all nodes share.
+    It is removed at the end."""
     build = REPOSITORY / "build"
     build.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build, prefix="bench-step-", ignore_cleanup_errors=True) as name:
@@ -82,7 +83,7 @@ def working_directory() -> Iterator[Path]:
 
 
 def pack(recipe: str, *, directory: Path) -> None:
-    """Make the recipe's data, as its first lines say."""
+    """Packs the recipe's dataset, as the comment at the recipe's top says."""
     if not (directory / PACKING[recipe][1]).exists():
         subprocess.run(
             ["hpctrain", "data", "pack", *PACKING[recipe]], cwd=directory, env=user_environment(), check=True,
@@ -90,12 +91,12 @@ def pack(recipe: str, *, directory: Path) -> None:
         )  # fmt: skip
 
 
-# Of all cells: a run directory that an earlier cell has used would be resumed, with that cell's data and records.
+# Numbers for run directories, unique over all cells: a run would resume in a directory that an earlier cell used.
 _RUN_NUMBERS = itertools.count(1)
 
 
 class Turns:
-    """The runs of a cell that are up. As a context manager it ends them all."""
+    """The started runs of a cell. A context manager, which ends them all."""
 
     def __init__(
         self, cell: Cell, *, place: Place, directory: Path, scale: Scale, failed: dict[str, str]
@@ -126,7 +127,7 @@ class Turns:
         self._guarded(variant.name, lambda: run.start(warmup_steps=self.settle))
 
     def turn(self, name: str, *, share: float, at_most_s: float) -> float | None:
-        """samples/s of one turn; None where it failed."""
+        """Runs one turn and returns its samples/s; None if it failed."""
         steps = max(2, round(self._cell.steps * share))
         return self._guarded(
             name, lambda: self._runs[name].turn(steps=steps, settle=self.settle, at_most_s=at_most_s)
@@ -134,13 +135,13 @@ class Turns:
 
     @property
     def settle(self) -> int:
-        """Steps after a start, or after a pause, that do not count."""
+        """Number of steps after a start or a pause that are not timed."""
         return max(2, round(self._cell.steps * self._scale.share / 20))
 
     def end(self, names: Sequence[str]) -> None:
         runs = [self._runs.pop(name) for name in names]
         for run in runs:
-            run.kill_ranks()  # all at once: a launcher takes a moment to end
+            run.kill_ranks()  # all ranks first: a launcher takes a moment to end
         for run in runs:
             run.end()
 
@@ -163,9 +164,9 @@ def measure(
     say: Say,
     variants: Sequence[Variant] | None = None,
 ) -> list[Found]:
-    """What was found at each rate of the cell. variants: instead of all of them.
+    """Measures a cell and returns what was found at each of its link rates. variants: None for all of them.
 
-    A rank takes some 300 MB also while it is stopped, so only the runs that take part in the rounds are up together.
+    A stopped rank still occupies some 300 MB, so only the runs that take part in the rounds exist at the same time.
     """
     pack(cell.recipe, directory=directory)
     order = random.Random(seed)
@@ -195,7 +196,7 @@ def measure(
 
 
 def _screen(variant: Variant, made: Sequence[Found], *, turns: Turns, place: Place, scale: Scale) -> None:
-    """Start a variant, give it one turn at each rate, and end it."""
+    """Starts a variant, runs one turn at each link rate, and ends it."""
     for found in made:
         _set_rate(place, found.rate)
         if variant.calibrates and variant.name in turns.up:
@@ -217,7 +218,7 @@ def _screen(variant: Variant, made: Sequence[Found], *, turns: Turns, place: Pla
 
 
 def _round(turns: Turns, *, order: random.Random, scale: Scale) -> dict[str, float]:
-    """One turn of every run that is up; samples/s of those that did not fail."""
+    """Runs one turn of every started run. Returns samples/s of those that did not fail."""
     names = list(turns.up)
     rates = {
         name: turns.turn(name, share=scale.share, at_most_s=scale.turn_s)
@@ -232,21 +233,21 @@ def _set_rate(place: Place, rate: str | None) -> None:
 
 
 def _described(environment: dict[str, Any]) -> str:
-    """`horovod, flat, fp16` of a run's own record."""
+    """Returns backend, algorithm and wire from a run's record, such as `horovod, flat, fp16`."""
     return ", ".join(
         str(environment[name]) for name in ("backend", "algorithm", "wire") if name in environment
     )
 
 
 def _variables(environment: dict[str, Any]) -> dict[str, str]:
-    """Slurm's own left out: they only number the job."""
+    """Returns the recorded variables that affect a run, without Slurm's, which only identify the job."""
     variables = environment.get("variables", {})
     return {name: plain(value) for name, value in variables.items() if not name.startswith("SLURM_")}
 
 
 def plain(text: str) -> str:
-    """Without this machine's folders."""
-    # The environment may be a link to another folder, which commands that look for themselves resolve.
+    """Returns the text without this machine's paths."""
+    # The environment's folder may be a symbolic link; commands that look up their own path print the resolved one.
     for folder in (Path(sys.executable).parent, Path(sys.prefix).resolve() / "bin", REPOSITORY):
         text = text.replace(f"{folder}/", "")
     return text

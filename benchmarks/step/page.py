@@ -1,4 +1,4 @@
-"""docs/benchmarks/step.md: the tables of every cell, and how its ranks were started."""
+"""Tables of docs/benchmarks/step.md: results of every cell, and how its ranks were started."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NOTHING = results_page.NOT_MEASURED
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
-    """Write every cell's tables, and what the numbers are of, into the page; of no other run than the records say."""
+    """Writes the tables of every cell, and machine and versions, into the page."""
     made = dict.fromkeys(names(), NOTHING) | tables(content["records"])
     results_page.refresh(page, content, more=made)
 
 
 def names() -> list[str]:
-    """Of all tables of the page but the first."""
+    """Returns the names of all tables of the page except the first."""
     found = []
     for cell in CELLS.values():
         places = [f"{cell.name}.{rate}" if rate is not None else cell.name for rate in cell.rates]
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Name of the table -> its lines, of the tables with all variants."""
+    """Returns name of the table -> its lines, for the tables with all variants."""
     found = {}
     for record in records:
         place, _, last = record["id"].removeprefix("step.").rpartition(".")
@@ -40,14 +40,15 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def all_variants(samples: Mapping[str, Any]) -> str:
-    """The fastest first: those with rounds by their median, then the others by their one turn."""
+    """Returns a table of all variants, fastest first: those with rounds by their median, then the others by their
+    screening turn."""
     rounds, screening = samples["all samples/s"], samples["screening samples/s"]
 
     def place(name: str) -> tuple[bool, float]:
         return name not in rounds, -(median(rounds[name]) if name in rounds else screening[name])
 
     rows = [
-        "| | what ran | samples/s, median | least | most | in its one turn before |",
+        "| | what ran | samples/s, median | least | most | in the screening |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in sorted(screening, key=place):
@@ -60,7 +61,7 @@ def all_variants(samples: Mapping[str, Any]) -> str:
 
 
 def started(samples: Mapping[str, Any]) -> str:
-    """How the recipe as it stands was started, with which variables it ran, and how Horovod's own loop was."""
+    """Returns the command lines that started the unchanged recipe, with its variables, and Horovod's own loop."""
     lines = [samples["started"].get(DEFAULT, "")]
     variables = samples["variables"].get(DEFAULT, {})
     lines += [f"# in the ranks: {' '.join(f'{name}={value}' for name, value in variables.items())}"]

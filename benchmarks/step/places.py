@@ -1,4 +1,4 @@
-"""Where and how ranks are started: as a user starts them, with nothing set that `hpctrain launch` does not set."""
+"""Starts ranks as a user does, without settings that `hpctrain launch` would not make."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tests.cluster import Cluster
 from tests.cluster.requirements import search_path
 from tests.ranks_launcher import OUTER_LAUNCHER, REPOSITORY
 
-# What the tests set for their own ranks, and what a shell may have set for all programs.
+# Variables that the tests set for their ranks, or that a shell may have set for all programs.
 NOT_A_USERS = ("LD_PRELOAD", "OMP_NUM_THREADS")
 NODE_CORES = 1
 
 
 class Place(Protocol):
-    """Somewhere to start ranks."""
+    """A place where ranks are started."""
 
     def start(
         self, variant: Variant, command: Sequence[str], *, directory: Path, log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start the ranks in `directory` and do not wait; their output goes to `log`."""
+        """Starts the ranks in `directory` and returns at once; their output goes to `log`."""
 
     def set_rate(self, rate: str | None) -> None:
-        """Shape the links between nodes."""
+        """Limits the rate of the links between nodes; None: no limit."""
 
 
 def user_environment() -> dict[str, str]:
-    """The environment of a user's shell, with this tree's hpctrain."""
+    """Returns the environment of a user's shell, with this tree's hpctrain."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -46,9 +46,9 @@ def user_environment() -> dict[str, str]:
 
 
 def launch_words(variant: Variant, command: Sequence[str], *, ranks_per_node: int | None = None) -> list[str]:
-    """The command line that a user types."""
+    """Returns the command line that a user types."""
     ranks = str(variant.num_ranks)
-    if variant.by_mpirun:  # as Horovod's documentation says
+    if variant.by_mpirun:  # the options that Horovod's documentation names
         return [
             "mpirun",
             "-np",
@@ -76,7 +76,7 @@ def _start(
 
 
 class OneNode:
-    """Ranks of this machine."""
+    """Ranks on this machine."""
 
     def start(
         self, variant: Variant, command: Sequence[str], *, directory: Path, log: Path
@@ -89,7 +89,7 @@ class OneNode:
 
 
 class OnCluster:
-    """Ranks of the cluster of namespaces: two on each node, which Slurm counts as one core."""
+    """Ranks on the cluster of namespaces: two on each node, which has one core for Slurm."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

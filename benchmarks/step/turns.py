@@ -1,8 +1,8 @@
-"""Training runs that take turns: each is started once, as a user starts it, and is stopped between its turns.
+"""Training runs that alternate: each is started once, as a user starts it, and is stopped between its turns.
 
-Starting up takes longer than a turn. So all runs of a cell are started one after another, and stopped by SIGSTOP when
-they have warmed up; a turn lets one of them continue (SIGCONT) for so many steps. A run that is stopped takes no time
-from the others: the threads of Horovod and the polling of Open MPI are stopped with their processes.
+Starting takes longer than a turn. So all runs of a cell are started one after another and stopped with SIGSTOP after
+their warm-up steps; for a turn one of them continues (SIGCONT) for a number of steps. A stopped run does not slow the
+others, since Horovod's threads and Open MPI's polling are stopped with their processes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LAST_LINES = 15
 
 
 class RunFailed(RuntimeError):
-    """A run ended, or came no further."""
+    """A run ended, or made no step within the time limit."""
 
 
 class StepRecords:
-    """The step records of one rank, read as they are written."""
+    """The step records of one rank, read while the run writes them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class StepRecords:
         self.steps: dict[int, Mapping[str, Any]] = {}
 
     def read(self) -> int:
-        """Read what is new; the newest step, 0 before the first."""
+        """Reads new records. Returns the newest step, 0 before the first."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -56,7 +56,7 @@ class StepRecords:
 
 
 def samples_per_s(ranks: Sequence[StepRecords], *, first: int, last: int) -> float:
-    """Of the steps `first` to `last`: samples of all ranks over the time of the rank that took longest."""
+    """Returns samples/s of the steps `first` to `last`: samples of all ranks / time of the slowest rank."""
     steps = range(first, last + 1)
     samples = sum(rank.steps[step]["samples"] for rank in ranks for step in steps)
     return samples / max(sum(rank.steps[step]["seconds"]["step"] for step in steps) for rank in ranks)
@@ -65,7 +65,7 @@ def samples_per_s(ranks: Sequence[StepRecords], *, first: int, last: int) -> flo
 def samples_per_s_apart(
     ranks: Sequence[StepRecords], *, firsts: Sequence[int], lasts: Sequence[int]
 ) -> float:
-    """Of ranks that do not wait for each other: each one's samples over its own time, added up."""
+    """Returns samples/s of ranks that do not wait for each other: the sum of each rank's samples / its own time."""
     total = 0.0
     for rank, first, last in zip(ranks, firsts, lasts, strict=True):
         steps = [rank.steps[step] for step in range(first, last + 1)]
@@ -74,7 +74,7 @@ def samples_per_s_apart(
 
 
 class Run:
-    """One training run. start_s: how long it may take until the first steps; turn_s: how long a turn may."""
+    """One training run. start_s: time limit for the first steps. turn_s: time limit for a turn."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Run:
         self._recipe = recipe
         self._place = place
         self._directory = directory
-        self._name = f"runs/run-{number:03}"  # also how its processes are found
+        self._name = f"runs/run-{number:03}"  # by which its processes are found too
         self._log = directory / f"run-{number:03}.log"
         self._start_s = start_s
         self._turn_s = turn_s
@@ -103,18 +103,20 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        """What each rank runs."""
+        """Command line of each rank."""
         recipe = f"examples/{self._recipe}.toml"
         if self.variant.peer:
             alone = ["--alone"] if self.variant.alone else []
             return [sys.executable, "-m", "benchmarks.step.horovod_loop", recipe, self._name, *alone]
         length = "run.epochs=1000000" if self._recipe == "digits" else "run.steps=1000000"
-        overrides = [length, f"run.directory={self._name}", *self.variant.overrides]
+        # A turn is controlled by the step records, so each must be written at once.
+        fixed = [length, f"run.directory={self._name}", "telemetry.write_every_s=0"]
+        overrides = [*fixed, *self.variant.overrides]
         words = [word for override in overrides for word in ("--set", override)]
         return ["hpctrain", "train", recipe, *words]
 
     def start(self, *, warmup_steps: int) -> None:
-        """Start the ranks, and stop them when they have made so many steps. Raises RunFailed."""
+        """Starts the ranks, and stops them after `warmup_steps` steps. Raises RunFailed."""
         self._process = self._place.start(
             self.variant, self.command, directory=self._directory, log=self._log
         )
@@ -123,9 +125,9 @@ class Run:
         self._signal(signal.SIGSTOP)
 
     def turn(self, *, steps: int, settle: int, at_most_s: float) -> float:
-        """Let the ranks make `settle` steps, which do not count, and `steps`; samples/s. Raises RunFailed.
+        """Continues the ranks for `settle` steps that are not timed and `steps` that are; returns their samples/s.
 
-        at_most_s: after that the turn ends with fewer steps, but not with none.
+        at_most_s: time after which the turn ends with fewer steps, at least one. Raises RunFailed.
         """
         firsts = [rank.read() + settle + 1 for rank in self._ranks]
         first = max(firsts)
@@ -145,12 +147,12 @@ class Run:
         return samples_per_s(self._ranks, first=first, last=last)
 
     def environment(self) -> dict[str, Any]:
-        """What the run recorded of itself; {} of a peer."""
+        """Content of the run's environment.json; {} for a peer."""
         path = self._directory / self._name / "environment.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
     def start_line(self) -> str:
-        """How the ranks were started: what `hpctrain launch` says that it ran, or the user's own mpirun."""
+        """Command line that started the ranks: the one that `hpctrain launch` printed, or the user's mpirun."""
         if self.variant.by_mpirun:
             set_by_user = [f"{name}={value}" for name, value in self.variant.environment]
             return " ".join([*set_by_user, *launch_words(self.variant, self.command)])
@@ -158,7 +160,7 @@ class Run:
         return next((line for line in lines if self._name in line), "").removeprefix("hpctrain launch: ")
 
     def end(self) -> None:
-        """End every process of the run."""
+        """Ends all processes of the run."""
         if self._process is None:
             return
         self.kill_ranks()
@@ -185,11 +187,13 @@ class Run:
             if time.monotonic() > until_s:
                 if not or_fail:
                     return
-                raise self._failure(f"made {self._read()} steps, and step {step} did not come")
+                raise self._failure(
+                    f"made {self._read()} steps and did not reach step {step} within the time limit"
+                )
             time.sleep(POLL_S)
 
     def _read(self) -> int:
-        """The newest step that all ranks have recorded."""
+        """Returns the newest step that all ranks have recorded."""
         return min(rank.read() for rank in self._ranks)
 
     def _failure(self, what: str) -> RunFailed:
@@ -204,7 +208,7 @@ class Run:
             _kill(pid, number)
 
     def _processes(self, *, ranks_only: bool = False) -> list[int]:
-        """Processes whose command line names this run's directory: the launcher's own, and the ranks."""
+        """Returns the ids of processes whose command line names this run's directory: launcher and ranks."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -217,7 +221,7 @@ class Run:
                     continue  # of another measurement
                 names = {item.partition(b"=")[0] for item in (entry / "environ").read_bytes().split(b"\0")}
             except OSError:
-                continue  # it ended meanwhile
+                continue  # the process has ended
             if not ranks_only or _RANK_VARIABLES & names:
                 found.append(int(entry.name))
         return found

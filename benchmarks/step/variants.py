@@ -1,6 +1,6 @@
-"""What is measured: the cells, and the variants of each. Pure.
+"""The measured cells and their variants. Pure functions.
 
-A cell is a recipe on a number of ranks at a place. A variant is one way to train it.
+A cell is a recipe on a number of ranks at a place. A variant is a method of training it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 ONE_NODE_ALGORITHMS = ("auto", "flat", "ring", "direct", "hierarchical")
-# On one node these two run as `hierarchical` and as `flat`.
+# On one node these two are replaced by `hierarchical` and `flat`.
 ALGORITHMS = (*ONE_NODE_ALGORITHMS, "hierarchical-ring", "hierarchical-flat")
+# A sum of hpctrain's own, which needs the backend only for control messages.
+OWN_SUM = "hierarchical"
 BACKENDS = ("mpi", "horovod")
 ONE_RANK_BACKENDS = ("serial", *BACKENDS)
 RATES = ("1gbit", "200mbit")
@@ -24,20 +26,20 @@ ONE_RANK = "1 rank"
 ONE_THREAD = "1 rank, 1 thread"
 
 NO_SAVES = "checkpoint.every_steps=1000000000"
-# A core for each of two ranks: Horovod's users set this themselves, `hpctrain launch` does it for its own.
+# One thread for each of two ranks: users of Horovod set this themselves, `hpctrain launch` does it for its ranks.
 THREADS = ("OMP_NUM_THREADS", "1")
-# Open MPI's own variable: ranks give their core away while they wait.
+# A variable of Open MPI: waiting ranks yield their core.
 YIELD = ("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train.
+    """A method of training.
 
-    overrides: of the recipe, as `--set` takes them. peer: the loop of `horovod_loop.py` instead of `hpctrain train`.
-    alone: that loop without Horovod, each rank by itself on its share of every batch.
-    by_mpirun: started by mpirun as Horovod's users do it, instead of `hpctrain launch`. environment: set by the user.
-    calibrates: it measures the links when it starts, so it starts anew when they change.
+    overrides: of the recipe, as for `--set`. peer: whether it runs `horovod_loop.py` instead of `hpctrain train`.
+    alone: whether that loop runs without Horovod, each rank by itself on its share of every batch. by_mpirun: whether
+    mpirun starts it, as Horovod's users do, instead of `hpctrain launch`. environment: variables that the user sets.
+    calibrates: whether it measures the links at its start; then it is started again for each link rate.
     """
 
     name: str
@@ -54,8 +56,8 @@ class Variant:
 class Cell:
     """A recipe on a number of ranks at a place.
 
-    own: the algorithm that the recipe names. rates: of the cluster's links; (None,) on this machine. steps: of one
-    turn, a multiple of the steps from one checkpoint to the next, so that every turn has as many.
+    own: the recipe's `reduction.algorithm`. rates: link rates of the cluster; (None,) on this machine. steps: length
+    of a turn, a multiple of the steps between checkpoints, so that every turn has equally many checkpoints.
     """
 
     name: str
@@ -76,8 +78,8 @@ class Cell:
 
 def _cells() -> dict[str, Cell]:
     made = []
-    for recipe, steps in (("digits", 100), ("characters", 50)):
-        cell = Cell(name=f"{recipe}-1", recipe=recipe, num_ranks=1, own="hierarchical", steps=steps)
+    for recipe, own, steps in (("digits", "hierarchical", 100), ("characters", "auto", 50)):
+        cell = Cell(name=f"{recipe}-1", recipe=recipe, num_ranks=1, own=own, steps=steps)
         made += [replace(cell, name=f"{recipe}-{ranks}", num_ranks=ranks) for ranks in (1, 2, 4)]
         made.append(replace(cell, name=f"{recipe}-4x{RANKS_PER_NODE}", num_ranks=8, rates=RATES))
     return {cell.name: cell for cell in made}
@@ -87,12 +89,12 @@ CELLS = _cells()
 
 
 def default_of(cell: Cell) -> Variant:
-    """The recipe as it stands."""
+    """Returns the variant with the unchanged recipe."""
     return Variant(name=DEFAULT, num_ranks=cell.num_ranks, calibrates=cell.own == "auto")
 
 
 def candidates(cell: Cell) -> list[Variant]:
-    """Every backend and algorithm that can be named and runs as itself in this cell."""
+    """Returns a variant for each backend and algorithm that runs in this cell without being replaced by another one."""
     if cell.num_ranks == 1:
         return [
             Variant(name=backend, num_ranks=1, overrides=(f"run.backend={backend}",))
@@ -111,14 +113,15 @@ def candidates(cell: Cell) -> list[Variant]:
 
 
 def companions(cell: Cell) -> list[Variant]:
-    """What else the cell's figures need: Horovod itself and our `flat` over it, neither with checkpoints; one rank."""
+    """Returns the other variants that the cell's figures need: plain Horovod and hpctrain's `flat` over Horovod, both
+    without checkpoints, and one rank."""
     if cell.num_ranks == 1:
         return []
     ranks = cell.num_ranks
     flat = ("run.backend=horovod", "reduction.algorithm=flat", NO_SAVES)
     found = [Variant(name=FLAT, num_ranks=ranks, overrides=flat)]
     if ranks != 2:
-        # More ranks than cores: without what `hpctrain launch` sets there they would starve each other.
+        # With more ranks than cores, polling ranks would starve each other without these settings of `hpctrain launch`.
         return [*found, Variant(name=PEER, num_ranks=ranks, peer=True)]
     return [
         *found,
@@ -130,20 +133,20 @@ def companions(cell: Cell) -> list[Variant]:
     ]
 
 
-def named_pair(cell: Cell) -> tuple[str, str]:
-    """The recipe's own algorithm over Horovod and over MPI."""
-    return f"horovod/{cell.own}", f"mpi/{cell.own}"
+def named_pair() -> tuple[str, str]:
+    """Returns the names of one sum of our own over Horovod and over MPI. `auto` might choose another over each."""
+    return f"horovod/{OWN_SUM}", f"mpi/{OWN_SUM}"
 
 
 def finalists(cell: Cell, rates: dict[str, float], *, count: int = 2) -> list[str]:
-    """The candidates with the most samples/s in the screening, best first; those that failed are not in `rates`."""
+    """Returns the candidates with the most samples/s in the screening, best first. rates: without those that failed."""
     names = [variant.name for variant in candidates(cell) if variant.name in rates]
     return sorted(names, key=lambda name: -rates[name])[:count]
 
 
 def decided(cell: Cell, rates: dict[str, float]) -> list[str]:
-    """What takes part in the rounds that the figures are of: the default, the finalists, and what else they need."""
+    """Returns the variants that take part in the rounds: the default, the finalists, and others that figures need."""
     names = [DEFAULT, *finalists(cell, rates), *(variant.name for variant in companions(cell))]
     if cell.num_ranks > 1:
-        names += named_pair(cell)
+        names += named_pair()
     return [name for name in dict.fromkeys(names) if name in rates]

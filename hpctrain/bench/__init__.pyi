@@ -1,3 +1,4 @@
+from .all_reduce.bandwidth import bound_bytes as bound_bytes
 from .all_reduce.measure import AllReduceAsked as AllReduceAsked
 from .all_reduce.plot import check_plot as check_plot, plot_all_reduce as plot_all_reduce
 from .all_reduce.reducers import (
@@ -20,11 +21,31 @@ from .checkpoint.report import (
     checkpoint_document as checkpoint_document,
     checkpoint_table as checkpoint_table,
 )
+from .compare.report import (
+    ComparedDocuments as ComparedDocuments,
+    compare_documents as compare_documents,
+    comparison_lines as comparison_lines,
+    comparison_table as comparison_table,
+)
 from .data.measure import DataAsked as DataAsked, measure_data as measure_data
 from .data.report import data_document as data_document, data_lines as data_lines, data_table as data_table
 from .document import check_writable as check_writable, write_document as write_document
+from .export.extrap import extrap_lines as extrap_lines, extrap_notes as extrap_notes
+from .export.harness import (
+    ExportedSweep as ExportedSweep,
+    Harness as Harness,
+    harness_file as harness_file,
+)
 from .page_cache import Cache as Cache
 from .progress import MeasurementProgress as MeasurementProgress
+from .scaling.document import (
+    ScalingDocument as ScalingDocument,
+    SweepSettings as SweepSettings,
+    read_scaling_document as read_scaling_document,
+)
+from .scaling.measure import SweepPlace as SweepPlace, measure_sweep as measure_sweep
+from .scaling.plan import check_settings as check_settings, ranks_of_nodes as ranks_of_nodes
+from .scaling.table import scaling_lines as scaling_lines, scaling_table as scaling_table
 from .sizes import parse_size as parse_size, parse_sizes as parse_sizes
 from .step.plan import StepAsked as StepAsked, parse_modes as parse_modes, parse_ranks as parse_ranks
 from .step.report import bench_step as bench_step

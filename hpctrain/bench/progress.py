@@ -20,16 +20,16 @@ class MeasurementProgress:
         self._started_s: float | None = None  # time of the first call, where the measured work begins
         self._in_place = sys.stderr.isatty()
         self._every_s = 0.5 if self._in_place else 10.0
-        self._told_s = time.monotonic() + FIRST_AFTER_S - self._every_s
+        self._reported_s = time.monotonic() + FIRST_AFTER_S - self._every_s
         self._width = 0
 
     def __call__(self, share: float) -> None:
         now_s = time.monotonic()
         if self._started_s is None:
             self._started_s = now_s
-        if not self._shown or now_s - self._told_s < self._every_s or share <= 0:
+        if not self._shown or now_s - self._reported_s < self._every_s or share <= 0:
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         left_s = (now_s - self._started_s) * (1 - share) / share
         line = f"{self._what}: {share:.0%}, about {left_s:.0f} s left"
         if self._in_place:

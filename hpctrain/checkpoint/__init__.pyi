@@ -1,3 +1,5 @@
+from .dcp.export_dcp import export_dcp as export_dcp
+from .dcp.import_dcp import DcpImport as DcpImport, import_dcp as import_dcp
 from .engines.engine_choice import choose_engine as choose_engine
 from .engines.engine_name import Engine as Engine, engine_named as engine_named
 from .files.checkpoint_names import (
@@ -14,10 +16,15 @@ from .format.state import (
     Shard as Shard,
     State as State,
     model_items as model_items,
+    tensor_items as tensor_items,
 )
 from .format.tensor_difference import Tolerance as Tolerance
 from .loading.check_structure import is_checkpoint as is_checkpoint, read_structure as read_structure
-from .loading.checkpoint import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+from .loading.checkpoint import (
+    Checkpoint as Checkpoint,
+    Regions as Regions,
+    open_checkpoint as open_checkpoint,
+)
 from .loading.partial_load import (
     MODEL_PREFIX as MODEL_PREFIX,
     Mismatch as Mismatch,
@@ -26,7 +33,6 @@ from .loading.partial_load import (
     load_weights as load_weights,
 )
 from .loading.restore import (
-    Regions as Regions,
     Rejected as Rejected,
     Restored as Restored,
     load as load,

@@ -21,10 +21,13 @@ from hpctrain.run import (
     Finding,
     LastWords,
     Severity,
+    ask_slurm,
     identity_of,
     inspect_rank,
     judge_rank,
+    look_for_rank_0s_file,
     merge_findings,
+    sample_clock,
     worst_severity,
 )
 
@@ -32,10 +35,27 @@ _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "
 _PLAIN_WIDTH = 120
 
 
-def report(*, run_directory: Path, backend: str, timeout_s: float, as_json: bool) -> Severity:
+def report(
+    *,
+    run_directory: Path,
+    num_checkpoints: int,
+    checkpoint_bytes: int | None,
+    backend: str,
+    timeout_s: float,
+    as_json: bool,
+) -> Severity:
     """Examines this rank, merges the findings of all ranks, and prints them. Collective. Returns the worst level."""
-    facts = inspect_rank(run_directory=run_directory, environ=os.environ, hostname=socket.gethostname())
+    facts = inspect_rank(
+        run_directory=run_directory,
+        environ=os.environ,
+        hostname=socket.gethostname(),
+        num_checkpoints=num_checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
+    )
     identity = identity_of(facts)
+    # The controller is asked once for all ranks; before MPI starts, since that runs other programs.
+    if identity is not None and identity.rank == 0:
+        facts["slurm"] = ask_slurm(os.environ)
     if identity is not None and identity.num_ranks > 1:
         return _report_together(facts, identity, backend=backend, timeout_s=timeout_s, as_json=as_json)
     if "error" not in facts["mpi"]:
@@ -66,6 +86,8 @@ def _report_together(
             }
             if "error" not in facts["mpi"]:
                 facts["mpi"].update(probe_started_mpi())
+            facts["clock"] = sample_clock(world)
+            look_for_rank_0s_file(world, facts, checks=identity.local_rank in (None, 0))
             facts_by_rank = all_gather_json(world, facts)
             findings = merge_findings(facts_by_rank)
             if world.rank == 0:

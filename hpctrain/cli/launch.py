@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -12,6 +14,13 @@ from hpctrain.errors import LaunchError
 from hpctrain.launch import Launcher, plan_launch, read_hosts, resolve_command, run_plan, survey_machine
 
 LAUNCH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+class StopSignal(str, Enum):
+    """The signals that mpirun passes on to the ranks."""
+
+    SIGUSR1 = "SIGUSR1"
+    SIGUSR2 = "SIGUSR2"
 
 
 def launch_command(
@@ -35,6 +44,9 @@ def launch_command(
     hostfile: Annotated[
         Optional[Path], typer.Option("--hostfile", help="File with one machine per line.")  # noqa: UP045
     ] = None,
+    stop_signal: Annotated[
+        StopSignal, typer.Option("--stop-signal", help="What Ctrl-C and SIGTERM become for the ranks.")
+    ] = StopSignal.SIGUSR1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
     """Start the ranks of a command, print the launcher's command line, and forward signals and the exit code.
@@ -63,7 +75,7 @@ def launch_command(
             typer.echo(f"hpctrain launch: {note}", err=True)
         typer.echo(plan.shell_line())
         return
-    raise typer.Exit(run_plan(plan, environ=os.environ))
+    raise typer.Exit(run_plan(plan, environ=os.environ, stop_signal=signal.Signals[stop_signal.value]))
 
 
 def _read_hosts(host: str | None, hostfile: Path | None) -> list[str]:

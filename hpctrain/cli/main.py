@@ -9,10 +9,17 @@ import sys
 import time
 from typing import Annotated
 
+from hpctrain.resilience import hold_signals, let_interrupts_end, let_stop_end
+
+if sys.argv[1:2] == ["train"]:
+    hold_signals()  # before the slow imports; `train_command` releases them
+elif sys.argv[1:2] in (["launch"], ["supervise"]):
+    let_interrupts_end()  # until they handle signals
+
 import typer
 
 from hpctrain.errors import HpctrainError, LaunchError
-from hpctrain.launch import identify, restart_with_sleep
+from hpctrain.launch import STOP_VARIABLE, identify, restart_with_sleep
 from hpctrain.version import __version__
 
 HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
@@ -22,17 +29,27 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
   hpctrain data pack digits data/digits                  make HDF5 shards
   hpctrain train examples/digits.toml                    train, one rank
   hpctrain launch -n 4 -- hpctrain train examples/digits.toml       four ranks
+  hpctrain slurm submit recipe.toml                      a batch job that resumes until it is done
   srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
+  hpctrain supervise -n 4 -- hpctrain train recipe.toml      the same, started again after a lost rank or node
+  hpctrain stage-environment environment.tar             packages for the nodes' own disks, against slow starts
   hpctrain checkpoint list runs/digits/checkpoints       the saved checkpoints
   hpctrain bench step examples/digits.toml --ranks 1,2,4       samples/s, efficiency, exposed communication
+  hpctrain efficiency runs/digits                        where the ranks' time went, and the POP efficiencies
+  hpctrain top runs/digits                               a run that goes on: step, speed, slow ranks, incidents
+  hpctrain report runs/digits --html report.html         what runs did, how fast, and why not faster
+  hpctrain export mlflow runs/digits                     the run for MLflow
+  hpctrain export monitoring monitoring                  dashboards for Grafana, alert rules for Prometheus
+  hpctrain trace runs/digits -o trace.json               chosen steps of all ranks, for Perfetto
 
 \b
 Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topology; 6 communication;
-7 diverged; 75 stopped early with its state saved (run the same command again to resume).
+7 diverged; 8 out of memory; 75 stopped early with its state saved (run the same command again to resume); 76 given up
+by supervise (do not queue the job again).
 """
 
 # On a loaded machine the launcher needs up to this long to notice that rank 0 has exited.
-OTHERS_SPEAK_AFTER_S = 5.0
+OTHERS_PRINT_AFTER_S = 5.0
 
 app = typer.Typer(
     help=HELP,
@@ -64,34 +81,61 @@ def _add_commands() -> None:
     from hpctrain.cli.checkpoint.group import checkpoint_app
     from hpctrain.cli.data.group import data_app
     from hpctrain.cli.doctor import doctor_command
+    from hpctrain.cli.efficiency import efficiency_command
+    from hpctrain.cli.export import export_app
     from hpctrain.cli.launch import launch_command
+    from hpctrain.cli.report import report_command
+    from hpctrain.cli.slurm.group import slurm_app
+    from hpctrain.cli.stage_environment import stage_environment_command
+    from hpctrain.cli.supervise import supervise_command
+    from hpctrain.cli.top import top_command
+    from hpctrain.cli.trace import trace_command
     from hpctrain.cli.train import train_command
 
     app.command("doctor")(doctor_command)
     app.command("train")(train_command)
-    app.command(
-        "launch", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-    )(launch_command)
+    passes_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    app.command("launch", context_settings=passes_on)(launch_command)
+    app.command("supervise", context_settings=passes_on)(supervise_command)
+    app.command("stage-environment")(stage_environment_command)
+    app.command("efficiency")(efficiency_command)
+    app.command("trace")(trace_command)
+    app.command("report")(report_command)
+    app.command("top")(top_command)
     app.add_typer(data_app, name="data")
     app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(bench_app, name="bench")
+    app.add_typer(slurm_app, name="slurm")
+    app.add_typer(export_app, name="export")
 
 
 def main() -> None:
     """Entry point of the `hpctrain` command."""
     restart_with_sleep()  # before torch and MPI are loaded
+    if sys.argv[1:2] == ["train"]:
+        with contextlib.suppress(LaunchError):  # the command raises it again
+            _let_stops_end()
     _add_commands()
     try:
         app()
     except HpctrainError as error:
-        tell_and_exit(error)
+        print_and_exit(error)
 
 
-def tell_and_exit(error: HpctrainError) -> None:
+def _let_stops_end() -> None:
+    """Lets a stop that is asked for while this rank starts end it, where the others do not wait for it then."""
+    identity = identify(os.environ, socket.gethostname())
+    if identity.launcher == "none":
+        let_interrupts_end()
+    elif STOP_VARIABLE in os.environ:
+        let_stop_end(os.environ[STOP_VARIABLE], says=identity.rank == 0)
+
+
+def print_and_exit(error: HpctrainError) -> None:
     """Prints `error` once for the whole job, and exits with its code.
 
     Rank 0 prints at once, and the launcher ends the other ranks when it exits. A rank that still runs after
-    OTHERS_SPEAK_AFTER_S prints the error itself, since rank 0 did not have it, unless the error is agreed.
+    OTHERS_PRINT_AFTER_S prints the error itself, since rank 0 did not have it, unless the error is agreed.
     """
     rank = 0
     with contextlib.suppress(LaunchError):
@@ -99,7 +143,7 @@ def tell_and_exit(error: HpctrainError) -> None:
     prefix = "hpctrain: "
     if rank != 0:
         sys.stdout.flush()
-        time.sleep(OTHERS_SPEAK_AFTER_S)
+        time.sleep(OTHERS_PRINT_AFTER_S)
         if error.agreed:
             sys.exit(int(error.exit_code))
         prefix = f"hpctrain: rank {rank} on {socket.gethostname()}: "

@@ -33,19 +33,20 @@ def train_command(
     mpirun -n 4 hpctrain train examples/digits.toml --resume never
     hpctrain launch -n 4 --ranks-per-node 2 -- hpctrain train examples/digits.toml
     """
-    from hpctrain.resilience import SaveSignal, StopRequest
-
-    # Installed before torch is loaded and never removed: a signal in the first or the last seconds must not kill a
-    # rank.
-    stop = StopRequest().install()
-    save_signal = SaveSignal().install()
-
+    from hpctrain.resilience import SaveSignal, StopRequest, ignore_signals, release_signals
     from hpctrain.run import Resume, load_recipe, train
 
-    train(
-        load_recipe(recipe, overrides=overrides or []),
-        recipe_path=recipe,
-        resume=Resume.parse(resume),
-        stop=stop,
-        save_signal=save_signal,
-    )
+    # `main` holds the signals back until they are handled here.
+    try:
+        found = load_recipe(recipe, overrides=overrides or [])
+        stop, handled = StopRequest(found.stop.signals).install(), [*found.stop.signals]
+        save_signal = None
+        if found.checkpoint.signal != "none":
+            save_signal = SaveSignal(found.checkpoint.signal).install()
+            handled.append(found.checkpoint.signal)
+    finally:
+        release_signals()
+    try:
+        train(found, recipe_path=recipe, resume=Resume.parse(resume), stop=stop, save_signal=save_signal)
+    finally:
+        ignore_signals(handled)  # one in the last moments must not kill a rank

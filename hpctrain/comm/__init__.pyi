@@ -13,9 +13,10 @@ from .backends.library_probe import (
 from .backends.open_world import OpenedWorld as OpenedWorld, open_world as open_world
 from .backends.serial_world import SerialWorld as SerialWorld
 from .backends.threads_world import run_threads as run_threads
-from .collectives.activity import doing as doing
+from .collectives.activity import Section as Section, doing as doing, in_section as in_section
 from .collectives.agreement import (
     agreed as agreed,
+    all_gather_distinct as all_gather_distinct,
     all_gather_json as all_gather_json,
     broadcast_json as broadcast_json,
     check_same as check_same,
@@ -26,6 +27,7 @@ from .collectives.agreement import (
     raise_together as raise_together,
 )
 from .collectives.broadcast_tensors import broadcast_tensors as broadcast_tensors
+from .collectives.messages import receive_message as receive_message, send_message as send_message
 from .collectives.reduce_values import Operation as Operation, all_reduce_values as all_reduce_values
 from .collectives.shared_folder import (
     VISIBLE_WITHIN_S as VISIBLE_WITHIN_S,
@@ -41,7 +43,14 @@ from .interface.collective_files import CollectiveFiles as CollectiveFiles
 from .interface.collective_writer import CollectiveWriter as CollectiveWriter
 from .interface.communicator import Collective as Collective, ReduceOp as ReduceOp, World as World
 from .interface.host_copies import to_host as to_host
+from .interface.peer_messages import PeerMessages as PeerMessages
 from .interface.remote_memory import RemoteMemory as RemoteMemory
 from .interface.transport import NUM_TAGS as NUM_TAGS, Pending as Pending, Transport as Transport
 from .watchdog.host_probe import host_addresses as host_addresses
 from .watchdog.monitored_world import Monitored as Monitored
+from .watchdog.section_limits import (
+    RULES as RULES,
+    LimitSettings as LimitSettings,
+    SectionLimits as SectionLimits,
+)
+from .watchdog.tcp_probe import ProbeTarget as ProbeTarget, probe_hosts as probe_hosts

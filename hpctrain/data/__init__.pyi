@@ -62,6 +62,11 @@ from .order.order_spec import (
     Weighted as Weighted,
     block_samples_for as block_samples_for,
 )
+from .order.sample_sum import (
+    add_sample_sums as add_sample_sums,
+    sample_sum as sample_sum,
+    show_sample_sum as show_sample_sum,
+)
 from .packing.pack import (
     Existing as Existing,
     pack_arrays as pack_arrays,

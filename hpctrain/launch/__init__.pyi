@@ -6,21 +6,39 @@ from .command import (
 )
 from .cores import (
     RankCores as RankCores,
+    control_groups as control_groups,
     core_share as core_share,
     cpu_share as cpu_share,
     read_cores as read_cores,
 )
-from .identity import RankIdentity as RankIdentity, cross_check as cross_check, identify as identify
-from .launchers import cure_for as cure_for, find_launcher as find_launcher
+from .environment_archive import (
+    describe_use as describe_use,
+    pack_environment as pack_environment,
+)
+from .failure import RankFailure as RankFailure, find_failure as find_failure, signal_name as signal_name
 from .machine import Machine as Machine, survey_machine as survey_machine
 from .placement import place_ranks as place_ranks
 from .process import (
+    STOP_SIGNALS as STOP_SIGNALS,
+    STOP_VARIABLE as STOP_VARIABLE,
     TERMINAL_VARIABLE as TERMINAL_VARIABLE,
+    EndRequest as EndRequest,
     LaunchOutcome as LaunchOutcome,
+    Observer as Observer,
     resolve_command as resolve_command,
     run_launch as run_launch,
     run_plan as run_plan,
 )
+from .rank_identity.containers import (
+    read_surroundings as read_surroundings,
+    why_not_alone as why_not_alone,
+)
+from .rank_identity.identity import (
+    RankIdentity as RankIdentity,
+    cross_check as cross_check,
+    identify as identify,
+)
+from .rank_identity.launchers import cure_for as cure_for, find_launcher as find_launcher
 from .yielding import (
     YIELD_VARIABLE as YIELD_VARIABLE,
     describe_crowd as describe_crowd,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.errors import LaunchError
-from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE, identify
-from hpctrain.launch.launchers import find_launcher
 from hpctrain.launch.machine import Machine
 from hpctrain.launch.mpirun import mpirun_argv
 from hpctrain.launch.placement import Placement, place_ranks
+from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE, identify
+from hpctrain.launch.rank_identity.launchers import find_launcher
 from hpctrain.launch.srun import srun_argv, srun_mpi_type
 
 
@@ -53,12 +53,14 @@ def plan_launch(
     launcher: Launcher = Launcher.AUTO,
     hosts: Sequence[str] = (),
     hostfile: str | None = None,
+    nodes: Sequence[str] = (),
 ) -> LaunchPlan:
     """Plans the start of `num_ranks` ranks of `command`.
 
     On several nodes (a Slurm allocation, or `hosts`) the ranks are placed in blocks of `ranks_per_node`; the last node
     may hold fewer. On one machine `ranks_per_node` emulates nodes: the ranks read HPCTRAIN_RANKS_PER_NODE.
     If `hostfile`, the file that `hosts` were read from, is given, it is passed to mpirun instead of a list.
+    nodes: those of a Slurm allocation that are to be used, by name; none: as many as are needed, chosen by Slurm.
 
     Raises LaunchError if the ranks cannot be placed, the launcher is not installed, or this process is
     itself one of several ranks.
@@ -74,11 +76,17 @@ def plan_launch(
     _refuse_launch_by_a_rank(environ)
     notes: list[str] = []
     chosen = _choose(launcher, environ=environ, machine=machine, has_hosts=bool(hosts), notes=notes)
-    placement = place_ranks(num_ranks, ranks_per_node, environ=environ, hosts=hosts, notes=notes)
+    placement = place_ranks(num_ranks, ranks_per_node, environ=environ, hosts=hosts or nodes, notes=notes)
     updates, removed = _common_environment(placement, environ)
     if chosen is Launcher.SRUN:
         argv = srun_argv(
-            placement, environ=environ, machine=machine, updates=updates, removed=removed, notes=notes
+            placement,
+            environ=environ,
+            machine=machine,
+            updates=updates,
+            removed=removed,
+            notes=notes,
+            nodes=nodes,
         )
     else:
         argv = mpirun_argv(
@@ -86,7 +94,7 @@ def plan_launch(
             environ=environ,
             machine=machine,
             updates=updates,
-            hosts=hosts,
+            hosts=hosts or nodes,
             hostfile=hostfile,
             notes=notes,
         )

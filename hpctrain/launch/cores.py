@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -112,23 +112,33 @@ def _read_limit(root: Path) -> tuple[float | None, str]:
     (None, "") if there is no limit.
     """
     found: list[tuple[float, str]] = []
+    for folder, group in control_groups("cpu", root=root):
+        for limit in (_limit_of_version_2(folder), _limit_of_version_1(folder)):
+            if limit is not None:
+                found.append((limit, group))
+    return min(found) if found else (None, "")
+
+
+def control_groups(controller: str, *, root: Path = Path("/")) -> Iterator[tuple[Path, str]]:
+    """Yields the control groups that may limit what `controller` (cpu, memory) counts of this process.
+
+    Each as its folder and its name: of version 1 and 2, the process's own group first, then those above it. root:
+    directory with `proc` and `sys`.
+    """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         groups = root / "sys/fs/cgroup"
         if not controllers:  # version 2
-            mounts, read = (groups, groups / "unified"), _limit_of_version_2
-        elif "cpu" in controllers.split(","):
-            mounts, read = (groups / controllers, groups / "cpu"), _limit_of_version_1
+            mounts = (groups, groups / "unified")
+        elif controller in controllers.split(","):
+            mounts = (groups / controllers, groups / controller)
         else:
             continue
         # In a container the path may be that of the host, of which only the root is mounted.
         place = Path("/", path.lstrip("/"))
         for mount in mounts:
             for above in (place, *place.parents):
-                limit = read(mount / above.relative_to("/"))
-                if limit is not None:
-                    found.append((limit, str(above)))
-    return min(found) if found else (None, "")
+                yield mount / above.relative_to("/"), str(above)
 
 
 def _limit_of_version_2(group: Path) -> float | None:

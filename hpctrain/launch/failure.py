@@ -26,7 +26,8 @@ class RankFailure:
 
 
 def find_failure(line: bytes) -> RankFailure | None:
-    """Returns the failure reported in this line of a launcher's output; None for any other line.
+    """Returns the failure reported in this line of a launcher's output, or in two that were joined by a space; None for
+    any other line.
 
     srun's `Terminated` is ignored: srun ends the remaining ranks in this way after another one has failed.
     """

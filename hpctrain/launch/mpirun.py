@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hpctrain.launch.identity import RANKS_PER_NODE_VARIABLE
 from hpctrain.launch.machine import Machine, MpirunFamily
 from hpctrain.launch.placement import Placement, give_way_while_waiting, set_threads
+from hpctrain.launch.rank_identity.identity import RANKS_PER_NODE_VARIABLE
 
 # mpirun passes its environment to ranks on its own machine; to other machines only the variables that are listed.
 _CARRIED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")

@@ -1,8 +1,8 @@
 """Runs a planned launch: prints the command, forwards signals, and ends ranks that outlive the launcher.
 
-A run is stopped by SIGUSR1: mpirun (Open MPI, Hydra) and srun forward it to every rank, whereas SIGTERM and
-SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM becomes SIGUSR1, the
-ranks save at a step they agree on, and the run ends with exit code 75.
+A run is stopped by SIGUSR1, or by SIGUSR2 if asked: mpirun (Open MPI, Hydra) and srun forward these to every rank,
+whereas SIGTERM and SIGINT would make them kill the ranks within seconds. So the first Ctrl-C or SIGTERM becomes
+SIGUSR1, the ranks save at a step they agree on, and the run ends with exit code 75.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from hpctrain.errors import ExitCode, LaunchError
 from hpctrain.launch.command import LaunchPlan
 from hpctrain.launch.failure import RankFailure, find_failure, signal_name
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-_KILL_AFTER_S = 10.0  # from the second Ctrl-C to SIGKILL
+# mpirun takes so long to handle signals itself, and to start ranks that get them.
+_STARTS_WITHIN_S = 1.0
+_KILL_AFTER_S = 3.0  # from the second Ctrl-C to SIGKILL; mpirun and srun need 2 s to end their ranks
+# Each asks the run to stop: SIGUSR1 is what a batch script hands on, the others become it.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STRAY_GRACE_S = 3.0  # for ranks that outlive a launcher that died
 _MAX_LINE_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
@@ -35,19 +38,53 @@ _PR_SET_PDEATHSIG = 1
 # Set for the ranks if their output is shown on a terminal. They cannot find out themselves: mpirun gives them a
 # pseudo-terminal even if its output goes to a file.
 TERMINAL_VARIABLE = "HPCTRAIN_TERMINAL"
+# Set for the ranks: name of the signal that asks them to stop. A rank that leaves while it starts ends all.
+STOP_VARIABLE = "HPCTRAIN_STOP_SIGNAL"
+_HANDLED = (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOutcome:
-    """exit_code: 128 + n if signal n ended the launcher. stop_asked: True if a signal asked the launch to stop."""
+    """exit_code: 128 + n if signal n ended the launcher, 130 after a second Ctrl-C. stop_asked: True if a signal asked
+    the launch to stop. signals: names of the signals that this process got meanwhile and handed on, in order."""
 
     exit_code: int
     stop_asked: bool
+    signals: tuple[str, ...] = ()
 
 
-def run_plan(plan: LaunchPlan, *, environ: Mapping[str, str], messages: IO[str] | None = None) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequest:
+    """Asks that the ranks are ended now, without saving: by SIGTERM to the launcher, which then kills them, and by
+    SIGKILL to its remaining processes after `kill_after_s`."""
+
+    reason: str
+    kill_after_s: float
+
+
+class Observer(Protocol):
+    """Follows a launch. Its methods are called in the thread that runs the launch, which forwards signals and output,
+    so they must return within a second or two."""
+
+    def launched(self, pid: int) -> None:
+        """Called once, with the process id of mpirun or srun."""
+
+    def saw_line(self, line: bytes) -> None:
+        """Called with each line that the launcher and the ranks print to stderr, without its end."""
+
+    def must_end(self) -> EndRequest | None:
+        """Called about twice a second until it asks for the end of the ranks."""
+
+
+def run_plan(
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    messages: IO[str] | None = None,
+    stop_signal: signal.Signals = signal.SIGUSR1,
+) -> int:
     """Runs the launch with this process's stdout and stderr and returns its exit code. See `run_launch`."""
-    return run_launch(plan, environ=environ, messages=messages).exit_code
+    return run_launch(plan, environ=environ, messages=messages, stop_signal=stop_signal).exit_code
 
 
 def run_launch(
@@ -56,13 +93,16 @@ def run_launch(
     environ: Mapping[str, str],
     messages: IO[str] | None = None,
     output: IO[bytes] | None = None,
+    stop_signal: signal.Signals = signal.SIGUSR1,
+    observer: Observer | None = None,
 ) -> LaunchOutcome:
     """Runs the launch and waits for its end.
 
     `messages`: stream for the command line and for notes on its end; stderr by default. `output`: file for the ranks'
-    output instead of this process's stdout and stderr. Replaces this process's handlers of SIGINT, SIGTERM, SIGHUP,
-    SIGUSR1 and SIGUSR2 while it runs, so it must be called from the main thread. The launcher runs in a separate
-    session, so that Ctrl-C in the terminal reaches only this process.
+    output instead of this process's stdout and stderr. `stop_signal`: sent to the launcher to stop the run.
+    Replaces this process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it must be called
+    from the main thread. The launcher runs in a separate session, so that Ctrl-C in the terminal reaches only this
+    process.
     Raises LaunchError if the launcher cannot be started.
     """
     out = messages if messages is not None else sys.stderr
@@ -71,6 +111,7 @@ def run_launch(
     _say(out, plan.shell_line())
     child_environ = {name: value for name, value in environ.items() if name not in plan.env_removed}
     child_environ.update(plan.env_updates)
+    child_environ[STOP_VARIABLE] = stop_signal.name
     if output is None and sys.stdout.isatty():
         child_environ[TERMINAL_VARIABLE] = "1"
     with _signals() as wakeup:
@@ -86,20 +127,26 @@ def run_launch(
             )
         except OSError as error:
             raise LaunchError(f"{plan.argv[0]} cannot be started: {error.strerror}") from error
-        watch = _Watch(child, wakeup, out, copy_to=2 if output is None else output.fileno())
+        if observer is not None:
+            observer.launched(child.pid)
+        copy_to = 2 if output is None else output.fileno()
+        watch = _Watch(child, wakeup, out, copy_to=copy_to, stop_signal=stop_signal, observer=observer)
         exit_code = watch.until_exit()
     failure = watch.failure
     if failure is not None and failure.signal is not None:
         _say(out, f"rank {failure.rank} on {failure.node} was ended by {signal_name(failure.signal)}")
-    if failure is not None and exit_code == 128 + signal.SIGTERM:
+    if failure is not None and exit_code in (128 + signal.SIGTERM, 128 + signal.SIGKILL):
         # srun returns the highest code of all ranks, including those that it ended because another one failed.
         exit_code = failure.exit_code
+    if watch.interrupted and exit_code not in (ExitCode.DONE, ExitCode.STOPPED_EARLY):
+        exit_code = 128 + signal.SIGINT
     if exit_code < 0:
-        _say(out, f"{Path(plan.argv[0]).name} itself was ended by {signal_name(-exit_code)}")
+        if not watch.has_killed:
+            _say(out, f"{Path(plan.argv[0]).name} itself was ended by {signal_name(-exit_code)}")
         exit_code = 128 - exit_code
     if exit_code == ExitCode.STOPPED_EARLY:
-        _say(out, "stopped early with the state saved: the same command resumes from there")
-    return LaunchOutcome(exit_code=exit_code, stop_asked=watch.stop_asked)
+        _say(out, "stopped early: the same command resumes from the state that is saved")
+    return LaunchOutcome(exit_code=exit_code, stop_asked=watch.stop_asked, signals=tuple(watch.signals))
 
 
 def resolve_command(program: str) -> str:
@@ -123,16 +170,32 @@ class _Watch:
     """Watches the running launcher: copies its stderr, forwards signals, and ends ranks that outlive it."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], wakeup: socket.socket, out: IO[str], *, copy_to: int
+        self,
+        child: subprocess.Popen[bytes],
+        wakeup: socket.socket,
+        out: IO[str],
+        *,
+        copy_to: int,
+        stop_signal: signal.Signals,
+        observer: Observer | None = None,
     ) -> None:
         self.failure: RankFailure | None = None
         self.stop_asked = False
+        self.has_killed = False
+        self.interrupted = False  # by a second Ctrl-C
+        self.signals: list[str] = []
+        self._observer = observer
+        self._ending = False
         self._copy_to = copy_to
+        self._stop_signal = stop_signal
         self._child = child
         self._wakeup = wakeup
         self._out = out
+        self._started_s = time.monotonic()
+        self._stop_at_s: float | None = None
         self._kill_at_s: float | None = None
         self._line = b""
+        self._before = b""  # the last whole line
 
     def until_exit(self) -> int:
         """Waits for the launcher and for processes that it left. Returns its exit code, -n for signal n."""
@@ -142,11 +205,16 @@ class _Watch:
             ready.register(self._wakeup, selectors.EVENT_READ)
             ready.register(self._child.stderr, selectors.EVENT_READ)
             while self._child.poll() is None:
-                for key, _ in ready.select(timeout=0.5):
+                for key, _ in ready.select(timeout=0.5 if self._stop_at_s is None else 0.05):
                     if key.fileobj is self._wakeup:
                         self._pass_signals(self._wakeup.recv(64))
                     elif not self._copy_stderr():
                         ready.unregister(self._child.stderr)
+                if self._stop_at_s is not None and time.monotonic() >= self._stop_at_s:
+                    self._stop_at_s = None
+                    self._child.send_signal(self._stop_signal)
+                if self._observer is not None and not self._ending:
+                    self._end_if_asked(self._observer.must_end())
                 if self._kill_at_s is not None and time.monotonic() > self._kill_at_s:
                     self._say_and_kill()
         self._copy_stderr()
@@ -170,33 +238,50 @@ class _Watch:
             *lines, self._line = (self._line + data).split(b"\n")
             self._line = self._line[-_MAX_LINE_BYTES:]
             for line in lines:
-                # The first failure is the cause; the others follow from it.
-                self.failure = self.failure or find_failure(line)
+                # The first failure is the cause; the others follow from it. Open MPI 5 breaks its line in two.
+                if not self._ending:
+                    self.failure = (
+                        self.failure or find_failure(line) or find_failure(self._before + b" " + line)
+                    )
+                self._before = line
+                if self._observer is not None:
+                    self._observer.saw_line(line)
 
     def _pass_signals(self, numbers: bytes) -> None:
         for number in numbers:
+            if number in STOP_SIGNALS:
+                self.signals.append(signal.Signals(number).name)
             if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._child.send_signal(number)
             elif number == signal.SIGINT and self.stop_asked:
+                self.interrupted = True
                 if self._kill_at_s is None:
-                    self._kill_at_s = time.monotonic() + _KILL_AFTER_S
-                    _say(
-                        self._out, f"ending the ranks now (SIGTERM); SIGKILL follows in {_KILL_AFTER_S:.0f} s"
-                    )
-                    self._child.send_signal(signal.SIGTERM)
+                    self._end_now("a second Ctrl-C", kill_after_s=_KILL_AFTER_S)
                 else:
                     self._say_and_kill()
             elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) and not self.stop_asked:
                 self.stop_asked = True
                 _say(
                     self._out,
-                    f"{signal.Signals(number).name}: asking the ranks to save and stop (SIGUSR1); "
+                    f"{signal.Signals(number).name}: asking the ranks to save and stop ({self._stop_signal.name}); "
                     "Ctrl-C ends them without saving",
                 )
-                self._child.send_signal(signal.SIGUSR1)
+                self._stop_at_s = self._started_s + _STARTS_WITHIN_S
+
+    def _end_if_asked(self, request: EndRequest | None) -> None:
+        if request is not None:
+            self._end_now(request.reason, kill_after_s=request.kill_after_s)
+
+    def _end_now(self, reason: str, *, kill_after_s: float) -> None:
+        """Ends the ranks without saving: SIGTERM makes mpirun and srun kill them."""
+        self._ending = True
+        self._stop_at_s, self._kill_at_s = None, time.monotonic() + kill_after_s
+        _say(self._out, f"{reason}: ending the ranks now (SIGTERM); SIGKILL follows in {kill_after_s:.0f} s")
+        self._child.send_signal(signal.SIGTERM)
 
     def _say_and_kill(self) -> None:
         self._kill_at_s = None
+        self.has_killed = True
         _say(self._out, "killing the launcher and its ranks (SIGKILL)")
         for pid in _session_members(self._child.pid):
             _kill(pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpctrain.launch.machine import Machine, MpirunFamily
 from hpctrain.launch.placement import Placement, give_way_while_waiting, set_threads
@@ -31,9 +31,10 @@ def srun_argv(
     updates: dict[str, str],
     removed: list[str],
     notes: list[str],
+    nodes: Sequence[str] = (),
 ) -> list[str]:
     """Returns srun and its options. Adds to `updates` variables to set, to `removed` variables to unset, to `notes`
-    lines to print."""
+    lines to print. nodes: those of the allocation to use, by name; none: Slurm chooses."""
     assert machine.srun is not None
     argv = [machine.srun.path]
     mpi_type = srun_mpi_type(machine)
@@ -44,8 +45,15 @@ def srun_argv(
             updates["SLURM_PMIX_FENCE"] = "ring"
     else:
         notes.append("srun lists no MPI type that is known to work: the cluster's default is used")
+    if environ.get("SLURM_HET_SIZE", "1") not in ("", "1"):
+        notes.append(
+            "this job is heterogeneous, and srun starts these ranks in its first component only: for ranks in all of "
+            "them call srun yourself, with --het-group=0,1 and so on"
+        )
     num_nodes = placement.num_nodes or 1
     argv += [f"--nodes={num_nodes}", f"--ntasks={placement.num_ranks}"]
+    if nodes:
+        argv.append(f"--nodelist={','.join(nodes[:num_nodes])}")
     per_node = placement.ranks_on_a_node
     if placement.num_ranks == per_node * num_nodes:
         argv += [f"--ntasks-per-node={per_node}", "--distribution=block"]
@@ -71,8 +79,10 @@ def srun_argv(
         argv.append(f"--cpus-per-task={cores_per_rank}")
         if not environ.get("OMP_NUM_THREADS"):
             updates["OMP_NUM_THREADS"] = str(cores_per_rank)
-    if environ.get("SLURM_STEP_ID"):
-        argv.append("--overlap")  # this shell is itself a step and holds the cores
+    if nodes or environ.get("SLURM_STEP_ID"):
+        # This shell is itself a step and holds the cores; or, on named nodes, an earlier step does: of one that lost a
+        # node Slurm frees the cores only when it has noticed that, after SlurmdTimeout.
+        argv.append("--overlap")
     if environ.get("SLURM_EXPORT_ENV"):
         argv.append(
             "--export=ALL"

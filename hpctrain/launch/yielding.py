@@ -17,16 +17,14 @@ from pathlib import Path
 
 from hpctrain.errors import LaunchError
 from hpctrain.launch.cores import RankCores, num_cpus_of_host
-from hpctrain.launch.identity import identify
-from hpctrain.launch.launchers import find_launcher
+from hpctrain.launch.rank_identity.identity import identify
+from hpctrain.launch.rank_identity.launchers import find_launcher
 
 YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
 PRELOAD_VARIABLE = "LD_PRELOAD"
 # Set in a restarted rank until it has started: prevents endless restarts if something removes LD_PRELOAD.
 RESTARTED_VARIABLE = "HPCTRAIN_RESTARTED_FOR_YIELD"
 LIBRARY_STEM = "_yield_by_sleep"
-# Launchers whose MPI libraries do not yield as Open MPI does.
-_OTHER_MPI = ("MVAPICH2", "Intel MPI", "MPICH")
 
 
 def find_library(directory: Path = Path(__file__).parent) -> str | None:
@@ -95,7 +93,7 @@ def restart_environment(
     num_cpus: number of hardware threads that all ranks of this host share; None if unknown.
     """
     row = find_launcher(environ)
-    if row is None or row.name in _OTHER_MPI or library is None or num_cpus is None:
+    if row is None or not row.may_be_open_mpi or library is None or num_cpus is None:
         return None
     if RESTARTED_VARIABLE in environ or LIBRARY_STEM in environ.get(PRELOAD_VARIABLE, ""):
         return None

@@ -28,10 +28,20 @@ from .contract.bucket_plan import (
     Slot as Slot,
     plan_buckets as plan_buckets,
 )
-from .contract.bucket_reducer import BucketReducer as BucketReducer, StateTensor as StateTensor
+from .contract.bucket_reducer import (
+    BucketReducer as BucketReducer,
+    InBackground as InBackground,
+    StateTensor as StateTensor,
+)
 from .contract.polling import result_of as result_of, run_to_end as run_to_end
-from .contract.updater import StepOutcome as StepOutcome, Updater as Updater
+from .contract.updater import (
+    BackwardTimes as BackwardTimes,
+    ReductionObserver as ReductionObserver,
+    StepOutcome as StepOutcome,
+    Updater as Updater,
+)
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
+from .sharded.sharded_updater import ShardedUpdater as ShardedUpdater

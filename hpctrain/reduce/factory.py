@@ -48,7 +48,7 @@ class ReducerMaker:
         self._world = world
         self._topology = topology
         self._note = note
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         probe = world.transport(topology) if world.num_ranks > 1 else None
         if probe is not None:
             probe.close()
@@ -56,7 +56,8 @@ class ReducerMaker:
             backend=world.reduction_backend,
             topology=topology,
             messages=probe is not None,
-            shared_memory=world.backend == "threads" or _room(world, topology, gradient_bytes=gradient_bytes),
+            shared_memory=world.backend == "threads"
+            or _fits_shared_memory(world, topology, gradient_bytes=gradient_bytes),
             device=device,
             nccl=nccl,
         )
@@ -74,7 +75,7 @@ class ReducerMaker:
         check_wire(wire)
         decision = decide(algorithm, wire=wire, means=self.means)
         if decision.note is not None:
-            self._tell(decision.note)
+            self._note_once(decision.note)
         if self.means.topology.num_ranks == 1:
             return LocalReducer(wire=wire)
         if wire == "top-k":
@@ -105,8 +106,9 @@ class ReducerMaker:
         two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
         ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
         if COMPILED is None:
-            self._tell(
-                "numpy makes the sums within a node, which is slower: nothing was compiled; see hpctrain doctor"
+            self._note_once(
+                "sums within a node are computed by numpy, which is slower, because the extension is not compiled: "
+                "see hpctrain doctor"
             )
         return EngineReducer(
             self._transport(),
@@ -118,9 +120,9 @@ class ReducerMaker:
             feedback=wire == "int8",
         )
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _note_once(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             self._note(text)
 
     def _transport(self) -> Transport:
@@ -130,7 +132,7 @@ class ReducerMaker:
         return transport
 
 
-def _room(world: World, topology: Topology, *, gradient_bytes: int) -> bool:
+def _fits_shared_memory(world: World, topology: Topology, *, gradient_bytes: int) -> bool:
     """Returns True if every node's shared memory can hold its ranks' buckets; the same on every rank. Collective."""
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
     # Emulated nodes share one machine's memory, so all ranks are counted there.

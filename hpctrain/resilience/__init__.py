@@ -1,4 +1,4 @@
-"""Signals that ask a run for a checkpoint, or to save and stop."""
+"""When a run stops or saves: signals, and the time that is left."""
 
 import lazy_loader
 

@@ -1,2 +1,32 @@
+from .divergence import Divergence as Divergence, DivergenceLimits as DivergenceLimits
+from .end_time import EndTime as EndTime
+from .freed_memory import (
+    give_back_freed_memory as give_back_freed_memory,
+    keep_freed_memory as keep_freed_memory,
+)
+from .host_memory import (
+    OUT_OF_MEMORY_VARIABLE as OUT_OF_MEMORY_VARIABLE,
+    GroupLimit as GroupLimit,
+    limit_own_memory as limit_own_memory,
+    read_group_limit as read_group_limit,
+)
+from .out_of_memory import (
+    in_binary_units as in_binary_units,
+    num_parts as num_parts,
+    release as release,
+    shortage as shortage,
+)
 from .save_signal import SaveSignal as SaveSignal
+from .slurm_limit import job_to_ask_about as job_to_ask_about
 from .stop import StopRequest as StopRequest
+from .stop_plan import RecentTimes as RecentTimes, StopPlan as StopPlan
+from .stop_signals import (
+    DEFAULT_STOP_SIGNALS as DEFAULT_STOP_SIGNALS,
+    SignalName as SignalName,
+    hold_signals as hold_signals,
+    ignore_signals as ignore_signals,
+    let_interrupts_end as let_interrupts_end,
+    let_stop_end as let_stop_end,
+    release_signals as release_signals,
+)
+from .wall_clock import WallClock as WallClock

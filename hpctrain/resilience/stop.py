@@ -2,54 +2,118 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import threading
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# SIGTERM: Slurm's preemption and scancel. SIGUSR1: `sbatch --signal=USR1@120`, and `hpctrain launch` through
-# mpirun. SIGINT: Ctrl-C on a run of one rank. SIGHUP: the terminal was closed.
+from hpctrain.errors import LaunchError
+from hpctrain.launch import identify
+from hpctrain.resilience.stop_signals import DEFAULT_STOP_SIGNALS, SignalName
+
+# One request may arrive more than once: from Slurm and from srun, to which the batch script passes it on; and at a
+# time limit Slurm sends SIGTERM twice. A signal this long after the first one is a second request.
+SAME_REQUEST_S = 2.0
 
 
+@final
 class StopRequest:
     """Records that this rank was asked to stop. The training loop acts on it after a vote of all ranks.
 
-    A second Ctrl-C (SIGINT) on the same rank ends it at once.
+    A second request ends this rank at once, without a save: a signal SAME_REQUEST_S after the first one, or a second
+    Ctrl-C (SIGINT). A thread sees to that, so that it works while the main thread waits inside a library.
+
+    names: the signals to handle.
+    leave: ends the rank at a second request, called with the exit code; may be replaced, to end all ranks.
+    leave_code: exit code of a second request; None: 128 + the signal's number. To be set once the state is saved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[SignalName] = DEFAULT_STOP_SIGNALS) -> None:
         self.signal_name: str | None = None
-        self._interrupts = 0
+        self.leave: Callable[[int], None] = os._exit
+        self.leave_code: int | None = None
+        self._signals = [signal.Signals[name] for name in names]
         self._previous: dict[signal.Signals, Any] = {}
+        self._previous_fd = -1
+        self._writer = -1
+        self._first_s: float | None = None  # when the first signal came, on the monotonic clock
+        self._interrupts = 0
 
     @property
     def requested(self) -> bool:
         return self.signal_name is not None
 
     def install(self) -> StopRequest:
-        """Installs handlers for the stop signals and returns self. Does nothing outside the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                if signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # nohup, or a shell's background job: the signal is to be ignored
-                self._previous[number] = signal.signal(number, self._handle)
+        """Installs handlers for the signals and returns self. Does nothing outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in self._signals:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup, or a shell's background job: the signal is to be ignored
+            self._previous[number] = signal.signal(number, self._handle)
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        # The interpreter writes the number of each signal here at once, whatever the main thread does.
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget_in_child)
+        threading.Thread(target=self._read, args=(reader,), name="hpctrain-signals", daemon=True).start()
         return self
 
     def restore(self) -> None:
         """Restores the previous signal handlers."""
+        if self._writer < 0:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._writer)  # ends the thread
+        self._writer = -1
         self._previous.clear()
 
     def request(self, reason: str) -> None:
         """Requests a stop from inside the program. The first reason is kept."""
         self.signal_name = self.signal_name or reason
 
+    # ------------------------------------------------------------------ details
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        self.request(signal.Signals(number).name)
+
+    def _read(self, reader: int) -> None:
+        handled = set(self._previous)
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(64):
+                for number in numbers:
+                    if number in handled:
+                        self._received(signal.Signals(number))
+
+    def _received(self, number: signal.Signals) -> None:
+        self.request(number.name)
+        now_s = time.monotonic()
         self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
+        if self._first_s is None:
+            self._first_s = now_s
+        elif now_s - self._first_s >= SAME_REQUEST_S or (number == signal.SIGINT and self._interrupts > 1):
+            self._leave(number, after_s=now_s - self._first_s)
+
+    def _leave(self, number: signal.Signals, *, after_s: float) -> None:
+        code = 128 + number if self.leave_code is None else self.leave_code
+        who = "this rank"
+        with contextlib.suppress(LaunchError):
+            who = identify(os.environ, socket.gethostname()).describe()
+        text = (
+            f"{number.name}, {after_s:.1f} s after {self.signal_name}: ending at once, nothing more is saved"
+        )
+        with contextlib.suppress(OSError):
+            os.write(2, f"hpctrain: {who}: {text} (exit code {code})\n".encode())
+        self.leave(code)
+
+    def _forget_in_child(self) -> None:
+        """A forked child, such as a worker of torch's DataLoader, must not report its own signals to its parent."""
+        if self._writer >= 0:
             self.restore()
-            raise KeyboardInterrupt
-        self.request(name)

@@ -1,14 +1,20 @@
+from .doctor.clock import sample_clock as sample_clock
 from .doctor.exit_notice import LastWords as LastWords
-from .doctor.findings import (
+from .doctor.finding import (
     Finding as Finding,
     Severity as Severity,
-    judge_rank as judge_rank,
     worst_severity as worst_severity,
 )
+from .doctor.findings import judge_rank as judge_rank
 from .doctor.merge_findings import merge_findings as merge_findings
 from .doctor.probes import identity_of as identity_of, inspect_rank as inspect_rank
+from .doctor.run_directory import look_for_rank_0s_file as look_for_rank_0s_file
+from .doctor.slurm_settings import ask_slurm as ask_slurm
+from .probe import Probe as Probe, probe_nodes as probe_nodes
+from .recipe.document import read_recipe_document as read_recipe_document
 from .recipe.load import load_recipe as load_recipe, parse_recipe as parse_recipe, to_toml as to_toml
 from .recipe.schema import Recipe as Recipe
+from .recipe.slurm_schema import SlurmSection as SlurmSection
 from .record import (
     environment_record as environment_record,
     machine_record as machine_record,
@@ -21,4 +27,5 @@ from .reduction import (
     make_reduction as make_reduction,
 )
 from .session import Session as Session, start as start
+from .torch_distributed.initialize import init_process_group as init_process_group
 from .training import Resume as Resume, train as train

@@ -5,35 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hpctrain.checkpoint import Best, Retention, SaveMode, SaveOptions, WhenBusy
+from hpctrain.comm import LimitSettings, Section
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
-from hpctrain.errors import HpctrainError, RecipeError
+from hpctrain.distributed import ParallelPlan
+from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles
+from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, Updater
+from hpctrain.resilience import RecentTimes, StopPlan
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
 from hpctrain.run.optimizers import build_decay, build_optimizer
+from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.reduction import ReductionPlan
+from hpctrain.run.reduction import ReductionPlan, gradient_bytes
 from hpctrain.run.session import Session
+from hpctrain.scaling import parse_trace_steps
+from hpctrain.stragglers import Limits
+from hpctrain.telemetry import EnergyMeter, open_counters
 from hpctrain.topology import Topology
 from hpctrain.train import (
     CheckpointPolicy,
     Decay,
+    EfficiencyWatch,
     LoopSettings,
     Position,
+    RunRecorder,
     Schedule,
+    StepTrace,
+    StragglerWatch,
     Task,
     derive_seed,
     scaled_lr,
     seed_generators,
 )
+
+# How long a save is taken to last until one has been measured: parameters with two moments, written slowly.
+_ASSUMED_STATES = 3
+_ASSUMED_BYTES_PER_S = 100e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +76,19 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
         decay=build_decay(recipe.optimizer),
         autocast=autocast_for(recipe.run.precision, device=session.device),
     )
+
+
+def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
+    """Returns the parts with the model split as the section [parallel] says. Collective. Raises RecipeError."""
+    plan = ParallelPlan(**recipe.parallel.model_dump())
+    try:
+        model = session.parallelize(parts.model, plan)
+    except UsageError as error:
+        raise RecipeError(f"section [parallel]: {error}", agreed=error.agreed) from error
+    if plan.shard == "none":
+        return parts
+    # FSDP2 has replaced the parameters.
+    return replace(parts, model=model, optimizer=build_optimizer(model, recipe.optimizer))
 
 
 def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
@@ -191,11 +219,83 @@ def checkpoint_policy(recipe: Recipe, *, topology: Topology) -> CheckpointPolicy
 def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSettings:
     return LoopSettings(
         total_steps=steps,
-        micro_batches=recipe.data.micro_batches,
         checkpoint=checkpoint_policy(recipe, topology=session.topology),
         metrics_every_steps=recipe.telemetry.metrics_every_steps,
+        sample_sums=recipe.telemetry.sample_sums,
         evaluate_every_steps=recipe.telemetry.evaluate_every_steps,
         evaluation_samples=recipe.data.evaluation_samples,
         progress_every_s=recipe.telemetry.progress_every_s,
         on_terminal=session.num_ranks == 1 or TERMINAL_VARIABLE in os.environ,
+    )
+
+
+def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTimes) -> StopPlan:
+    """saves: how long the run's saves take; it is filled while the run trains."""
+    state_bytes = _ASSUMED_STATES * gradient_bytes(model)
+    return StopPlan(
+        margin_s=recipe.stop.margin_s, assumed_save_s=state_bytes / _ASSUMED_BYTES_PER_S, saves=saves
+    )
+
+
+def limit_settings(recipe: Recipe) -> LimitSettings:
+    """Returns the time limits of the run's sections."""
+    given: dict[Section, float | None] = {
+        section: getattr(recipe.limits, f"{section.value}_s") for section in Section
+    }
+    return LimitSettings(
+        timeout_s=recipe.run.timeout_s, derive=recipe.limits.derive, least_s=recipe.limits.least_s,
+        configured={section: seconds for section, seconds in given.items() if seconds is not None},
+    )  # fmt: skip
+
+
+def build_straggler_watch(
+    recipe: Recipe, *, session: Session, recorder: RunRecorder, probe: Probe | None
+) -> StragglerWatch | None:
+    """Returns what compares the ranks; None if the recipe does not want it, or there is only one.
+
+    probe: of the nodes, before training; None if there was none.
+    """
+    section = recipe.stragglers
+    if not section.find or session.num_ranks == 1:
+        return None
+    return StragglerWatch(
+        session.world,
+        session.topology,
+        window_s=section.window_s,
+        limits=Limits(min_excess=section.min_excess, windows=section.windows),
+        probes=section.probe != "off",
+        directory=Path(recipe.run.directory),
+        records=recorder.records,
+        say=recorder.say,
+        clock=recorder.clock,
+        before=probe.links if probe is not None else None,
+    )
+
+
+def build_efficiency_watch(*, session: Session, recorder: RunRecorder) -> EfficiencyWatch:
+    return EfficiencyWatch(session.world, records=recorder.records, clock=recorder.clock)
+
+
+def build_energy_meter(recipe: Recipe, *, session: Session) -> EnergyMeter | None:
+    """Returns what reads this host's energy; None on its other ranks than the first, and where nothing can be read."""
+    every_s = recipe.telemetry.energy_every_s
+    # Emulated nodes share a host, whose energy counts once.
+    hosts = [cores.host for cores in session.gather_cores()]
+    reads = every_s > 0 and hosts.index(hosts[session.rank]) == session.rank
+    counters = open_counters() if reads else []
+    return EnergyMeter(counters, every_s=every_s) if counters else None
+
+
+def build_step_trace(
+    recipe: Recipe, *, session: Session, updater: Updater, recorder: RunRecorder
+) -> StepTrace:
+    chosen = recipe.telemetry.trace_steps
+    return StepTrace(
+        session.world,
+        session.topology,
+        steps=parse_trace_steps(chosen) if chosen is not None else (),
+        directory=Path(recipe.run.directory),
+        updater=updater,
+        clock=recorder.clock,
+        say=recorder.say,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Tiers, load_weights, recover
+from hpctrain.checkpoint import Tiers, finished_newest_first, load_weights, recover, step_of
+from hpctrain.comm import on_rank_0
 from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
 from hpctrain.run.recipe.schema import Recipe
@@ -69,6 +70,36 @@ def resume_run(
             tell(f"later checkpoints of the run that this one branches off from are in {moved}")
     if resumed.path is not None and session.rank == 0:
         tell(f"resumed from {resumed.path} (step {resumed.position.step})")
+    return resumed
+
+
+def roll_back_run(
+    recipe: Recipe,
+    state: TrainingState,
+    *,
+    choose: Callable[[list[int]], int | None],
+    session: Session,
+    identity: dict[str, Any],
+    tiers: Tiers | None,
+    say: Callable[[str], None],
+) -> Resumed | None:
+    """Restores `state` from the run's own checkpoint of the step that `choose` returns. Collective.
+
+    choose: is given the steps that are saved. Later checkpoints are set aside. If the chosen one is damaged, the next
+    older one is restored. Returns None, with nothing changed, if `choose` returns None. Raises CheckpointError on every
+    rank if no checkpoint is undamaged.
+    """
+    directory = checkpoint_directory(recipe)
+    saved = on_rank_0(session.world, lambda: [step_of(path) for path in finished_newest_first(directory)])
+    step = choose(saved)
+    if step is None:
+        return None
+    moved = set_aside_newer(directory, step=step, comm=session.world)
+    if tiers is not None:
+        tiers.forget(from_step=step + 1, comm=session.world)
+    resumed = resume(state, source=directory, named=False, comm=session.world, identity=identity)
+    if moved is not None:
+        say(f"later checkpoints, which may be of the divergence, are in {moved}")
     return resumed
 
 

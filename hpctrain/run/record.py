@@ -14,7 +14,11 @@ import psutil
 import torch
 
 from hpctrain.comm import all_gather_json
+from hpctrain.data import Dataset
+from hpctrain.run.recipe.schema import Recipe
+from hpctrain.run.reduction import Reduction
 from hpctrain.run.session import Session
+from hpctrain.telemetry import tell
 from hpctrain.version import __version__
 
 PACKAGES = ("torch", "numpy", "h5py", "mpi4py", "horovod")
@@ -28,16 +32,25 @@ VARIABLES = (
 
 
 def environment_record(session: Session, *, commit: str | None) -> dict[str, Any]:
-    """Returns the environment of all ranks. Collective; the same value on every rank."""
+    """Returns the environment of all ranks. Collective; what lists every rank or node is on rank 0 only."""
+    # What every rank knows already is not gathered.
+    nodes, hosts = session.topology.node_of_rank, [cores.host for cores in session.gather_cores()]
     mine = {
-        "rank": session.rank,
-        "host": platform.node(),
-        "node": session.identity.node_name,
         "cores": sorted(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "device": str(session.device),
-        "pid": os.getpid(),
     }
+    pid = torch.tensor([os.getpid()], dtype=torch.int32)
+    pids = session.world.all_gather(pid, counts=[1] * session.num_ranks).tolist()
+    found = all_gather_json(session.world, mine)
+    lists: dict[str, Any] = {}
+    if session.rank == 0:
+        lists["ranks_by_node"] = [list(ranks) for ranks in session.topology.ranks_by_node]
+        lists["node_names"] = list(session.topology.node_names)
+        lists["ranks"] = [
+            {"rank": rank, "host": host, "node": session.topology.node_names[node], **about, "pid": pid}
+            for rank, (host, node, about, pid) in enumerate(zip(hosts, nodes, found, pids, strict=True))
+        ]
     return {
         **versions_record(),
         "commit": commit,
@@ -45,12 +58,17 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
         "backend": session.world.reduction_backend,
         "backend_reason": session.backend_reason,
         "topology": session.topology.describe(),
-        "ranks_by_node": [list(ranks) for ranks in session.topology.ranks_by_node],
-        "node_names": list(session.topology.node_names),
         "notes": session.notes,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "ranks": all_gather_json(session.world, mine),
+        **lists,
     }
+
+
+def reduction_record(reduction: Reduction | None) -> dict[str, Any]:
+    """Returns how gradients are reduced. None: FSDP2 does it, uncompressed."""
+    if reduction is None:
+        return {"algorithm": "fsdp2", "wire": "fp32", "reduction": {"source": "parallel.shard"}}
+    return {"algorithm": reduction.algorithm, "wire": reduction.wire, "reduction": reduction.record}
 
 
 def versions_record() -> dict[str, Any]:
@@ -103,3 +121,32 @@ def working_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def _describe_backend(session: Session, reduction: Reduction | None) -> str:
+    """Describes the communication backends, with the reason for the choice, for the line printed at the start."""
+    world = session.world
+    if reduction is None:
+        return world.backend
+    if world.backend == world.reduction_backend:
+        why = session.backend_reason
+        return f"{world.backend} ({why})" if why else world.backend
+    if reduction.by_library:
+        return f"{world.reduction_backend} for the reduction and {world.backend} for the rest"
+    return f"{world.backend} ({world.reduction_backend} is not started: the reduction is hpctrain's own)"
+
+
+def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
+    if reduction is None:
+        return f"parameters sharded within the {recipe.parallel.shard_within}"
+    return f"{reduction.algorithm} reduction, {reduction.wire} on the wire"
+
+
+def print_start(recipe: Recipe, session: Session, *, reduction: Reduction | None, dataset: Dataset) -> None:
+    if session.rank == 0:
+        tell(
+            f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
+            f"{session.topology.describe()}, {_describe_backend(session, reduction)}, "
+            f"{_describe_reduction(recipe, reduction)}, {session.device.type}; {dataset.num_samples:,} samples, "
+            f"global batch {recipe.data.global_batch}"
+        )

@@ -19,6 +19,7 @@ from hpctrain.reduce import (
     BucketReducer,
     CalibrationFiles,
     Candidate,
+    InBackground,
     ReducerMaker,
     check_wire,
     find_choice,
@@ -48,12 +49,16 @@ class ReductionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """The reducer that was made. overlap: reduce during backward. record: the choice and its measurements, as JSON."""
+    """The reducer that was made. overlap: reduce during backward. record: the choice and its measurements, as JSON.
+
+    crowded: whether ranks outnumber the cores that they share.
+    """
 
     reducer: BucketReducer
     wire: str
     bucket_bytes: int
     overlap: bool
+    crowded: bool
     record: dict[str, Any]
 
     @property
@@ -76,13 +81,17 @@ def make_reduction(
     device: torch.device,
     gradient_bytes: int,
     overlap: bool = True,
+    spare_core: bool = True,
+    crowded: bool = False,
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
     """Makes the reducer requested by `plan`, or the one that runs instead, which is reported to `note`. Collective.
 
     With `auto`, measures for at most two seconds unless a file has the result. gradient_bytes: size of all gradients
-    of one rank. overlap: whether reductions run during backward. nccl: the NCCL algorithm that Horovod was set to.
+    of one rank. overlap: whether reductions run during backward. spare_core: whether each rank has a core that its
+    threads leave free. crowded: whether ranks outnumber the cores that they share: then `auto` measures reductions
+    during computation, if they overlap. nccl: the NCCL algorithm that Horovod was set to.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
@@ -90,6 +99,9 @@ def make_reduction(
     if AUTO not in (plan.algorithm, plan.wire):
         reducer = maker.make(parse_algorithm(plan.algorithm), wire=plan.wire)
         bucket_bytes = plan.bucket_bytes or DEFAULT_BUCKET_BYTES
+        if isinstance(reducer, InBackground) and reducer.in_background(0):
+            # Horovod's thread continues these sums during backward; a second thread that waits for them needs a core.
+            overlap = overlap and (spare_core or device.type != "cpu")
         record = {
             "source": "as asked for",
             "wire": plan.wire,
@@ -97,11 +109,13 @@ def make_reduction(
             "overlap": overlap,
         }
         return Reduction(
-            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, record=record
-        )
+            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, crowded=crowded,
+            record=record,
+        )  # fmt: skip
     measured = find_choice(
         world, make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
         candidates=_candidates(plan, maker), topology=topology, device=device, files=plan.files, note=note,
+        under_load=crowded and overlap and device.type == "cpu",
     )  # fmt: skip
     choice = measured.settle(gradient_bytes=gradient_bytes, bucket_bytes=plan.bucket_bytes, overlap=overlap)
     auto = AutoReducer(
@@ -109,7 +123,7 @@ def make_reduction(
         make=lambda algorithm, wire: maker.make(Algorithm(algorithm), wire=wire),
     )  # fmt: skip
     return Reduction(
-        reducer=auto, wire=choice.wire, bucket_bytes=choice.bucket_bytes, overlap=overlap,
+        reducer=auto, wire=choice.wire, bucket_bytes=choice.bucket_bytes, overlap=overlap, crowded=crowded,
         record={**choice.record(), "overlap": overlap},
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -11,13 +11,12 @@ from hpctrain.comm import (
     NCCL_VARIABLES,
     HorovodBuild,
     World,
-    all_gather_json,
     is_true_everywhere,
     make_two_level,
     nccl_in_effect,
     why_no_nccl,
 )
-from hpctrain.launch import RankCores, cpu_share, read_cores
+from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import AUTO, TWO_LEVELS, Algorithm, BucketReducer, Means, decide, parse_algorithm
 from hpctrain.run.reduction import Reduction, ReductionPlan, make_reduction
 from hpctrain.topology import Topology
@@ -38,38 +37,55 @@ class Reductions:
         device: torch.device,
         horovod: HorovodBuild | None,
         note: Callable[[str], None],
+        cores: Callable[[], Sequence[RankCores]],
     ) -> None:
-        """horovod: how Horovod was built, None if it does not run. note: reports a line to the user."""
+        """horovod: how Horovod was built, None if it does not run. note: reports a line to the user. cores: returns the
+        cores of all ranks; collective."""
         self._world = world
         self._topology = topology
         self._device = device
         self._horovod = horovod
         self._note = note
+        self._cores = cores
         self._reducers: list[BucketReducer] = []  # in creation order, which is the same on all ranks
         self._sums: list[World] = []
 
-    def make(self, plan: ReductionPlan, *, gradient_bytes: int) -> Reduction:
+    def make(self, plan: ReductionPlan, *, gradient_bytes: int, computes: bool = True) -> Reduction:
         """Returns the reduction of one updater's buckets. Collective. Its memory is freed by `close`.
 
-        gradient_bytes: size of all gradients of one rank.
+        gradient_bytes: size of all gradients of one rank. computes: whether the ranks compute while they reduce.
         """
+        spare_core = self.has_spare_core()
         made = make_reduction(
             self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes,
-            overlap=self.overlap(), nccl=self.nccl(plan.algorithm), note=self._note,
+            overlap=self.overlap(spare_core=spare_core), spare_core=spare_core, crowded=computes and self.crowded(),
+            nccl=self.nccl(plan.algorithm), note=self._note,
         )  # fmt: skip
         self._reducers.append(made.reducer)
         return made
 
-    def overlap(self) -> bool:
-        """Returns True if reductions are faster when they run during backward. Collective.
+    def overlap(self, *, spare_core: bool) -> bool:
+        """Returns True if reductions are faster when they run during backward. Not collective.
 
         That is so where they wait for a network or a device, or have a spare core. On one node whose ranks use every
         core they would take the cores from backward and add the cost of switching.
         """
-        everyone = [RankCores.from_json(c) for c in all_gather_json(self._world, read_cores().to_json())]
-        share = cpu_share(everyone, self._world.rank)
-        spare = is_true_everywhere(self._world, share >= torch.get_num_threads() + 1)
-        return spare or self._topology.num_nodes > 1 or self._device.type != "cpu"
+        return spare_core or self._topology.num_nodes > 1 or self._device.type != "cpu"
+
+    def has_spare_core(self) -> bool:
+        """Returns True if every rank has a core that its threads leave free. Collective."""
+        share = cpu_share(self._cores(), self._world.rank)
+        return is_true_everywhere(self._world, share >= torch.get_num_threads() + 1)
+
+    def crowded(self) -> bool:
+        """Returns True if some rank has less than a core for each of its threads. Collective.
+
+        By the ranks' affinities, or because their launcher found that they outnumber the cores that it was given, which
+        may be fewer: then they have preloaded a library (`launch/yielding.py`).
+        """
+        share = cpu_share(self._cores(), self._world.rank)
+        roomy = share >= torch.get_num_threads() and not in_effect()
+        return not is_true_everywhere(self._world, roomy)
 
     def in_place_sum(self, *, algorithm: str = AUTO) -> InPlaceSum:
         """Returns a function that sums a buffer of any size over all ranks, in place. Collective.

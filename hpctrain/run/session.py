@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, final, overload
+from typing import Any, TypeAlias, TypeVar, final, overload
 
 import torch
 
@@ -22,14 +20,14 @@ from hpctrain.comm import (
     Monitored,
     Operation,
     agreed,
-    all_gather_json,
+    all_gather_distinct,
     all_reduce_values,
-    broadcast_tensors,
     is_true_everywhere,
     open_world,
 )
 from hpctrain.data import Dataset, Loader, Samples, open_together
-from hpctrain.errors import HpctrainError, TopologyError, UsageError
+from hpctrain.distributed import ParallelPlan, broadcast_model, end_process_group, is_sharded, parallelize
+from hpctrain.errors import ExitCode, HpctrainError, UsageError
 from hpctrain.launch import (
     RankCores,
     RankIdentity,
@@ -39,10 +37,11 @@ from hpctrain.launch import (
     may_starve,
     read_cores,
 )
-from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale
+from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ShardedUpdater
+from hpctrain.resilience import keep_freed_memory, shortage
 from hpctrain.run.compute.device import choose_device
-from hpctrain.run.compute.kept_memory import keep_freed_memory
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
+from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
@@ -57,6 +56,7 @@ from hpctrain.train import (
 )
 
 T = TypeVar("T")
+SessionUpdater: TypeAlias = AllReduceUpdater | ShardedUpdater
 
 
 @final
@@ -77,8 +77,9 @@ class Session:
         device: torch.device,
         horovod: HorovodBuild | None = None,
         backend_reason: str = "",
+        cores: Sequence[RankCores] | None = None,
     ) -> None:
-        """backend_reason: why communication goes over this backend, for the run's record."""
+        """backend_reason: why communication goes over this backend, for the run's record. cores: of all ranks."""
         self.identity = identity
         self.backend_reason = backend_reason
         self.world = world
@@ -86,11 +87,20 @@ class Session:
         self.device = device
         self._hook_before: Callable[..., object] | None = None
         self.notes: list[str] = []  # fallbacks and their reasons
-        self.reductions = Reductions(world, topology=topology, device=device, horovod=horovod, note=self.note)
-        self._closers: list[Callable[[], object]] = []
-        self._models: weakref.WeakKeyDictionary[AllReduceUpdater, torch.nn.Module] = (
-            weakref.WeakKeyDictionary()
+        self._cores = cores
+        self.reductions = Reductions(
+            world, topology=topology, device=device, horovod=horovod, note=self.note, cores=self.gather_cores
         )
+        self._closers: list[Callable[[], object]] = []
+        self._models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
+
+    def gather_cores(self) -> Sequence[RankCores]:
+        """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""
+        if self._cores is None:
+            found, number_of_rank = all_gather_distinct(self.world, read_cores().to_json())
+            different = [RankCores.from_json(value) for value in found]
+            self._cores = [different[number] for number in number_of_rank]
+        return self._cores
 
     @property
     def topology(self) -> Topology:
@@ -125,29 +135,48 @@ class Session:
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
         reduction: Reduction | None = None,
-    ) -> AllReduceUpdater:
+    ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
+
+        Of a model that `parallelize` has sharded, a `ShardedUpdater`: FSDP2 reduces, the arguments of the reduction are
+        ignored.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
         algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
         if one has another model or trains another part of it.
         """
-        broadcast_tensors(self.world, [*model.parameters(), *model.buffers()], root=0, name="the model")
+        if is_sharded(model):
+            sharded = ShardedUpdater(
+                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
+            )
+            self._models[sharded] = model
+            return sharded
+        broadcast_model(self.world, model)
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
             reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model))
         updater = AllReduceUpdater(
             optimizer, comm=self.world, reducer=reduction.reducer, bucket_bytes=reduction.bucket_bytes,
-            loss_scale=loss_scale, clip_norm=clip_norm, overlap=reduction.overlap,
+            loss_scale=loss_scale, clip_norm=clip_norm, overlap=reduction.overlap, crowded=reduction.crowded,
         )  # fmt: skip
         self._models[updater] = model
         return updater
 
+    def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
+        """Splits `model` as `plan` says, in place, and returns it. Collective; before its optimizer is made. See
+        `hpctrain.distributed.parallelize` for what is refused."""
+        timeout_s = self.world.limits.settings.timeout_s
+        if parallelize(
+            model, plan, world=self.world, topology=self.topology, device=self.device, timeout_s=timeout_s
+        ):
+            self.on_close(end_process_group)
+        return model
+
     def save_state(
         self,
         directory: str | Path,
-        updater: AllReduceUpdater,
+        updater: SessionUpdater,
         position: Position,
         *,
         loader: Loader | None = None,
@@ -168,7 +197,7 @@ class Session:
         return saving.finish().path
 
     def load_state(
-        self, source: str | Path, updater: AllReduceUpdater, *, loader: Loader | None = None
+        self, source: str | Path, updater: SessionUpdater, *, loader: Loader | None = None
     ) -> Position:
         """Restores what `save_state` saved; returns where to continue. Collective.
 
@@ -181,7 +210,7 @@ class Session:
         return resumed.position
 
     def _state_of(
-        self, updater: AllReduceUpdater, loader: Loader | None
+        self, updater: SessionUpdater, loader: Loader | None
     ) -> tuple[TrainingState, dict[str, Any]]:
         """What to save of an updater's training, and what the position in its data belongs to."""
         if updater not in self._models:
@@ -198,7 +227,7 @@ class Session:
         )
 
     def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
-        """Open a dataset on every rank, or raise the same DataError on all. Collective.
+        """Opens a dataset on every rank, or raises the same DataError on all. Collective.
 
         Raises also if the ranks of a node find other content than rank 0. options: of `hpctrain.data.open_together`.
         """
@@ -210,11 +239,11 @@ class Session:
         return self.topology.local_rank_of(self.rank) == 0
 
     def on_close(self, close: Callable[[], object]) -> None:
-        """Call `close` when the session is closed, before communication ends. It may be collective."""
+        """Has `close` called when the session is closed, before communication ends. It may be collective."""
         self._closers.append(close)
 
     def loader(self, dataset: Samples, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
-        """This rank's share of the global batches. See `hpctrain.data.Loader` for the options."""
+        """Returns a loader of this rank's part of each global batch. See `hpctrain.data.Loader` for the options."""
         return Loader(
             dataset,
             global_batch=global_batch,
@@ -226,11 +255,11 @@ class Session:
         )
 
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
-        """Run `function` on each rank; if it fails on any, the same error is raised on all. Collective."""
+        """Returns what `function` returns on this rank; raises the same error on all if any fails. Collective."""
         return agreed(self.world, function, os_error=os_error)
 
     def mean(self, value: float) -> float:
-        """Mean of a number over the ranks. Collective."""
+        """Returns the mean of a number over the ranks. Collective."""
         buffer = torch.tensor([float(value)], dtype=torch.float64)
         self.world.all_reduce(buffer)
         return float(buffer) / self.num_ranks
@@ -242,11 +271,12 @@ class Session:
     def all_reduce(
         self, value: torch.Tensor | Mapping[str, float], *, op: Operation = "sum"
     ) -> torch.Tensor | dict[str, float]:
-        """Sum, mean or max of a tensor, or of numbers by name, over the ranks. Collective. See `all_reduce_values`."""
+        """Returns the sum, mean or maximum over the ranks: of a tensor, as a new tensor of its shape and dtype, or of
+        numbers by name. Collective. Raises BufferMismatch and UsageError; see `all_reduce_values`."""
         return all_reduce_values(self.world, value, op=op)
 
     def sync_batch_norm(self, model: torch.nn.Module) -> torch.nn.Module:
-        """`model` with its batch normalisation over all ranks' samples. Collective; see `convert_sync_batch_norm`."""
+        """Returns `model` with batch normalisation over all ranks. Collective; see `convert_sync_batch_norm`."""
         if self.num_ranks == 1:
             return model
         comm = self.world.duplicate()
@@ -256,7 +286,7 @@ class Session:
         return model
 
     def close(self) -> None:
-        """Finish communication. Collective."""
+        """Finishes communication. Collective."""
         if self._hook_before is not None:
             sys.excepthook = self._hook_before
         # The updaters' threads first: they use the reducers' memory.
@@ -302,13 +332,9 @@ class Session:
             self.close()
             raise SystemExit(int(error.exit_code)) from error
         code = _exit_code_of(error)
-        text = (
-            str(error)
-            if isinstance(error, HpctrainError)
-            else "".join(traceback.format_exception(error)).rstrip()
-        )
+        lines = [str(error)] if isinstance(error, HpctrainError) else traceback.format_exception(error)
         print(
-            f"hpctrain: rank {self.rank} on {socket.gethostname()}: {text}\n"
+            f"hpctrain: rank {self.rank} on {socket.gethostname()}: {''.join(lines).rstrip()}\n"
             f"hpctrain: rank {self.rank} ends the run (exit code {code}), so that no other rank waits for it",
             file=sys.stderr,
             flush=True,
@@ -341,17 +367,18 @@ def start(
     opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
     world = Monitored(opened.world, timeout_s=timeout_s)
     mine = [identity.node_name, identity.emulated, read_cores().to_json(), may_starve()]
-    everyone = all_gather_json(world, mine)
-    cores = [RankCores.from_json(entry[2]) for entry in everyone]
-    _set_threads(threads_per_rank, core_share(cores, world.rank))
-    topology = Topology.from_node_names(
-        [entry[0] for entry in everyone], emulated=any(entry[1] for entry in everyone)
-    )
-    host, host_rank = socket.gethostname(), identity.host_rank or 0
-    chosen_device, reason = choose_device(device, comm=world, host=host, host_rank=host_rank)
+    found, number_of_rank = all_gather_distinct(world, mine)
+    different_cores = [RankCores.from_json(entry[2]) for entry in found]
+    cores = [different_cores[number] for number in number_of_rank]
+    everyone = [found[number] for number in number_of_rank]
+    set_threads(threads_per_rank, core_share(cores, world.rank))
+    emulated = any(entry[1] for entry in everyone)
+    topology = Topology.from_node_names([entry[0] for entry in everyone], emulated=emulated)
+    world.place(topology)
+    chosen_device, reason = choose_device(device, comm=world, hosts=[of_rank.host for of_rank in cores])
     session = Session(
         identity=identity, world=world, topology=topology, device=chosen_device, horovod=opened.horovod,
-        backend_reason=opened.reason,
+        backend_reason=opened.reason, cores=cores,
     )  # fmt: skip
     crowd = describe_crowd(cores, may_starve=[entry[3] for entry in everyone])
     for note in (*opened.notes, *filter(None, [reason, crowd])):
@@ -360,26 +387,11 @@ def start(
     return session
 
 
-def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
-    """Raises TopologyError if `ranks` is given and another number was started."""
-    if ranks is not None and identity.num_ranks != ranks:
-        raise TopologyError(
-            f"the recipe asks for {ranks} ranks, {identity.launcher} started {identity.num_ranks}: start it with "
-            f"`hpctrain launch -n {ranks} -- ...`, mpirun -n {ranks} or srun --ntasks={ranks}, or change run.ranks"
-        )
-
-
-def _set_threads(asked: int | None, share: Fraction) -> None:
-    """Sets torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of the cores it may run on."""
-    if asked is not None:
-        torch.set_num_threads(asked)
-    elif not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(max(1, math.floor(share)))
-
-
 def _exit_code_of(error: BaseException) -> int:
     if isinstance(error, HpctrainError):
         return int(error.exit_code)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 1 if shortage(error) is None else ExitCode.OUT_OF_MEMORY

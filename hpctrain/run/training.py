@@ -10,34 +10,50 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import Begin, SaveRequests, Tiers, saving_through
-from hpctrain.comm import check_same, make_shared_folder, on_rank_0
-from hpctrain.data import Dataset
+from hpctrain.comm import Section, check_same, in_section, make_shared_folder, on_rank_0
 from hpctrain.errors import DivergedError, LaunchError, RecipeError, StoppedEarly
 from hpctrain.launch import identify
-from hpctrain.resilience import SaveSignal, StopRequest
+from hpctrain.resilience import SaveSignal, StopRequest, WallClock
 from hpctrain.run.build import (
+    build_efficiency_watch,
+    build_energy_meter,
     build_parts,
     build_schedule,
     build_settings,
+    build_step_trace,
+    build_stop_plan,
+    build_straggler_watch,
+    limit_settings,
+    parallelized,
     reduction_plan,
     total_steps,
 )
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
 from hpctrain.run.compute.precision import MODEL_DTYPE, loss_scale_for
+from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import prepare_run_directory, set_aside
+from hpctrain.run.guards import build_guards, limit_host_memory
 from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
+from hpctrain.run.metrics_out.history import what_the_last_start_left
+from hpctrain.run.metrics_out.open_sinks import TENSORBOARD, RunFacts, check_sinks, open_sinks, records_steps
+from hpctrain.run.probe import PROBE_FILE, probe_before_training
 from hpctrain.run.recipe.load import to_toml
 from hpctrain.run.recipe.schema import Recipe
-from hpctrain.run.record import environment_record, working_commit
-from hpctrain.run.reduction import Reduction, gradient_bytes
+from hpctrain.run.record import environment_record, print_start, reduction_record, working_commit
+from hpctrain.run.reduction import gradient_bytes
 from hpctrain.run.session import Session, start
-from hpctrain.run.summary import SUMMARY, finished_summary, summarize
-from hpctrain.telemetry import RecordWriter, tell, write_json
+from hpctrain.run.summary import NODES, SUMMARY, finished_summary, summarize
+from hpctrain.telemetry import ENERGY, RecordWriter, Sinks, tell, write_json
 from hpctrain.train import (
+    LIMITS_FILE,
+    MICRO_BATCH,
+    SLOW_FILE,
     Checkpointing,
     LoopSettings,
     RunRecorder,
+    SectionTimes,
+    Stopping,
     Task,
     TaskRunner,
     Training,
@@ -45,6 +61,7 @@ from hpctrain.train import (
     data_identity,
     derive_seed,
     import_task,
+    read_slowest,
     seed_generators,
 )
 
@@ -77,22 +94,37 @@ def train(
     Raises StoppedEarly, with the state saved, if a rank was asked to stop.
     """
     search = [Path.cwd(), recipe_path.absolute().parent]
-    # Before anything communicates, since every rank finds the same mistakes in the recipe.
-    task = import_task(recipe.task.target, options=recipe.task.options, search=search)
+    # Before anything communicates, since the user's module may start processes; the ranks exchange errors later.
+    task: Task | RecipeError
+    try:
+        task = import_task(recipe.task.target, options=recipe.task.options, search=search)
+    except RecipeError as error:
+        task = error
     # Also before, since it runs git, and forking is unsafe once MPI has started.
-    first = identify(os.environ, socket.gethostname()).rank == 0
+    identity = identify(os.environ, socket.gethostname())
+    first = identity.rank == 0
     commit = working_commit() if first else None
+    # One rank asks Slurm; it does so while the others start.
+    clock = WallClock.start(stop_after_s=recipe.stop.after_s) if first else None
+
+    def checked_task() -> Task:
+        check_num_ranks(identity, ranks=recipe.run.ranks)
+        if isinstance(task, RecipeError):
+            raise task
+        return task
+
     with start(
         backend=recipe.run.backend,
         device=recipe.run.device,
-        ranks=recipe.run.ranks,
         threads_per_rank=recipe.run.threads_per_rank,
         timeout_s=recipe.run.timeout_s,
         algorithm=recipe.reduction.algorithm,
     ) as session:
+        stop.leave = session.world.abort  # a rank that leaves at a second signal ends the others
         return carry_out(
-            recipe, task, session=session, resume=resume, stop=stop, commit=commit, save_signal=save_signal
-        )
+            recipe, session.agreed(checked_task, os_error=LaunchError), session=session, resume=resume, stop=stop,
+            commit=commit, save_signal=save_signal, clock=clock,
+        )  # fmt: skip
 
 
 def carry_out(
@@ -104,19 +136,28 @@ def carry_out(
     stop: StopRequest,
     commit: str | None = None,
     save_signal: SaveSignal | None = None,
+    clock: WallClock | None = None,
 ) -> dict[str, Any]:
     """Trains `task` as `recipe` says, with the ranks of an open session. Collective. Returns the summary.
 
     commit: commit of the user's working directory, for the record; rank 0's is written.
     save_signal: requests a checkpoint, as does the file `save-now` in the run directory.
+    clock: knows when the run has to have ended; on rank 0.
     """
     started = time.time()
     directory = Path(recipe.run.directory)
     _check_same_recipe(recipe, session)
+    session.agreed(lambda: check_sinks(recipe), os_error=RecipeError)
+    limits = session.world.limits
+    limits.configure(limit_settings(recipe))
+    limits.base = Section.START
+    limit_host_memory(recipe, session=session)
     prepare_run_directory(directory, comm=session.world, checks=session.leads_node)
     session.world.publish_in(directory / "watch")
     if resume.anew:
         _start_anew(recipe, session)
+    probes = recipe.stragglers.probe == "start"
+    probe = probe_before_training(session, directory=directory) if probes else None
     data = open_data(recipe.data, session=session)
     if recipe.run.deterministic:
         set_deterministic()
@@ -124,23 +165,25 @@ def carry_out(
         lambda: build_parts(recipe, task, session=session, data=data),
         os_error=RecipeError,
     )
-    reduction = session.reductions.make(reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model))
-    environment = {
-        **environment_record(session, commit=commit),
-        "algorithm": reduction.algorithm,
-        "wire": reduction.wire,
-        "reduction": reduction.record,
-    }
+    parts = parallelized(parts, recipe, session=session)
+    reduction = None
+    if recipe.parallel.shard == "none":
+        reduction = session.reductions.make(
+            reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model)
+        )
+    environment = {**environment_record(session, commit=commit), **reduction_record(reduction)}
     if recipe.reduction.sync_batch_norm:
         # The optimizer already refers to the parameters, which the conversion keeps.
         parts = replace(parts, model=session.sync_batch_norm(parts.model))
-    _tell_start(recipe, session, reduction=reduction, dataset=data.dataset)
+    print_start(recipe, session, reduction=reduction, dataset=data.dataset)
     updater = session.updater(
         parts.model,
         parts.optimizer,
         reduction=reduction,
         loss_scale=loss_scale_for(
-            recipe.run.precision, wire=reduction.wire, max_skipped_in_row=recipe.optimizer.max_skipped_in_row
+            recipe.run.precision,
+            wire=environment["wire"],
+            max_skipped_in_row=recipe.optimizer.max_skipped_in_row,
         ),
         clip_norm=recipe.optimizer.clip_norm,
     )
@@ -148,15 +191,24 @@ def carry_out(
     state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
+    sinks = Sinks()
     records = session.agreed(
-        lambda: RecordWriter(directory / "metrics" / f"rank-{session.rank:05}.jsonl"), os_error=LaunchError
+        lambda: RecordWriter(
+            directory / "metrics" / f"rank-{session.rank:05}.jsonl",
+            every_s=recipe.telemetry.write_every_s,
+            kinds=None if records_steps(recipe.telemetry.ranks, session=session) else ["damage", ENERGY],
+            sinks=sinks,
+        ),
+        os_error=LaunchError,
     )
     tiers: Tiers | None = None
     try:
         tiers = open_tiers(recipe, session=session)
-        resumed = resume_run(
-            recipe, state, path=resume.path, anew=resume.anew, session=session, identity=identity, tiers=tiers
-        )
+        with in_section(session.world, Section.LOAD):
+            resumed = resume_run(
+                recipe, state, path=resume.path, anew=resume.anew, session=session, identity=identity,
+                tiers=tiers,
+            )  # fmt: skip
         if resumed.path is None:
             start_from_weights(recipe, parts.model, session=session)
         steps = total_steps(recipe, parts.loader, position=resumed.position)
@@ -164,11 +216,23 @@ def carry_out(
             before = on_rank_0(session.world, lambda: finished_summary(directory, step=resumed.position.step))
             if before is not None:
                 return _nothing_left(before, recipe=recipe, session=session)
-        on_rank_0(session.world, lambda: _write_records(recipe, environment, step=resumed.position.step))
+        slowest_s = on_rank_0(
+            session.world,
+            lambda: _write_records(
+                recipe,
+                environment,
+                step=resumed.position.step,
+                total_steps=steps,
+                repeats=resume.path is None,
+            ),
+        )
+        limits.count_earlier(slowest_s)
+        facts = RunFacts(started=started, environment=environment, reduction=reduction, clock=clock)
+        open_sinks(sinks, recipe, session=session, facts=facts)
         settings = build_settings(recipe, session=session, steps=steps)
         recorder = RunRecorder(
             records, settings, resumed=resumed, loaders=[parts.loader, parts.held_out],
-            world=session.world,
+            world=session.world, meter=build_energy_meter(recipe, session=session),
         )  # fmt: skip
         checkpoints = Checkpointing(
             settings.checkpoint,
@@ -182,6 +246,14 @@ def carry_out(
             saved_step=resumed.position.step if resumed.path is not None else None,
             begin=_through(tiers, settings, session=session),
         )
+        stopping = Stopping(
+            stop,
+            comm=session.world,
+            plan=build_stop_plan(recipe, model=parts.model, saves=checkpoints.times),
+            clock=clock,
+            say=recorder.say,
+        )
+        stragglers = build_straggler_watch(recipe, session=session, recorder=recorder, probe=probe)
         runner = TaskRunner(
             task, parts.model, device=session.device, dtype=MODEL_DTYPE[recipe.run.precision],
             autocast=parts.autocast,
@@ -196,7 +268,22 @@ def carry_out(
             comm=session.world,
             checkpoints=checkpoints,
             recorder=recorder,
-            stop=stop,
+            stopping=stopping,
+            guards=build_guards(
+                recipe,
+                state,
+                resumed=resumed,
+                session=session,
+                identity=identity,
+                tiers=tiers,
+                communicates=runner.communicates,
+                say=recorder.say,
+                records=records,
+            ),
+            stragglers=stragglers,
+            efficiency=build_efficiency_watch(session=session, recorder=recorder),
+            trace=build_step_trace(recipe, session=session, updater=updater, recorder=recorder),
+            times=SectionTimes(limits, comm=session.world, directory=directory),
             identity=identity,
             resumed=resumed,
         )
@@ -211,6 +298,7 @@ def carry_out(
                 status=status,
             )
 
+        limits.base = None
         try:
             training.run()
         except StoppedEarly:
@@ -221,6 +309,9 @@ def carry_out(
             raise
         return summary("finished")
     finally:
+        if clock is not None:
+            clock.close()
+        sinks.close()
         records.close()
         updater.close()
         if tiers is not None:
@@ -229,7 +320,7 @@ def carry_out(
 
 def _check_same_recipe(recipe: Recipe, session: Session) -> None:
     """Raises RecipeError on every rank if the ranks' recipes differ; each rank has read its own file. Collective."""
-    for name, values in recipe.model_dump().items():
+    for name, values in recipe.model_dump(exclude={"slurm"}).items():
         check_same(session.world, name=f"section [{name}] of the recipe", value=values, error=RecipeError)
 
 
@@ -240,16 +331,29 @@ def _through(tiers: Tiers | None, settings: LoopSettings, *, session: Session) -
     return saving_through(tiers, comm=session.world, options=settings.checkpoint.options)
 
 
-def _write_records(recipe: Recipe, environment: dict[str, Any], *, step: int) -> None:
-    """Writes the recipe and environment of this start, and appends both to `starts.jsonl`. For rank 0."""
+def _write_records(
+    recipe: Recipe, environment: dict[str, Any], *, step: int, total_steps: int, repeats: bool
+) -> dict[str, float]:
+    """Writes the recipe and environment of this start, and appends both to `starts.jsonl`. For rank 0.
+
+    repeats: steps of the last start beyond `step` are done again; False where the user has chosen another checkpoint.
+    Returns what earlier starts have recorded of their slowest sections.
+    """
     directory = Path(recipe.run.directory)
     (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
     write_json(directory / "environment.json", environment)
     starts = RecordWriter(directory / "starts.jsonl")
     starts.write(
-        {"time": time.time(), "step": step, "recipe": recipe.model_dump(), "environment": environment}
-    )
+        {
+            "time": time.time(), "step": step, "total_steps": total_steps,
+            "before": what_the_last_start_left(directory / "metrics" / "rank-00000.jsonl", step=step)
+            if repeats
+            else None,
+            "recipe": recipe.model_dump(), "environment": environment,
+        }
+    )  # fmt: skip
     starts.close()
+    return read_slowest(directory)
 
 
 def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -> dict[str, Any]:
@@ -264,7 +368,8 @@ def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -
 
 def _start_anew(recipe: Recipe, session: Session) -> None:
     directory = Path(recipe.run.directory)
-    names = ["checkpoints", "metrics", "starts.jsonl", "recipe.toml", "environment.json", SUMMARY]
+    names = ["checkpoints", "metrics", "starts.jsonl", "recipe.toml", "environment.json", SUMMARY, NODES]
+    names += [PROBE_FILE, SLOW_FILE, MICRO_BATCH, LIMITS_FILE, TENSORBOARD]
     moved = [set_aside(directory, names, comm=session.world)]
     if recipe.checkpoint.directory is not None:
         checkpoints = Path(recipe.checkpoint.directory)
@@ -272,25 +377,3 @@ def _start_anew(recipe: Recipe, session: Session) -> None:
     for place in moved:
         if place is not None and session.rank == 0:
             tell(f"starting from scratch: files of an earlier run were moved to {place}")
-
-
-def _describe_backend(session: Session, reduction: Reduction) -> str:
-    """Describes the communication backends, with the reason for the choice, for the line printed at the start."""
-    world = session.world
-    if world.backend == world.reduction_backend:
-        why = session.backend_reason
-        return f"{world.backend} ({why})" if why else world.backend
-    if reduction.by_library:
-        return f"{world.reduction_backend} for the reduction and {world.backend} for the rest"
-    return f"{world.backend} ({world.reduction_backend} is not started: the reduction is hpctrain's own)"
-
-
-def _tell_start(recipe: Recipe, session: Session, *, reduction: Reduction, dataset: Dataset) -> None:
-    if session.rank == 0:
-        tell(
-            f"{recipe.run.name}: {session.num_ranks} rank{'s' if session.num_ranks > 1 else ''}, "
-            f"{session.topology.describe()}, {_describe_backend(session, reduction)}, "
-            f"{reduction.algorithm} reduction, "
-            f"{reduction.wire} on the wire, {session.device.type}; {dataset.num_samples:,} samples, "
-            f"global batch {recipe.data.global_batch}"
-        )

@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
+
+T = TypeVar("T")
 
 # On disks or in memory of this node. Any other type counts as shared, for which the engines are measured.
 _LOCAL = frozenset(
@@ -18,9 +21,13 @@ _LOCAL = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filesystem:
-    """kind: the system's name of the type (`ext4`, `nfs4`, `lustre`, `fuse.glusterfs`), or `unknown`."""
+    """kind: the system's name of the type (`ext4`, `nfs4`, `lustre`, `fuse.glusterfs`), or `unknown`.
+
+    options: of the mount, such as `rw` and `soft`.
+    """
 
     kind: str
+    options: tuple[str, ...] = ()
 
     @property
     def is_shared(self) -> bool:
@@ -48,16 +55,19 @@ def filesystem_of(path: Path) -> Filesystem:
     while not os.path.exists(path) and path != path.parent:  # also skips a dead mount
         path = path.parent
     try:
-        mounts = [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+        parts = psutil.disk_partitions(all=True)
     except OSError:
-        mounts = []
-    return Filesystem(kind=kind_in(mounts, path=path.resolve()))
+        parts = []
+    found = on_mount(((part.mountpoint, part) for part in parts), path=path.resolve())
+    if found is None:
+        return Filesystem(kind="unknown")
+    return Filesystem(kind=found.fstype, options=tuple(found.opts.split(",")))
 
 
-def kind_in(mounts: Iterable[tuple[str, str]], *, path: Path) -> str:
-    """Returns the type of the mount that contains `path` (absolute, without symbolic links). Pure.
+def on_mount(mounts: Iterable[tuple[str, T]], *, path: Path) -> T | None:
+    """Returns what belongs to the mount that contains `path` (absolute, without symbolic links). Pure.
 
-    mounts: (mount point, type), in the order of mounting. Of several at one mount point, the last one is visible.
+    mounts: (mount point, anything), in the order of mounting. Of several at one mount point, the last one is visible.
     """
     kinds = {Path(point): kind for point, kind in mounts}
-    return next((kinds[parent] for parent in (path, *path.parents) if parent in kinds), "unknown")
+    return next((kinds[parent] for parent in (path, *path.parents) if parent in kinds), None)

@@ -1,7 +1,40 @@
+from .durations import in_words as in_words
+from .energy.meter import (
+    ENERGY as ENERGY,
+    EnergyMeter as EnergyMeter,
+    open_counters as open_counters,
+    total_j as total_j,
+)
+from .exposition.catalogue import (
+    CATALOGUE as CATALOGUE,
+    INFO_LABELS as INFO_LABELS,
+    METRICS as METRICS,
+    Metric as Metric,
+    MetricType as MetricType,
+    Scope as Scope,
+)
+from .exposition.otlp import OtlpSink as OtlpSink
+from .exposition.prometheus import (
+    PrometheusEndpoint as PrometheusEndpoint,
+    PrometheusTextFile as PrometheusTextFile,
+    missing_prometheus_client as missing_prometheus_client,
+)
+from .exposition.run_metrics import (
+    Probe as Probe,
+    RunMetrics as RunMetrics,
+    Series as Series,
+    Value as Value,
+    stop_reason as stop_reason,
+)
+from .exposition.targets_file import TargetsFile as TargetsFile
 from .records import (
+    STEP as STEP,
     RecordWriter as RecordWriter,
     read_records as read_records,
     tell as tell,
     write_json as write_json,
 )
-from .step_clock import StepClock as StepClock
+from .sinks.scalars import scalars_of as scalars_of
+from .sinks.sink import Record as Record, Sink as Sink, Sinks as Sinks
+from .sinks.tensorboard import TensorBoardSink as TensorBoardSink
+from .step_clock import PARTS as PARTS, Observer as Observer, StepClock as StepClock

@@ -6,13 +6,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from hpctrain.storage import replace_file
+from hpctrain.telemetry.sinks.sink import Sinks
 
 _BLOCK_BYTES = 1 << 16
+STEP = "step"  # the kind of the records that are made in every step
 
 
 def _plain(value: Any) -> Any:
@@ -26,33 +29,95 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return _encode(record) + "\n"
+    except ValueError:  # a number that is not finite, which is rare
+        return _encode(_plain(record)) + "\n"
+
+
 class RecordWriter:
-    """Appends records to `path`; its folder must exist. `write` flushes each record to the operating system.
+    """Appends records to `path`; its folder must exist.
+
+    Records of steps are collected for `every_s` seconds and written together, since each write may be a message to a
+    server that thousands of ranks share; every other record is written at once, with those collected before it. So a
+    killed process loses the steps of at most `every_s` seconds.
+    kinds: records of other kinds are not written, and the file is made with the first of these. None: all are written.
+    sinks: get every record, also those that are not written.
 
     After a resume, steps that the killed run had recorded beyond its last checkpoint are in the file twice; the later
     record counts.
     """
 
-    def __init__(self, path: Path) -> None:
-        _drop_torn_line(path)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        every_s: float = 0.0,
+        kinds: Collection[str] | None = None,
+        sinks: Sinks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
-        self._file: IO[str] | None = path.open("a", encoding="utf-8", buffering=1)
+        self._every_s = every_s
+        self._kinds = kinds
+        self._sinks = Sinks() if sinks is None else sinks
+        self._clock = clock
+        self._lines: list[str] = []
+        self._written_at = clock()
+        self._ended = False
+        self._file: IO[bytes] | None = self._open() if kinds is None else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes a record. After an OSError it prints one message and drops this and all later records."""
-        if self._file is None:
+        """Writes or collects a record. After an OSError it prints one message and writes none any more."""
+        self.write_all([record])
+
+    def observe(self, record: dict[str, Any]) -> None:
+        """Hands a record to the sinks only."""
+        self._sinks.receive(record)
+
+    def write_all(self, records: Sequence[dict[str, Any]]) -> None:
+        """Does what `write` does for each, with one write at most."""
+        for record in records:
+            self._sinks.receive(record)
+        if self._ended:
             return
-        try:
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
-        except OSError as error:
-            # A full disk must not end the training.
-            print(f"hpctrain: no more records in {self._path}: {error.strerror}", file=sys.stderr, flush=True)
-            self._file = None
+        kept = [record for record in records if self._kinds is None or record.get("kind") in self._kinds]
+        self._lines += [_line(record) for record in kept]
+        if not kept:
+            return
+        if kept[-1].get("kind") != STEP or self._clock() >= self._written_at + self._every_s:
+            self._write()
 
     def close(self) -> None:
+        """Writes what is collected. Later records are not written. The sinks stay open."""
+        self._write()
+        self._ended = True
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _open(self) -> IO[bytes]:
+        _drop_torn_line(self._path)
+        return self._path.open("ab", buffering=0)
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        self._written_at = self._clock()
+        try:
+            self._file = self._file or self._open()
+            data = memoryview("".join(lines).encode())
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            # A full disk must not end the training.
+            print(f"hpctrain: no more records in {self._path}: {error.strerror}", file=sys.stderr, flush=True)
+            self._ended = True
 
 
 def _drop_torn_line(path: Path) -> None:

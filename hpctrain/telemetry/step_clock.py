@@ -3,47 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+# Parts of a step that follow one another on the main thread: with `other`, the rest, they add up to `step`.
+PARTS = ("input", "compute", "exposed_sync", "checkpoint", "evaluation")
+
+# Called with the name of a span, its begin and its end, in seconds of `time.perf_counter`.
+Observer = Callable[[str, float, float], object]
 
 
 class StepClock:
     """Sums seconds by name, from one `lap` to the next.
 
-    Names used by the training loop: `input` (waiting for a batch), `compute` (forward, backward, optimizer),
-    `sync` (total time of the reduction, on any thread), `exposed_sync` (the part of it for which
-    training was blocked), `checkpoint`.
+    Names used by the training loop: `PARTS` (`input`: waiting for a batch; `compute`: forward, backward, optimizer;
+    `exposed_sync`: training was blocked by communication), `hidden_sync` (the part of `compute` with a reduction in
+    flight), `after_sync` (from the end of the reduction to that of the step), `sync` (total time of the reduction, on
+    any thread), `device_compute` (of a GPU, by events), and in a step in which a checkpoint was committed `own_write`
+    (in which this rank wrote its part, perhaps on another thread).
+
+    observer: called for each span of a part, while it is set.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self.observer: Observer | None = None
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._lap_started = time.perf_counter()
+        self._sync_ended: float | None = None
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Adds the duration of the `with` block to `name`, even if the block raises."""
+    def span(self, name: str, *, what: str | None = None) -> Iterator[None]:
+        """Adds the duration of the `with` block to `name`, even if the block raises. what: as in `add`."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, seconds=time.perf_counter() - started)
+            self.add(name, seconds=time.perf_counter() - started, what=what)
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Excludes the duration of the `with` block from the step."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._lap_started += time.perf_counter() - started
+    def add(self, name: str, *, seconds: float, ended: float | None = None, what: str | None = None) -> None:
+        """Adds `seconds` to `name`.
 
-    def add(self, name: str, *, seconds: float) -> None:
+        ended: when they ended, by `time.perf_counter`; None: now. what: the name for the observer; None: `name`.
+        """
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if self.observer is not None and name in PARTS:
+            end = time.perf_counter() if ended is None else ended
+            self.observer(what or name, end - seconds, end)
+
+    def sync_ended(self, at: float) -> None:
+        """Notes when the step's reduction ended, by `time.perf_counter`; the last call of a lap counts."""
+        self._sync_ended = at
 
     def lap(self) -> dict[str, float]:
-        """Returns seconds by name since the last lap, with the total under `step`, and starts the next lap."""
+        """Returns seconds by name since the last lap, and starts the next one.
+
+        The total is `step`; `other` is what of it is in none of `PARTS`; `after_sync` is 0 without `sync_ended`.
+        """
         now = time.perf_counter()
-        seconds = {"step": now - self._lap_started, **self._seconds}
+        seconds = self._seconds
+        step = now - self._lap_started
+        # Clocks read one after another may differ by some ns from their sum.
+        seconds["other"] = max(0.0, step - sum(seconds[name] for name in PARTS))
+        seconds["step"] = step
+        seconds["after_sync"] = now - self._sync_ended if self._sync_ended is not None else 0.0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         self._lap_started = now
-        self._seconds = {}
+        self._sync_ended = None
         return seconds

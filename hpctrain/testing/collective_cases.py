@@ -120,7 +120,7 @@ def case_half_precision_is_rounded_once_where_the_backend_promises_it(world: Wor
     )
     if world.rank == 0:
         expect_equal(mine, sum(parts[1:], parts[0]).half())
-    # A sum that leaves float16 on its way but not at its end.
+    # Partial sums leave the range of float16; the final sum does not.
     sign = 1.0 if world.rank % 2 == 0 else -1.0
     large = torch.full((3,), sign * 60000.0 / max(1, world.num_ranks // 2), dtype=torch.float16)
     world.all_reduce(large)
@@ -393,5 +393,5 @@ def run_all(world: World) -> dict[str, str | None]:
         except Exception:
             found[name] = traceback.format_exc()
             if world.backend == "threads":
-                raise  # the other threads know; there is no way on
+                raise  # the other threads cannot continue without this one
     return found

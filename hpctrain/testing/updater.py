@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +43,15 @@ class UpdaterContract(OnRanks):
             assert math.isnan(found["norms"][2])
             assert all(parameter.isfinite().all() for parameter in found["parameters"])
 
+    def test_a_step_that_is_not_accepted_leaves_everything_as_it_was(self, num_ranks: int) -> None:
+        """Also if backward failed half-way on a rank, which then takes part with what it has."""
+        plain = run_threads(num_ranks, lambda world: self._train(world))
+        for fails in (False, True):
+            dropped = run_threads(num_ranks, partial(self._train, drop_before=3, fails=fails))
+            for one, other in zip(plain, dropped, strict=True):
+                assert all(map(torch.equal, one["parameters"], other["parameters"]))
+                assert one["losses"] == other["losses"]
+
     def test_resumed_equals_never_stopped(self, num_ranks: int) -> None:
         whole = run_threads(num_ranks, lambda world: self._train(world))
         resumed = run_threads(num_ranks, lambda world: self._train(world, stop_after=3))
@@ -47,7 +59,14 @@ class UpdaterContract(OnRanks):
             assert all(map(torch.equal, one["parameters"], other["parameters"]))
 
     def _train(
-        self, world: World, *, micro_batches: int = 1, infinite_at: int = -1, stop_after: int = -1
+        self,
+        world: World,
+        *,
+        micro_batches: int = 1,
+        infinite_at: int = -1,
+        stop_after: int = -1,
+        drop_before: int = -1,
+        fails: bool = False,
     ) -> dict[str, Any]:
         model, updater, optimizer = self._begin(world)
         losses, norms, applied = [], [], []
@@ -64,6 +83,8 @@ class UpdaterContract(OnRanks):
             whole, rest = divmod(BATCH, world.num_ranks)
             first = world.rank * whole + min(world.rank, rest)
             mine = x[first : first + whole + (world.rank < rest)]
+            if step == drop_before:
+                self._drop(model, updater, mine, fails=fails and world.rank == world.num_ranks - 1)
             loss_of_share = 0.0
             parts = [part for part in mine.tensor_split(micro_batches) if len(part)]
             for number, part in enumerate(parts, start=1):
@@ -80,6 +101,26 @@ class UpdaterContract(OnRanks):
         parameters = [parameter.detach().clone() for parameter in model.parameters()]
         return {"parameters": parameters, "losses": losses, "norms": norms, "applied": applied}
 
+    def _drop(self, model: torch.nn.Module, updater: Updater, inputs: torch.Tensor, *, fails: bool) -> None:
+        """A step with gradients that are NaN, and that is not accepted. fails: backward ends before its first layer."""
+        first, *others = model.children()
+        hidden = first(inputs)
+        if fails:
+            hidden.register_hook(_raise)
+        loss = torch.nn.Sequential(*others)(hidden).square().sum() * math.nan
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            updater.backward(loss, weight=1.0)
+        seen: list[float] = []
+
+        def accepts(norm: float, sums: Mapping[str, float]) -> bool:
+            seen.append(sums["short"])
+            return False
+
+        outcome = updater.step(sums={"short": float(fails)}, accepts=accepts)
+        assert not outcome.applied
+        assert seen == [outcome.sums["short"]]
+        assert math.isnan(outcome.grad_norm)
+
     def _begin(self, world: World) -> tuple[torch.nn.Module, Updater, torch.optim.Optimizer]:
         random = torch.Generator().manual_seed(7)
         model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
@@ -88,6 +129,10 @@ class UpdaterContract(OnRanks):
                 parameter.copy_(torch.randn(parameter.shape, generator=random, dtype=torch.float64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         return model, self.make(world, model, optimizer), optimizer
+
+
+def _raise(*_: object) -> None:
+    raise MemoryError("of the test")
 
 
 def _whole(world: World, updater: Updater) -> dict[str, torch.Tensor]:

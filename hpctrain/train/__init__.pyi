@@ -1,13 +1,26 @@
 from .loop.agreed_batches import agreed_batches as agreed_batches
 from .loop.checkpointing import Checkpointing as Checkpointing
+from .loop.data_balance import DataBalance as DataBalance
+from .loop.guards import Guards as Guards
+from .loop.memory_guard import (
+    MICRO_BATCH as MICRO_BATCH,
+    MemoryGuard as MemoryGuard,
+    largest_micro_batch as largest_micro_batch,
+)
 from .loop.recorder import RunRecorder as RunRecorder
 from .loop.settings import (
     CheckpointPolicy as CheckpointPolicy,
     LoopSettings as LoopSettings,
     Totals as Totals,
 )
+from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
 from .state.resumption import Resumed as Resumed, resume as resume
+from .state.section_times import (
+    LIMITS_FILE as LIMITS_FILE,
+    SectionTimes as SectionTimes,
+    read_slowest as read_slowest,
+)
 from .state.seeds import derive_seed as derive_seed, seed_generators as seed_generators
 from .state.training_state import (
     Position as Position,
@@ -22,3 +35,6 @@ from .task.sync_batch_norm import (
 )
 from .task.task import Fields as Fields, Task as Task, import_task as import_task
 from .task.task_runner import TaskRunner as TaskRunner
+from .watch.efficiency_watch import EfficiencyWatch as EfficiencyWatch
+from .watch.step_trace import StepTrace as StepTrace
+from .watch.straggler_watch import SLOW_FILE as SLOW_FILE, StragglerWatch as StragglerWatch

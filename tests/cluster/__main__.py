@@ -67,7 +67,7 @@ def _status(arguments: argparse.Namespace, directory: Path) -> int:
     for node, sent in cluster.bytes_sent().items():
         print(f"  {node}: {sent / 1e6:.1f} MB sent, {len(cluster.processes(node))} processes")
     for question in (["sinfo", "--Node", "--long"], ["squeue"]):
-        print(cluster.run(question, timeout_s=30).stdout, end="")
+        print(cluster.run(question, timeout_s=300).stdout, end="")
     return 0
 
 

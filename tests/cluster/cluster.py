@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,14 +181,14 @@ class Cluster:
 
     def submit(self, words: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> int:
         """`sbatch WORDS` from `cwd`; the job's number. Raises ClusterError when Slurm refuses it."""
-        done = self.run(["sbatch", "--parsable", *words], timeout_s=60, cwd=cwd, env=env)
+        done = self.run(["sbatch", "--parsable", *words], timeout_s=300, cwd=cwd, env=env)
         if done.returncode != 0:
             raise ClusterError(f"sbatch {' '.join(words)}: {done.stderr.strip()}")
         return int(done.stdout.split(";")[0])
 
     def job(self, job_id: int) -> dict[str, str]:
         """What `scontrol show job` tells, by name."""
-        done = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout_s=60)
+        done = self.run(["scontrol", "show", "job", "--oneliner", str(job_id)], timeout_s=300)
         if done.returncode != 0:
             raise ClusterError(f"scontrol show job {job_id}: {done.stderr.strip()}")
         return dict(re.findall(r"(\S+?)=(\S*)", done.stdout))
@@ -232,6 +234,11 @@ class Cluster:
         self._record.rate = rate
         self._record.write(self.plan.directory)
 
+    def set_link_rate(self, node: str, rate: str) -> None:
+        """Shape one node's link anew, both directions; `set_rate` shapes it like the others again."""
+        check_rate(rate)
+        shape_link(self._record, node=node, rate=rate)
+
     def cut_link(self, node: str) -> None:
         """Pull the node's cable."""
         self._set_link(node, "down")
@@ -247,6 +254,20 @@ class Cluster:
     def start_slurmd(self, node: str) -> None:
         """Start the node's daemon again after it was killed."""
         start_slurmd(self.plan, self._record, node=node)
+
+    def kill_node(self, node: str, *, lost: Sequence[str] = ()) -> None:
+        """Kill all that runs on the node, its slurmd included, at once; `start_slurmd` brings it back.
+
+        lost: folders in its /tmp that are gone with it.
+        """
+        first = self._record.places[node]
+        inside = namespace_of(first.pid, "pid")
+        for pid in processes_in({inside}, "pid"):
+            if pid != first.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for name in lost:
+            shutil.rmtree(self.plan.own_tmp(node) / name, ignore_errors=True)
 
     # ---- volumes
 
@@ -267,11 +288,11 @@ class Cluster:
         places = self._record.places if place is None else [place]
         return processes_in({self._record.namespaces[name] for name in places})
 
-    def ranks(self) -> dict[int, int]:
-        """World rank -> process id, as this process sees it, of the ranks that srun or mpirun has started."""
+    def ranks(self, job: int) -> dict[int, int]:
+        """World rank -> process id, as this process sees it, of the ranks that srun or mpirun has started in a job."""
         found: dict[int, int] = {}
         for pid in self.processes():
-            rank = _rank_of(pid)
+            rank = _rank_of(pid, job=job)
             if rank is not None:
                 found[rank] = min(pid, found.get(rank, pid))  # a rank's children carry its variables too
         return found
@@ -293,8 +314,8 @@ class Cluster:
         return "\n".join(parts)
 
 
-def _rank_of(pid: int) -> int | None:
-    """Rank of a Python process that mpirun or a step of several tasks has started."""
+def _rank_of(pid: int, *, job: int) -> int | None:
+    """Rank of a Python process that mpirun or a step of several tasks has started in a job; None for any other."""
     try:
         if b"python" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             return None
@@ -302,6 +323,8 @@ def _rank_of(pid: int) -> int | None:
     except OSError:
         return None
     environ = dict(item.partition(b"=")[::2] for item in items)
+    if environ.get(b"SLURM_JOB_ID") != str(job).encode():
+        return None
     if b"OMPI_COMM_WORLD_RANK" in environ:
         return int(environ[b"OMPI_COMM_WORLD_RANK"])
     return int(environ[b"PMIX_RANK"]) if b"PMIX_RANK" in environ and b"SLURM_PROCID" in environ else None

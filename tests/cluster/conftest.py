@@ -44,6 +44,19 @@ def cluster(cluster_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="session")
+def data(packed_digits: Path) -> Path:
+    """A folder with the packed digits, which all places see."""
+    return packed_digits.parent
+
+
+@pytest.fixture
+def folder(data: Path, tmp_path: Path) -> Path:
+    """A folder that all nodes share, with the digits, as a user would submit from."""
+    (tmp_path / "data").symlink_to(data)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
 def gluster_folder(cluster_folder: Path) -> Path:
     """Where clusters with volumes of GlusterFS may be made. Skips the test where there can be none."""
     cluster_folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from tests.cluster.plan import HEAD, ClusterPlan
 from tests.cluster.record import ClusterError, Record
 from tests.cluster.requirements import search_path
 
-_READY_TIMEOUT_S = 60.0
+_READY_TIMEOUT_S = 300.0
 _TAIL_LINES = 15
 
 
@@ -56,7 +56,7 @@ def start_daemon(plan: ClusterPlan, record: Record, *, place: str, command: list
         done = subprocess.run(
             [*enter(record.places[place]), *command],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/",
-            env=daemon_environment(plan), timeout=60, check=False,
+            env=daemon_environment(plan), timeout=300, check=False,
         )  # fmt: skip
     if done.returncode != 0:
         raise ClusterError(

@@ -15,7 +15,7 @@ from tests.cluster.namespaces import enter, run_all
 from tests.cluster.plan import HEAD, ClusterPlan
 from tests.cluster.record import ClusterError, Process, Record, processes_in
 
-_READY_TIMEOUT_S = 60.0
+_READY_TIMEOUT_S = 300.0
 
 
 def start_gluster(plan: ClusterPlan, record: Record) -> None:
@@ -76,13 +76,13 @@ def _sees_all(plan: ClusterPlan, record: Record, node: str) -> bool:
 
 
 def _reaches(plan: ClusterPlan, record: Record, volume: Volume, place: str, num_bricks: int) -> bool:
-    told = _ask(record, place, ["sh", "-c", f"cat {volume.connections(plan.directory)}"])
-    return told.splitlines().count("connected = 1") == num_bricks
+    reported = _ask(record, place, ["sh", "-c", f"cat {volume.connections(plan.directory)}"])
+    return reported.splitlines().count("connected = 1") == num_bricks
 
 
 def _ask(record: Record, place: str, command: Sequence[str]) -> str:
     done = subprocess.run(
-        [*enter(record.places[place]), *command], capture_output=True, text=True, check=False, timeout=30
+        [*enter(record.places[place]), *command], capture_output=True, text=True, check=False, timeout=300
     )
     return done.stdout
 

@@ -67,7 +67,7 @@ def saves(signals: str, distributed: str, dispersed: str) -> None:
     rank saw as JSON: a list for each volume and form of [step, begin, end, error or null], seconds of
     CLOCK_MONOTONIC.
     """
-    with start(backend="mpi", timeout_s=60) as session:
+    with start(backend="mpi", timeout_s=300) as session:
         world = session.world
         nodes = session.topology.node_of_rank
         found: dict[str, list[Any]] = {}
@@ -93,9 +93,9 @@ def saves(signals: str, distributed: str, dispersed: str) -> None:
                 error = str(caught)
             end_s = time.monotonic()
             # Every rank must have been told the same.
-            told = all_gather_json(world, error)
-            same = all(other == error for other in told)
-            return [step, begin_s, end_s, error if same else f"NOT AGREED: {told}"]
+            reported = all_gather_json(world, error)
+            same = all(other == error for other in reported)
+            return [step, begin_s, end_s, error if same else f"NOT AGREED: {reported}"]
 
         volumes = {"distributed": Path(distributed), "dispersed": Path(dispersed)}
         for name, volume in volumes.items():
@@ -119,7 +119,7 @@ def loads(*directories: str) -> None:
 
     Rank 0 prints as JSON, for each directory, [name, what is wrong with it] of each checkpoint, newest first.
     """
-    with start(backend="mpi", timeout_s=60) as session:
+    with start(backend="mpi", timeout_s=300) as session:
         world = session.world
         found: dict[str, list[Any]] = {}
         for where in map(Path, directories):
@@ -147,7 +147,7 @@ def loads(*directories: str) -> None:
 
 def folders(where: str, num_folders: str) -> None:
     """Make folders that all ranks write to at once. Rank 0 prints as JSON what each rank could not do."""
-    with start(backend="mpi", timeout_s=60) as session:
+    with start(backend="mpi", timeout_s=300) as session:
         world = session.world
         errors: list[str] = []
         for number in range(int(num_folders)):

@@ -27,7 +27,7 @@ from tests.ranks_launcher import REPOSITORY
 
 _INIT = Path(__file__).with_name("place_init.py")
 _KINDS = ["--net", "--uts", "--mount", "--pid"]
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 120.0
 # What runs in a place runs by these, wherever they lie.
 _NEEDED = (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix))
 
@@ -149,21 +149,23 @@ def _start(
             failed = [name for name, process in started.items() if process.poll() is not None]
             if failed or waited_s > _START_TIMEOUT_S:
                 name = (failed or list(names))[0]
-                told = (plan.directory / "log" / f"{name}.log").read_text().strip()
-                raise ClusterError(f"{name} did not come up: {told or 'no word from it'}") from None
+                reported = (plan.directory / "log" / f"{name}.log").read_text().strip()
+                raise ClusterError(f"{name} did not come up: {reported or 'no word from it'}") from None
             continue
         arrivals.append(_receive(connection))
     return arrivals
 
 
 def _receive(connection: socket.socket) -> _Arrival:
-    told = json.loads(connection.recv(65536))
+    reported = json.loads(connection.recv(65536))
     # The kernel gives the id as we would see it, whatever namespaces lie between.
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    if told["report"] != "ready":
-        raise ClusterError(f"{told['place']} cannot be made: {told['report']}")
+    if reported["report"] != "ready":
+        raise ClusterError(f"{reported['place']} cannot be made: {reported['report']}")
     return _Arrival(
-        place=told["place"], process=Process.of(struct.unpack("3i", credentials)[0]), connection=connection
+        place=reported["place"],
+        process=Process.of(struct.unpack("3i", credentials)[0]),
+        connection=connection,
     )
 
 

@@ -22,6 +22,8 @@ _NETWORK = "10.77.0"
 _FIRST_NODE_ADDRESS = 10
 MAX_NODES = 64
 _MEMORY_MB = 64_000  # a number for Slurm's books, so that a script with --mem is not refused
+# For Slurm's books too: it wants a device for each GPU, and opens none of them.
+_GPU_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 _RATE = re.compile(r"\d+(\.\d+)?[kmg]bit")
 
 
@@ -109,6 +111,7 @@ def files(plan: ClusterPlan) -> Mapping[Path, str]:
     return {
         plan.slurm_conf_path: slurm_conf(plan),
         etc / "cgroup.conf": "CgroupPlugin=autodetect\nCgroupAutomount=no\nIgnoreSystemd=yes\n",
+        etc / "gres.conf": "".join(f"Name=gpu File={device}\n" for device in _GPU_DEVICES),
         etc / "hosts": hosts_file(plan),
     }
 
@@ -150,17 +153,23 @@ def slurm_conf(plan: ClusterPlan) -> str:
         "KillWait": "5",
         "SlurmdTimeout": "60",
         "MailProg": "/bin/true",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+        "GresTypes": "gpu",
     }
     nodes = [
         f"NodeName={name} NodeHostname={name} NodeAddr={plan.addresses[name]} "
-        f"Sockets=1 CoresPerSocket={plan.cores_per_node} ThreadsPerCore=1 RealMemory={_MEMORY_MB} State=UNKNOWN"
+        f"Sockets=1 CoresPerSocket={plan.cores_per_node} ThreadsPerCore=1 RealMemory={_MEMORY_MB} "
+        f"Gres=gpu:{len(_GPU_DEVICES)} State=UNKNOWN"
         for name in plan.node_names
     ]
-    partition = (
-        f"PartitionName=all Nodes={','.join(plan.node_names)} Default=YES MaxTime=INFINITE State=UP "
-        "OverSubscribe=YES"
-    )
-    return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, partition, ""])
+    on_all = f"Nodes={','.join(plan.node_names)} MaxTime=INFINITE State=UP"
+    partitions = [
+        f"PartitionName=all {on_all} Default=YES OverSubscribe=YES PriorityTier=2 PreemptMode=OFF",
+        # Its jobs are sent away when those of the other need their cores; they have 30 s to save.
+        f"PartitionName=preemptible {on_all} PriorityTier=1 PreemptMode=REQUEUE GraceTime=30",
+    ]
+    return "\n".join([*(f"{key}={value}" for key, value in settings.items()), *nodes, *partitions, ""])
 
 
 def place_setup(plan: ClusterPlan, *, place: str, shared: Sequence[Path] = ()) -> list[list[str]]:

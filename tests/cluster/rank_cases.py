@@ -34,6 +34,14 @@ def who(directory: str) -> None:
     Path(directory, f"rank-{world.Get_rank()}.json").write_text(json.dumps(found))
 
 
+def alone() -> None:
+    """Print why this process is not the only rank, if it knows; and stay until the others have looked too."""
+    from hpctrain.launch import read_surroundings, why_not_alone
+
+    print(why_not_alone(os.environ, read_surroundings(os.environ)), flush=True)
+    time.sleep(3)
+
+
 def reduce(num_elems: str) -> None:
     """One two-level sum of so many float32 elements."""
     import torch
@@ -81,6 +89,27 @@ def reduce_for_ever(backend: str, by: str, algorithm: str, timeout_s: str, direc
             Path(directory, "sums").touch()
 
 
+def time_left(directory: str) -> None:
+    """Write down which job Slurm is asked about here, and when it ends; and what `hpctrain supervise` finds."""
+    from hpctrain.errors import LaunchError
+    from hpctrain.resilience.slurm_limit import ask_slurm, job_to_ask_about
+    from hpctrain.supervise import find_allocation
+
+    job = job_to_ask_about(os.environ)
+    assert job is not None
+    answer = ask_slurm(job)
+    found = {"job": job, "left_s": answer.end_s and answer.end_s - time.time(), "problem": answer.problem}
+    try:
+        there = find_allocation(os.environ)
+        found["allocation"] = [there.job, *there.nodes]
+        found["allocation_left_s"] = there.time_limit and there.time_limit - time.time()
+    except LaunchError as error:
+        found["refused"] = str(error)
+    written = Path(directory, f".{job}")
+    written.write_text(json.dumps(found))
+    written.rename(Path(directory, f"{job}.json"))
+
+
 class _Still:
     """What an updater needs of an optimizer; one of torch's takes seconds to load on so many ranks."""
 
@@ -95,4 +124,11 @@ class _Still:
 
 
 if __name__ == "__main__":
-    {"who": who, "reduce": reduce, "reduce_for_ever": reduce_for_ever}[sys.argv[1]](*sys.argv[2:])
+    cases = {
+        "who": who,
+        "alone": alone,
+        "reduce": reduce,
+        "reduce_for_ever": reduce_for_ever,
+        "time_left": time_left,
+    }
+    cases[sys.argv[1]](*sys.argv[2:])

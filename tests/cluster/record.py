@@ -105,7 +105,7 @@ def processes_in(namespaces: set[int], kind: str = "net") -> list[int]:
     return found
 
 
-def end(directory: Path, *, timeout_s: float = 10.0) -> None:
+def end(directory: Path, *, timeout_s: float = 60.0) -> None:
     """End the cluster in `directory` and remove its files. Nothing is done where there is none.
 
     The first process of the head is the first of a process namespace that all others are in, so the kernel

@@ -33,7 +33,7 @@ time.sleep(600)
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.cluster", *words],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def owner(directory: Path, lifetime: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def wait_until_empty(namespaces: set[int], *, timeout_s: float = 10.0) -> None:
+def wait_until_empty(namespaces: set[int], *, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while left := processes_in(namespaces, "pid"):
         assert time.monotonic() < deadline_s, f"processes {left} are still there"
@@ -94,11 +94,11 @@ def test_up_status_run_and_down_by_hand(cluster_folder: Path) -> None:
         # Not by namespace: the kernel may give the new ones the numbers of those that are gone.
         assert not any(process.alive for process in first.places.values())
         namespaces = everything_of(cluster_folder / name)
-        told = command("status", "--name", name)
-        assert told.returncode == 0
-        assert "hpct0" in told.stdout
-        assert "idle" in told.stdout
-        assert "hpct1" not in told.stdout
+        reported = command("status", "--name", name)
+        assert reported.returncode == 0
+        assert "hpct0" in reported.stdout
+        assert "idle" in reported.stdout
+        assert "hpct1" not in reported.stdout
         ran = command("run", "--name", name, "--", "srun", "sh", "-c", "hostname; exit 7")
         assert ran.stdout == "hpct0\n"
         assert ran.returncode == 7
@@ -113,6 +113,7 @@ def test_up_status_run_and_down_by_hand(cluster_folder: Path) -> None:
     assert "no cluster is up" in command("run", "--name", name, "--", "true").stderr
 
 
+@pytest.mark.thorough  # test_gluster.py, with volumes
 def test_a_cluster_of_a_killed_owner_ends_by_itself(directory: Path) -> None:
     before = links()
     with owner(directory, "owner") as process:
@@ -129,6 +130,7 @@ def test_a_cluster_of_a_killed_owner_ends_by_itself(directory: Path) -> None:
     assert not directory.exists()
 
 
+@pytest.mark.thorough
 def test_a_kept_cluster_outlives_its_killed_owner_and_is_taken_down_by_another(directory: Path) -> None:
     with owner(directory, "kept") as process:
         assert process.stdout is not None
@@ -137,18 +139,19 @@ def test_a_kept_cluster_outlives_its_killed_owner_and_is_taken_down_by_another(d
         process.send_signal(signal.SIGKILL)
         process.wait()
         found = Cluster.attach(directory)
-        hosts = found.run(["srun", "--nodes=2", "hostname"], timeout_s=60).stdout.split()
+        hosts = found.run(["srun", "--nodes=2", "hostname"], timeout_s=300).stdout.split()
         assert sorted(hosts) == ["hpct0", "hpct1"]
         found.down()
     assert not processes_in(namespaces, "pid")
     assert not directory.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3])
 def test_killed_while_it_comes_up_it_leaves_nothing(directory: Path, delay_s: float) -> None:
     before = processes_of_this_folder(directory)
     with owner(directory, "kept") as process:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 300
         while not directory.exists():
             assert time.monotonic() < deadline_s
             time.sleep(0.005)
@@ -157,7 +160,7 @@ def test_killed_while_it_comes_up_it_leaves_nothing(directory: Path, delay_s: fl
         process.wait()
         time.sleep(0.5)  # a place that was just being started sees that its owner is gone
         end(directory)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 300
     while left := processes_of_this_folder(directory) - before:
         assert time.monotonic() < deadline_s, f"processes {left} are still there"
         time.sleep(0.05)
@@ -183,16 +186,17 @@ def test_the_machine_sees_none_of_it(cluster: Cluster) -> None:
     assert "hpct" not in Path("/etc/hosts").read_text()
     assert os.uname().nodename not in cluster.node_names
     assert not Path("/dev/shm").joinpath("hpct-test").exists()
-    cluster.run(["touch", "/dev/shm/hpct-test"], timeout_s=20, place="hpct0")
-    asked = cluster.run(["ls", "/dev/shm"], timeout_s=20, place="hpct1")
-    assert asked.stdout == ""  # nor do nodes share memory with each other
+    cluster.run(["touch", "/dev/shm/hpct-test"], timeout_s=300, place="hpct0")
+    asked = cluster.run(["ls", "/dev/shm"], timeout_s=300, place="hpct1")
+    assert "hpct-test" not in asked.stdout  # nor do nodes share memory with each other
     assert not Path("/dev/shm/hpct-test").exists()
 
 
 # Tells what others have left in the temporary folder, and leaves a file of its own.
 _LEAVES = (
     "import os, tempfile; names = os.listdir(tempfile.gettempdir())\n"
-    "print(os.uname().nodename, tempfile.gettempdir(), *(n for n in names if n.startswith('hpct-')), flush=True)\n"
+    "left = (name for name in names if name.startswith(('hpct-head', 'hpct-hpct')))\n"
+    "print(os.uname().nodename, tempfile.gettempdir(), *left, flush=True)\n"
     "open(f'{tempfile.gettempdir()}/hpct-{os.uname().nodename}', 'x').close()"
 )
 
@@ -202,13 +206,13 @@ def test_every_place_has_a_temporary_folder_of_its_own_in_which_shared_ones_stan
 ) -> None:
     (tmp_path / "shared").write_text("by all")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the machine's: not meant for the places
-    own = {"hpct-head": cluster.run([sys.executable, "-c", _LEAVES], timeout_s=20)}
-    own["nodes"] = cluster.run(["srun", "--nodes=4", sys.executable, "-c", _LEAVES], timeout_s=60)
-    told = sorted("".join(done.stdout for done in own.values()).splitlines())
-    assert told == [f"{place} /tmp" for place in sorted(cluster.plan.addresses)], own
-    ask = ["sh", "-c", f"cat {tmp_path}/shared; cd /tmp; echo hpct-*; stat -c %a ."]
+    own = {"hpct-head": cluster.run([sys.executable, "-c", _LEAVES], timeout_s=300)}
+    own["nodes"] = cluster.run(["srun", "--nodes=4", sys.executable, "-c", _LEAVES], timeout_s=300)
+    reported = sorted("".join(done.stdout for done in own.values()).splitlines())
+    assert reported == [f"{place} /tmp" for place in sorted(cluster.plan.addresses)], own
+    ask = ["sh", "-c", f"cat {tmp_path}/shared; cd /tmp; echo hpct-h*; stat -c %a ."]
     for place in cluster.plan.addresses:
-        asked = cluster.run(ask, timeout_s=20, place=place)
+        asked = cluster.run(ask, timeout_s=300, place=place)
         assert asked.stdout == f"by allhpct-{place}\n1777\n", asked.stderr
         assert not Path("/tmp", f"hpct-{place}").exists()
 
@@ -233,9 +237,9 @@ def test_a_limited_link_lets_so_much_through_and_is_counted(cluster: Cluster) ->
         assert listener.stdout is not None
         assert listener.stdout.readline() == "listening\n"
         before, start_s = cluster.bytes_sent(), time.monotonic()
-        cluster.run([sys.executable, "-c", script, "send"], timeout_s=60, place="hpct0")
+        cluster.run([sys.executable, "-c", script, "send"], timeout_s=300, place="hpct0")
         wall_s, after = time.monotonic() - start_s, cluster.bytes_sent()
-        assert listener.communicate(timeout=30)[0] == "5000000\n"
+        assert listener.communicate(timeout=300)[0] == "5000000\n"
     finally:
         cluster.set_rate("1gbit")
     sent = {node: after[node] - before[node] for node in cluster.node_names}
@@ -251,15 +255,15 @@ def test_a_cut_link_is_cut_and_comes_back(cluster: Cluster) -> None:
         "-c",
         "import socket; socket.create_connection(('hpct3', 6818), timeout=1).close()",
     ]
-    assert cluster.run(ask, timeout_s=20, place="hpct0").returncode == 0
+    assert cluster.run(ask, timeout_s=300, place="hpct0").returncode == 0
     cluster.cut_link("hpct3")
     try:
-        assert cluster.run(ask, timeout_s=20, place="hpct0").returncode != 0
-        assert cluster.run(ask, timeout_s=20, place="hpct3").returncode == 0
+        assert cluster.run(ask, timeout_s=300, place="hpct0").returncode != 0
+        assert cluster.run(ask, timeout_s=300, place="hpct3").returncode == 0
     finally:
         cluster.mend_link("hpct3")
-    deadline_s = time.monotonic() + 20
-    while cluster.run(ask, timeout_s=20, place="hpct0").returncode != 0:
+    deadline_s = time.monotonic() + 300
+    while cluster.run(ask, timeout_s=300, place="hpct0").returncode != 0:
         assert time.monotonic() < deadline_s, "the mended link carries nothing"
         time.sleep(0.2)
 

@@ -17,7 +17,7 @@ class _Launched(CollectiveContract):
     backend = ""
 
     def run_ranks(self, num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
-        return run_ranks(num_ranks, function, backend=self.backend, timeout_s=120).outputs
+        return run_ranks(num_ranks, function, backend=self.backend, timeout_s=800).outputs
 
 
 @pytest.mark.launches
@@ -39,4 +39,7 @@ class TestMpi(_Launched):
 @pytest.mark.launches
 @pytest.mark.skipif(importlib.util.find_spec("horovod") is None, reason="hpctrain runs without Horovod")
 class TestHorovod(_Launched):
+    """With two ranks and three: tests/ranks/comm/test_backends.py."""
+
     backend = "horovod"
+    num_ranks_tested = (1, 4)

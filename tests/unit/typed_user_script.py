@@ -12,6 +12,7 @@ from hpctrain import (
     FromRank0,
     HpctrainError,
     Loader,
+    ParallelPlan,
     Position,
     Replicated,
     SaveOptions,
@@ -28,7 +29,7 @@ def train(task: Task, directory: Path) -> list[str]:
     hpctrain.pack_arrays(directory / "data", {"x": np.zeros((8, 3), np.float32)})
     recipe = hpctrain.load_recipe(directory / "recipe.toml")
     session: Session = hpctrain.start(backend=recipe.run.backend)
-    model = task.build_model()
+    model = session.parallelize(task.build_model(), ParallelPlan(shard="parameters"))
     updater: Updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dataset: Dataset = session.open_dataset(directory / "data")
     loader: Loader = session.loader(dataset, global_batch=4)
@@ -50,6 +51,8 @@ def train(task: Task, directory: Path) -> list[str]:
         hpctrain.save(state, directory=directory, step=1, comm=session.world)
     except HpctrainError as error:
         print(error)
+    torch_session: Session = hpctrain.init_process_group(session)
+    print(torch_session.rank)
     kinds: tuple[type, ...] = (TrainingState, SaveOptions, hpctrain.Compression)
     print(kinds, hpctrain.resume, hpctrain.load_newest_good, hpctrain.__version__)
     return list(hpctrain.open_checkpoint(directory / "step-00000001.h5", comm=session.world).tensors)

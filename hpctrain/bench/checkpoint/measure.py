@@ -24,7 +24,7 @@ from hpctrain.bench.checkpoint.methods import (
     RawWriting,
     RunSaving,
     SyncSaving,
-    Way,
+    TimedMethod,
 )  # fmt: skip
 from hpctrain.bench.checkpoint.raw_io import BenchState, RawShare, make_state
 from hpctrain.bench.page_cache import Cache
@@ -124,37 +124,38 @@ def measure_checkpoint(
     directory: empty, on the filesystem to be measured, visible to all ranks; the files remain in it.
     Raises on every rank: UsageError if memory or disk space is too small, CheckpointError if I/O fails.
     """
-    check_room(asked, comm=comm, directory=directory)
+    check_free_space(asked, comm=comm, directory=directory)
     state = make_state(num_bytes=asked.num_bytes, num_tensors=asked.num_tensors, seed=asked.seed)
     raw = RawShare(state, rank=comm.rank, num_ranks=comm.num_ranks)
     cold = asked.cache is Cache.COLD
-    ways: list[Way] = [RawWriting(raw, comm=comm, directory=directory)]
-    behind: list[AsyncSaving] = []
+    methods: list[TimedMethod] = [RawWriting(raw, comm=comm, directory=directory)]
+    background: list[AsyncSaving] = []
     if SaveMode.SYNC in asked.modes:
-        ways += [
-            way(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
-            for way in (SyncSaving, RunSaving)
+        methods += [
+            method(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
+            for method in (SyncSaving, RunSaving)
             for name in asked.engines
         ]
     if SaveMode.ASYNC in asked.modes:
-        behind = [
+        background = [
             AsyncSaving(state.state, engine=name, comm=comm, directory=directory, page_cache=asked.page_cache)
             for name in asked.engines
         ]
-        ways += [*behind, Copying(raw, comm=comm)]
-    ways += [
+        methods += [*background, Copying(raw, comm=comm)]
+    methods += [
         RawReading(raw, comm=comm, directory=directory, cold=cold),
         Loading(state.state, comm=comm, directory=directory, cold=cold),
     ]
     try:
         turns = take_turns(
-            ways, repeats=asked.repeats, warmup=asked.warmup, seed=asked.seed, progress=progress
+            methods, repeats=asked.repeats, warmup=asked.warmup, seed=asked.seed, progress=progress
         )
     finally:
-        for way in behind:
-            way.close()
+        for method in background:
+            method.close()
     rows = [
-        row_of(way, turns, num_bytes=raw.num_bytes if way.name == COPY else state.num_bytes) for way in ways
+        row_of(method, turns, num_bytes=raw.num_bytes if method.name == COPY else state.num_bytes)
+        for method in methods
     ]
     return CheckpointMeasured(
         rows=rows, num_bytes=state.num_bytes, rank_bytes=all_gather_json(comm, raw.num_bytes),
@@ -163,7 +164,7 @@ def measure_checkpoint(
 
 
 def take_turns(
-    ways: Sequence[Way],
+    methods: Sequence[TimedMethod],
     *,
     repeats: int,
     warmup: int,
@@ -173,33 +174,35 @@ def take_turns(
     """Times each method `warmup + repeats` times. Returns the times by method name, without warm-up. Collective."""
     progress(0.0)
     order = Random(seed)
-    found: dict[str, list[MethodTime]] = {way.name: [] for way in ways}
+    found: dict[str, list[MethodTime]] = {method.name: [] for method in methods}
     for number in range(warmup + repeats):
-        for place, way in enumerate(order.sample(list(ways), len(ways))):
-            turn = way.turn()
+        for place, method in enumerate(order.sample(list(methods), len(methods))):
+            turn = method.turn()
             if number >= warmup:
-                found[way.name].append(turn)
-            progress((number + (place + 1) / len(ways)) / (warmup + repeats))
+                found[method.name].append(turn)
+            progress((number + (place + 1) / len(methods)) / (warmup + repeats))
     return found
 
 
-def row_of(way: Way, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: int) -> CheckpointRow:
+def row_of(
+    method: TimedMethod, turns: Mapping[str, Sequence[MethodTime]], *, num_bytes: int
+) -> CheckpointRow:
     """Returns the row of one method. turns: the times of all methods, by name. num_bytes: bytes per turn."""
-    mine = [turn.seconds for turn in turns[way.name]]
-    stalls = [turn.stall_s for turn in turns[way.name] if turn.stall_s is not None]
+    mine = [turn.seconds for turn in turns[method.name]]
+    stalls = [turn.stall_s for turn in turns[method.name] if turn.stall_s is not None]
     share = of_copy = None
-    if way.raw is not None:
-        share = median(raw.seconds / own for raw, own in zip(turns[way.raw], mine, strict=True))
+    if method.raw is not None:
+        share = median(raw.seconds / own for raw, own in zip(turns[method.raw], mine, strict=True))
     if stalls and COPY in turns:
         of_copy = median(stall / copy.seconds for stall, copy in zip(stalls, turns[COPY], strict=True))
     return CheckpointRow(
-        what=way.name, engine=way.engine, raw=way.raw, seconds=spread_of(mine), samples_s=tuple(mine),
+        what=method.name, engine=method.engine, raw=method.raw, seconds=spread_of(mine), samples_s=tuple(mine),
         num_bytes=num_bytes, share_of_raw=share, stall=spread_of(stalls) if stalls else None,
         stalls_s=tuple(stalls), stall_of_copy=of_copy,
     )  # fmt: skip
 
 
-def check_room(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> None:
+def check_free_space(asked: CheckpointAsked, *, comm: Collective, directory: Path) -> None:
     """Raises UsageError on every rank if memory or disk space is too small on any rank. Collective."""
     free_bytes = psutil.virtual_memory().available
     ranks_here = Counter(all_gather_json(comm, gethostname()))[gethostname()]

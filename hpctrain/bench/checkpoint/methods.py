@@ -42,7 +42,7 @@ class MethodTime:
     stall_s: float | None = None
 
 
-class Way(Protocol):
+class TimedMethod(Protocol):
     """A method that is timed. name: its name in the table. engine: the checkpoint engine that ran, known after a turn.
     raw: name of the method that it is compared with; None for a raw method."""
 

@@ -29,7 +29,7 @@ class StepWait:
         return self.mean_s / self.step_s if self.step_s else 0.0
 
 
-def wait_behind(
+def time_waits(
     batches: Iterator[Any], *, step: Callable[[Any], None], step_s: float, num_steps: int
 ) -> StepWait | None:
     """Fetches `num_steps` batches and calls `step` after each. Returns None if there are fewer than two."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.bench.data.batch_wait import StepWait, wait_behind
+from hpctrain.bench.data.batch_wait import StepWait, time_waits
 from hpctrain.bench.data.raw_reads import RawReader
 from hpctrain.bench.page_cache import Cache, cached_share, evict
 from hpctrain.bench.spread import Spread, spread_of
@@ -171,7 +171,7 @@ def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda
         evict(files)
     return DataMeasured(
         rows=rows,
-        wait=_behind_steps(opened, asked, epoch=rounds),
+        wait=_time_waits(opened, asked, epoch=rounds),
         notes=notes,
         num_samples=num_samples,
         sample_bytes=sample_bytes,
@@ -194,11 +194,11 @@ def batches_to_read(asked: DataAsked, *, num_samples: int, sample_bytes: int) ->
     return asked.num_batches
 
 
-def _behind_steps(dataset: Dataset, asked: DataAsked, *, epoch: int) -> StepWait | None:
+def _time_waits(dataset: Dataset, asked: DataAsked, *, epoch: int) -> StepWait | None:
     if not asked.num_steps:
         return None
     with _loader(dataset, asked).epoch(epoch) as batches:
-        return wait_behind(
+        return time_waits(
             iter(batches), step=lambda batch: time.sleep(asked.step_s), step_s=asked.step_s,
             num_steps=asked.num_steps + 1,
         )  # fmt: skip

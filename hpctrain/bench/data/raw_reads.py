@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 from hpctrain.data import Dataset, Manifest, StoredField
 from hpctrain.errors import DataError
 
-ReadBatch = Callable[[NDArray[np.int64]], int]
-"""Reads the samples with these indices, int64, shape (n,). Returns the number of bytes read."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mapped:

@@ -21,7 +21,7 @@ class Scaling(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StepCell:
-    """A configuration to measure. One rank is the same configuration in both modes and is measured once."""
+    """A configuration to measure. With one rank strong and weak scaling are the same configuration, measured once."""
 
     num_ranks: int
     global_batch: int
@@ -58,11 +58,11 @@ class StepAsked:
         return StepCell(num_ranks=num_ranks, global_batch=batch * factor)
 
 
-def parse_ranks(text: str) -> tuple[int, ...]:
+def parse_ranks(text: str, *, option: str = "--ranks") -> tuple[int, ...]:
     """Parses `1,2,4`. Returns the numbers ascending, without duplicates. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise UsageError(f"--ranks {text!r}: write numbers of ranks separated by commas, as 1,2,4")
+        raise UsageError(f"{option} {text!r}: write numbers separated by commas, as 1,2,4")
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -119,7 +119,9 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
     checkpoint = recipe.checkpoint.model_copy(
         update={"every_steps": None, "every_minutes": None, "every": None, "directory": None, "local": None}
     )
-    telemetry = recipe.telemetry.model_copy(update={"metrics_every_steps": 1, "evaluate_every_steps": None})
+    telemetry = recipe.telemetry.model_copy(
+        update={"metrics_every_steps": 1, "evaluate_every_steps": None, "ranks": "all"}
+    )
     return recipe.model_copy(
         update={"run": run, "data": data, "checkpoint": checkpoint, "telemetry": telemetry}
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from rich.table import Table
 from hpctrain.bench.document import document_head, write_document
 from hpctrain.bench.step.measure import StepRow, measure_steps, rows_of, runs_as_json
 from hpctrain.bench.step.plan import StepAsked
+from hpctrain.bench.step.resources import scratch_folder, shares_cores, threads_of_a_rank
 from hpctrain.bench.step.run import HowToRun, StepRun
 from hpctrain.bench.step.table import step_table
-from hpctrain.launch import Launcher, Machine, place_ranks, survey_machine
+from hpctrain.launch import Launcher, survey_machine
 from hpctrain.run import Recipe, working_commit
 
 SCHEMA = "hpctrain.bench.step/1"
@@ -38,7 +38,8 @@ def bench_step(
         machine=machine,
         launcher=launcher,
         ranks_per_node=ranks_per_node,
-        threads=threads or _threads_of_a_rank(asked, machine=machine, ranks_per_node=ranks_per_node),
+        threads=threads
+        or threads_of_a_rank(max(asked.ranks), machine=machine, ranks_per_node=ranks_per_node),
         module_folder=recipe_path.absolute().parent,
         environ=os.environ,
     )
@@ -47,7 +48,8 @@ def bench_step(
         recipe = recipe.model_copy(
             update={"run": recipe.run.model_copy(update={"threads_per_rank": threads})}
         )
-    runs = measure_steps(recipe, asked, how=how, scratch=scratch or _scratch(recipe))
+    place = scratch or scratch_folder(recipe, shared=bool(os.environ.get("SLURM_JOB_ID")))
+    runs = measure_steps(recipe, asked, how=how, scratch=place)
     rows = rows_of(asked, runs, batch=recipe.data.global_batch)
     if json_path is not None:
         write_document(json_path, _document(recipe, asked, rows, runs, how=how, commit=commit))
@@ -67,33 +69,10 @@ def _s(count: int) -> str:
     return "s" if count > 1 else ""
 
 
-def _threads_of_a_rank(asked: StepAsked, *, machine: Machine, ranks_per_node: int | None) -> int:
-    """Cores per rank at the largest number of ranks, used for all numbers: one rank on all cores is no fair baseline.
-
-    OMP_NUM_THREADS or SLURM_CPUS_PER_TASK instead, if set.
-    """
-    given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    most = place_ranks(max(asked.ranks), ranks_per_node, environ=os.environ, hosts=(), notes=[])
-    return max(1, machine.num_cores // most.ranks_on_a_node)
-
-
-def _scratch(recipe: Recipe) -> Path:
-    """In a Slurm job the run directory or its nearest existing parent, which all nodes see; else the temporary one."""
-    if not os.environ.get("SLURM_JOB_ID"):
-        return Path(tempfile.gettempdir())
-    place = Path(recipe.run.directory).absolute()
-    while not place.is_dir():
-        place = place.parent
-    return place
-
-
 def _warn_of_shared_cores(asked: StepAsked, *, how: HowToRun) -> None:
-    most = place_ranks(max(asked.ranks), how.ranks_per_node, environ=os.environ, hosts=(), notes=[])
-    if not os.environ.get("SLURM_JOB_ID") and most.ranks_on_a_node > how.machine.num_cores:
+    if shares_cores(max(asked.ranks), machine=how.machine, ranks_per_node=how.ranks_per_node):
         print(
-            f"hpctrain bench: {most.ranks_on_a_node} ranks shared {how.machine.num_cores} cores: the efficiency "
+            f"hpctrain bench: {max(asked.ranks)} ranks shared {how.machine.num_cores} cores: the efficiency "
             "does not apply to a machine with a core for each rank",
             file=sys.stderr, flush=True,
         )  # fmt: skip

@@ -78,13 +78,14 @@ def run_once(
         )
         recipe_path = directory / "recipe.toml"
         recipe_path.write_text(to_toml(asked), encoding="utf-8")
-        _launch(recipe_path, cell, how=how, output=directory / "output.txt")
+        launch_run(recipe_path, cell, how=how, output=directory / "output.txt")
         return read_run(directory / "run", cell, first_step=warmup_steps + 1, last_step=warmup_steps + steps)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _launch(recipe_path: Path, cell: StepCell, *, how: HowToRun, output: Path) -> None:
+def launch_run(recipe_path: Path, cell: StepCell, *, how: HowToRun, output: Path) -> None:
+    """Starts the ranks of a changed recipe and waits for them. See `run_once` for signals and errors."""
     environ = _environment(how)
     ranks_per_node = how.ranks_per_node
     plan = plan_launch(
@@ -126,9 +127,25 @@ def _failure(exit_code: int, *, cell: StepCell, plan_line: str, output: Path) ->
 
 def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int) -> StepRun:
     """Reads the records of steps `first_step` to `last_step` of all ranks. Raises LaunchError if any is missing."""
-    steps = range(first_step, last_step + 1)
-    by_rank: list[dict[int, dict[str, Any]]] = []
-    for rank in range(cell.num_ranks):
+    by_rank = read_steps(directory, num_ranks=cell.num_ranks, first_step=first_step, last_step=last_step)
+    at_once = list(zip(*by_rank, strict=True))
+    return StepRun(
+        cell=cell,
+        step_s=tuple(max(record["seconds"]["step"] for record in step) for step in at_once),
+        exposed_s=tuple(
+            sum(record["seconds"]["exposed_sync"] for record in step) / len(step) for step in at_once
+        ),
+        samples=tuple(sum(record["samples"] for record in step) for step in at_once),
+        environment=json.loads((directory / "environment.json").read_text(encoding="utf-8")),
+    )
+
+
+def read_steps(
+    directory: Path, *, num_ranks: int, first_step: int, last_step: int
+) -> list[list[dict[str, Any]]]:
+    """Returns of each rank the records of steps `first_step` to `last_step`. Raises LaunchError if any is missing."""
+    by_rank = []
+    for rank in range(num_ranks):
         path = directory / "metrics" / f"rank-{rank:05}.jsonl"
         try:
             records = {r["step"]: r for r in read_records(path) if r["kind"] == "step"}
@@ -137,16 +154,8 @@ def read_run(directory: Path, cell: StepCell, *, first_step: int, last_step: int
                 f"the records of rank {rank} cannot be read here ({error.strerror}: {path}): give --scratch a folder "
                 "that all nodes share"
             ) from error
-        missing = [step for step in steps if step not in records]
+        missing = [step for step in range(first_step, last_step + 1) if step not in records]
         if missing:
             raise LaunchError(f"rank {rank} did not record step {missing[0]} of {last_step} in {path}")
-        by_rank.append(records)
-    return StepRun(
-        cell=cell,
-        step_s=tuple(max(records[s]["seconds"]["step"] for records in by_rank) for s in steps),
-        exposed_s=tuple(
-            sum(records[s]["seconds"]["exposed_sync"] for records in by_rank) / len(by_rank) for s in steps
-        ),
-        samples=tuple(sum(records[s]["samples"] for records in by_rank) for s in steps),
-        environment=json.loads((directory / "environment.json").read_text(encoding="utf-8")),
-    )
+        by_rank.append([records[step] for step in range(first_step, last_step + 1)])
+    return by_rank

@@ -24,7 +24,7 @@ from hpctrain.errors import CheckpointError
 # Bytes per rank. The next size is measured if four times the last round's time still fits into the time limit.
 _SIZES = (256 << 10, 1 << 20, 4 << 20)
 _BUDGET_S = 1.5
-_STRETCH_BYTES = 1 << 20
+_RANGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +107,8 @@ def _pattern(rank: int, *, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _byte_ranges(data: NDArray[np.uint8], *, offset: int) -> Iterator[ByteRange]:
-    for begin in range(0, len(data), _STRETCH_BYTES):
-        yield offset + begin, data[begin : begin + _STRETCH_BYTES].data
+    for begin in range(0, len(data), _RANGE_BYTES):
+        yield offset + begin, data[begin : begin + _RANGE_BYTES].data
 
 
 def _compare(path: Path, *, rank: int, num_bytes: int, engine: str) -> None:

@@ -68,8 +68,8 @@ def write_uncached(
 
 @dataclass(slots=True)
 class _Window:
-    """Aligned buffer for the file from byte `base` on. Bytes `begin` to `end` of the file are filled; the bytes `lent`
-    are filled by the caller of `lend`."""
+    """An aligned buffer for the bytes of a file from offset `base` up to `limit`. It holds the bytes from offset
+    `begin` up to `end`. lent: range of offsets whose memory was lent by `_Writer.lend`, whose caller fills it."""
 
     memory: _Memory
     base: int = 0

@@ -7,9 +7,6 @@ are unchanged.
 
 from __future__ import annotations
 
-import re
-
-_ESCAPED = re.compile(rb"%([0-9A-F]{2})")
 _EMPTY = "%"  # stands for the empty name; unambiguous, since an escaped % is %25
 TENSOR_GROUP = "tensors"
 MAX_NAME_BYTES = 16384  # HDF5 limits a link to 64 KiB
@@ -23,20 +20,12 @@ def _escape_char(char: str) -> str:
 
 
 def escape(name: str) -> str:
-    """Returns `name` as one HDF5 link name. `unescape` reverses it."""
+    """Returns `name` as one HDF5 link name."""
     if not name:
         return _EMPTY
     if set(name) == {"."}:
         return name.replace(".", "%2E")
     return "".join(map(_escape_char, name))
-
-
-def unescape(link: str) -> str:
-    """Returns the tensor name that `escape` encoded as `link`."""
-    if link == _EMPTY:
-        return ""
-    raw = _ESCAPED.sub(lambda match: bytes([int(match[1], 16)]), link.encode("utf-8"))
-    return raw.decode("utf-8", "surrogatepass")
 
 
 def dataset_path(name: str, *, number: int = 0) -> str:

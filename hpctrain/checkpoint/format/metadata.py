@@ -99,15 +99,6 @@ class Metadata:
     parts: tuple[StoredPart, ...] = ()
 
 
-def encode_metadata(metadata: Metadata, *, byte_order: str) -> bytes:
-    """Returns the JSON text, without padding. Raises CheckpointError if it exceeds MAX_METADATA_BYTES."""
-    value = {**encode_header(metadata, byte_order=byte_order), "tensors": encode_tensors(metadata.tensors)}
-    data = json.dumps(value, separators=(",", ":")).encode()
-    if len(data) > MAX_METADATA_BYTES:
-        raise CheckpointError(f"the metadata is {len(data)} bytes long, the limit is {MAX_METADATA_BYTES}")
-    return data
-
-
 def encode_header(metadata: Metadata, *, byte_order: str) -> dict[str, Any]:
     """Returns all entries of the JSON object except "tensors"."""
     return {
@@ -149,7 +140,7 @@ def encode_tensors(tensors: Mapping[str, StoredTensor]) -> list[Any]:
 def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadata:
     """Returns the metadata of a main file of `file_bytes` bytes.
 
-    Raises CheckpointError for any input that `encode_metadata` cannot have written, also a maliciously made one.
+    Raises CheckpointError for any input that a save cannot have written, also a maliciously made one.
     """
     try:
         value = _object(_parsed(data), "metadata")

@@ -16,6 +16,7 @@ import torch
 
 from hpctrain.checkpoint.format.boxes import Box
 from hpctrain.checkpoint.format.dtypes import check_plain, dtype_name
+from hpctrain.distributed import box_of, is_first_replica, is_sharded_tensor, local_part
 from hpctrain.errors import CheckpointError
 
 
@@ -43,14 +44,30 @@ class FromRank0:
 
 
 def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
-    """Returns the entries of `model.state_dict()`, each named `prefix` + key: parameters as `Replicated`, everything
-    else (buffers, such as running statistics) as `FromRank0`. The tensors share memory with the model.
+    """Returns the entries of `model.state_dict()`, each named `prefix` + key: parameters as `tensor_items` has them,
+    everything else (buffers, such as running statistics) as `FromRank0`. The tensors share memory with the model.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [
-        (Replicated if name in parameters else FromRank0)(name=f"{prefix}{name}", tensor=tensor.detach())
-        for name, tensor in model.state_dict().items()
-    ]
+    items: list[Item] = []
+    for name, tensor in model.state_dict().items():
+        if name in parameters:
+            items += tensor_items(f"{prefix}{name}", tensor)
+        else:
+            items.append(FromRank0(name=f"{prefix}{name}", tensor=tensor.detach()))
+    return items
+
+
+def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
+    """Returns a tensor that every rank holds as `Replicated`; of a DTensor this rank's part as a `Shard`.
+
+    Nothing for a part that another rank has too and saves, or that is empty.
+    """
+    if not is_sharded_tensor(tensor):
+        return [Replicated(name=name, tensor=tensor.detach())]
+    part = local_part(tensor.detach())
+    if not part.numel() or not is_first_replica(tensor):
+        return []
+    return [Shard(name=name, tensor=part, global_shape=tuple(tensor.shape), offset=box_of(tensor)[0])]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,6 +23,11 @@ from hpctrain.checkpoint.loading.verified_content import Read, planned, read_reg
 from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
 
+# What to read of tensors that a rank needs only in part: a box (offset, shape), or a list of boxes, which are joined
+# along the first dimension.
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+Regions = Mapping[str, _Box | list[_Box]]
+
 # Number of tensors planned before they are read: few enough that the plans of small ones stay in the processor's
 # caches, and many enough that planning large ones takes a negligible time.
 _PLANNED_TENSORS = 64
@@ -72,11 +77,11 @@ class Checkpoint:
     def read_all(
         self,
         *,
-        regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+        regions: Regions | None = None,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Returns all tensors by name, or those in `names`; of the tensors in `regions` only the box (offset, shape).
-        Raises as `read`."""
+        """Returns all tensors by name, or those in `names`; of the tensors in `regions` only these boxes. Raises
+        as `read`."""
         regions = regions or {}
         missing = [name for name in regions if name not in self.tensors]
         if missing:
@@ -84,18 +89,25 @@ class Checkpoint:
                 f"{self.path} has no tensor {_some(missing)}, of which `regions` requests a part"
             )
         loaded: dict[str, torch.Tensor] = {}
+        parts: dict[str, list[torch.Tensor]] = {}
         wanted = iter(self.tensors if names is None else names)
         with self.named(), ContentFiles(self.files, read_ahead=names is None) as files:
             while some := list(islice(wanted, _PLANNED_TENSORS)):
                 reads: list[Read] = []
                 for name in some:
                     tensor = self.tensors[name]
-                    offset, shape = regions.get(name, (None, None))
-                    region = self.region_of(tensor, offset=offset, shape=shape)
-                    loaded[name], its_reads = planned(tensor, region=region)
-                    reads += its_reads
+                    parts[name] = []
+                    boxes = regions.get(name, _whole(tensor))
+                    for offset, shape in boxes if isinstance(boxes, list) else [boxes]:
+                        region = self.region_of(tensor, offset=offset, shape=shape)
+                        part, its_reads = planned(tensor, region=region)
+                        parts[name].append(part)
+                        reads += its_reads
                 for read in reads:
                     read(files)
+                for name in some:
+                    found = parts.pop(name)
+                    loaded[name] = found[0] if len(found) == 1 else torch.cat(found)
         return loaded
 
     @contextmanager
@@ -110,6 +122,8 @@ class Checkpoint:
     def region_of(
         self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
     ) -> Box:
+        """Returns the box of `tensor` at `offset` (None: the origin) with `shape` (None: to the end of each dimension).
+        Raises CheckpointError unless it lies within the tensor. Not collective."""
         begin = whole(tensor.shape).offset if offset is None else tuple(offset)
         if shape is None and len(begin) == len(tensor.shape):
             shape = tuple(n - o for n, o in zip(tensor.shape, begin, strict=True))
@@ -139,7 +153,7 @@ def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
     """
     seen: list[Structure] = []
 
-    def tell() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         try:
             structure = look()
         except UnknownFormatError as error:
@@ -152,7 +166,7 @@ def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
             "metadata": structure.metadata_text,
         }
 
-    message = on_rank_0(comm, tell)
+    message = on_rank_0(comm, read)
     if "unknown_format" in message:
         raise UnknownFormatError(message["unknown_format"], agreed=True)
     if seen:  # rank 0 has decoded it already
@@ -205,6 +219,11 @@ def say_rejected(reason: str) -> None:
 
 def _with_path(error: CheckpointError, path: Path) -> str:
     return str(error) if str(path) in str(error) else f"{path}: {error}"
+
+
+def _whole(tensor: StoredTensor) -> _Box:
+    box = whole(tensor.shape)
+    return box.offset, box.shape
 
 
 def _some(names: list[str]) -> str:

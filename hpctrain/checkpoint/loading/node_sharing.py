@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hpctrain.checkpoint.files.huge_pages import fresh_tensor, memory_of
 from hpctrain.checkpoint.format.boxes import whole
 from hpctrain.checkpoint.format.metadata import StoredPiece, StoredTensor
-from hpctrain.checkpoint.loading.checkpoint import Checkpoint
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, Regions
 from hpctrain.checkpoint.loading.open_files import ContentFiles
 from hpctrain.checkpoint.loading.read_ranges import ElementRun, element_runs_of, flat_start
 from hpctrain.checkpoint.loading.verified_content import check_run, planned_run
@@ -134,7 +134,7 @@ def read_sharing(
     comm: Collective,
     nodes: Sequence[Sequence[int]],
     names: Sequence[str],
-    regions: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    regions: Regions,
 ) -> dict[str, torch.Tensor]:
     """As `Checkpoint.read_all`, but reads tensors that no rank lists in `regions` once per node. Collective.
 

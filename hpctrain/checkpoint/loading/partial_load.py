@@ -14,6 +14,7 @@ from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_stru
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0
 from hpctrain.checkpoint.loading.restore import DoesNotFitError, newest_that, read_together
 from hpctrain.comm import Collective, doing, on_rank_0
+from hpctrain.distributed import part_of
 from hpctrain.errors import CheckpointError
 
 MODEL_PREFIX = "model/"
@@ -152,7 +153,8 @@ def load_weights(
     """
     expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     loaded = load_partial(path, comm=comm, prefix=prefix, rename=rename, expected=expected, strict=strict)
-    model.load_state_dict(loaded.tensors, strict=False)
+    here = {name: part_of(tensor, expected[name]) for name, tensor in loaded.tensors.items()}
+    model.load_state_dict(here, strict=False)
     return loaded
 
 

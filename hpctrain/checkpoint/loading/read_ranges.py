@@ -11,10 +11,8 @@ from hpctrain.checkpoint.format.metadata import StoredExtent, StoredPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementRun:
-    """Elements start <= i < start + num_elems of the piece's dense array, and the extents that lie wholly inside.
-
-    A run with one extent consists of exactly that extent.
-    """
+    """Consecutive elements of a piece: those with numbers `start` to `start + num_elems - 1` in C order, and the
+    extents that they contain. No extent lies partly in a run; a run with one extent has only its elements."""
 
     start: int
     num_elems: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,13 @@ import torch
 from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
 from hpctrain.checkpoint.format.commit_header import UnknownFormatError
 from hpctrain.checkpoint.loading.check_structure import read_structure
-from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0, say_rejected
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, Regions, from_rank_0, say_rejected
 from hpctrain.checkpoint.loading.node_sharing import Sharing, nodes_that_share, read_sharing
 from hpctrain.comm import Collective, agreed, doing, on_rank_0
 from hpctrain.errors import CheckpointError
 
 T = TypeVar("T")
 
-# The boxes to read of tensors that a rank needs only in part: name -> (offset, shape).
-Regions = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 # Regions that depend on what the checkpoint holds, such as the number of ranks that saved it. Must not fail.
 RegionsOf = Callable[[Checkpoint], Regions]
 
@@ -60,8 +58,8 @@ def load_newest_good(
     A damaged checkpoint is reported on stderr, and the next older one is tried; all ranks load the same one.
 
     Args:
-        regions: tensors of which this rank reads only the box (offset, shape), or a function that returns them;
-            all others are read whole.
+        regions: tensors of which this rank reads only a box (offset, shape), or a list of boxes, which are joined along
+            the first dimension; or a function that returns them. All others are read whole.
         sharing: whether the ranks of a node each read a part and exchange the parts; the same on every rank.
         node_of_rank: the node of each rank, the same on every rank; None: determined from the host names.
 

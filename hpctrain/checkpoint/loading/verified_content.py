@@ -22,7 +22,7 @@ from hpctrain.storage import hash_of
 
 # Extents of a sharded tensor interleave in the file. An element run (`ElementRun`; parameter `element_run`) of several
 # extents is read into memory and separated there, unless it is longer than this.
-_LONGEST_STRETCH_BYTES = 64 << 20
+_LONGEST_RUN_BYTES = 64 << 20
 # If the contiguous runs of an extent are shorter, one read that includes the bytes between them is faster.
 _SHORT_RUN_BYTES = 32 << 10
 # A number type for each element size: copying boxes depends on the size of an element only.
@@ -186,7 +186,7 @@ def _read_and_check(
         return
     extent = element_run.extents[0]
     offset = piece.file_offset + element_run.start * tensor.elem_bytes
-    with _told_as_damage(files, tensor, piece, extent):
+    with _raised_as_damage(files, tensor, piece, extent):
         found = files.read_and_hash(piece.file, buffer.data, offset=offset)
     if found != extent.hash:
         raise DamagedContentError(_damage(files, tensor, piece, extent, _DOES_NOT_FIT))
@@ -279,7 +279,7 @@ def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Bo
 
 
 def _fits_memory(element_run: ElementRun, elem_bytes: int) -> bool:
-    return len(element_run.extents) == 1 or element_run.num_elems * elem_bytes <= _LONGEST_STRETCH_BYTES
+    return len(element_run.extents) == 1 or element_run.num_elems * elem_bytes <= _LONGEST_RUN_BYTES
 
 
 def _run_bytes(extent: StoredExtent, piece: StoredPiece, elem_bytes: int) -> int:
@@ -302,12 +302,12 @@ def _read(
     extent: StoredExtent,
 ) -> None:
     """Fills the buffer from element `at` of the piece on. Raises DamagedContentError if the storage fails."""
-    with _told_as_damage(files, tensor, piece, extent):
+    with _raised_as_damage(files, tensor, piece, extent):
         files.read(piece.file, buffer.data, offset=piece.file_offset + at * tensor.elem_bytes)
 
 
 @contextmanager
-def _told_as_damage(
+def _raised_as_damage(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> Iterator[None]:
     """Converts an OSError of the storage to DamagedContentError of `extent`."""

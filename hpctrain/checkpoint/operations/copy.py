@@ -30,7 +30,7 @@ from hpctrain.comm import Collective, agreed, on_rank_0
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError
 from hpctrain.storage import write_fully
 
-STRETCH_BYTES = 64 << 20  # length of the byte ranges that are dealt to the ranks in turn
+RANGE_BYTES = 64 << 20  # length of the byte ranges that are dealt to the ranks, one after another
 _BUFFER_BYTES = 8 << 20
 
 
@@ -168,9 +168,9 @@ def _copy_ranges(
 ) -> None:
     """Copies this rank's byte ranges of each file and flushes them to disk."""
     byte_ranges = [
-        (number, begin, min(begin + STRETCH_BYTES, num_bytes))
+        (number, begin, min(begin + RANGE_BYTES, num_bytes))
         for number, num_bytes in enumerate(sizes)
-        for begin in range(0, num_bytes, STRETCH_BYTES)
+        for begin in range(0, num_bytes, RANGE_BYTES)
     ][comm.rank :: comm.num_ranks]
     total, done = sum(end - begin for _, begin, end in byte_ranges), 0
     buffer = memoryview(bytearray(_BUFFER_BYTES))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
     """
     tensors = checkpoint.tensors
     numbers = {piece.file for tensor in tensors.values() for piece in tensor.pieces if piece.box.num_elems}
-    files = {number: _map_file(checkpoint.files[number]) for number in sorted(numbers)}
+    files = {number: map_file(checkpoint.files[number]) for number in sorted(numbers)}
     items: list[Replicated | Shard] = []
-    pieced: list[tuple[StoredTensor, Box, torch.Tensor]] = []
+    shards: list[Shard] = []
     for tensor in tensors.values():
         if math.prod(tensor.shape) == 0:
             items.append(Replicated(name=tensor.name, tensor=empty_tensor(tensor.shape, dtype=tensor.dtype)))
@@ -52,18 +52,26 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
             content = _content(files[piece.file], piece, tensor=tensor)
             items.append(Replicated(name=tensor.name, tensor=content.reshape(tensor.shape)))
         else:
+            shape = tuple(tensor.shape)
             for piece in tensor.pieces:
                 content = _content(files[piece.file], piece, tensor=tensor)
-                pieced += [(tensor, *part) for part in _shards_of(content, piece, tensor=tensor)]
-    total_bytes = sum(box.num_elems * tensor.elem_bytes for tensor, box, _ in pieced)
-    begin = 0
-    for tensor, box, content in pieced:
-        middle = begin + box.num_elems * tensor.elem_bytes // 2
+                shards += [
+                    Shard(name=tensor.name, tensor=part, global_shape=shape, offset=box.offset)
+                    for box, part in _shards_of(content, piece, tensor=tensor)
+                ]
+    return [*items, *shards_of_rank(shards, rank=rank, num_ranks=num_ranks)]
+
+
+def shards_of_rank(shards: Sequence[Shard], *, rank: int, num_ranks: int) -> list[Shard]:
+    """Returns those of all `shards` that `rank` passes to a save: neighbours, with about equal bytes on each rank."""
+    total_bytes = sum(shard.tensor.nbytes for shard in shards)
+    found, begin = [], 0
+    for shard in shards:
+        middle = begin + shard.tensor.nbytes // 2
         if middle * num_ranks // total_bytes == rank:
-            shape = tuple(tensor.shape)
-            items.append(Shard(name=tensor.name, tensor=content, global_shape=shape, offset=box.offset))
-        begin += box.num_elems * tensor.elem_bytes
-    return items
+            found.append(shard)
+        begin += shard.tensor.nbytes
+    return found
 
 
 def save_in_files(
@@ -105,7 +113,7 @@ def save_in_files(
     return run_threads(files, save_part, timeout_s=THREADS_TIMEOUT_S)[0]
 
 
-def _map_file(path: Path) -> NDArray[Any]:
+def map_file(path: Path) -> NDArray[Any]:
     """Returns the mapped file: uint8, shape (file's bytes,), read-only."""
     with opened(path) as fd, explained(action="map", path=path):
         return np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), dtype=np.uint8)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpctrain.checkpoint.format.state import Header, State, encode_document, header_of
+from hpctrain.checkpoint.planning.shards import EvenShards
 from hpctrain.checkpoint.planning.write_plan import WritePlan, explain_difference, make_plan
-from hpctrain.comm import Collective, agreed, all_gather_json, describe_ranks
+from hpctrain.comm import Collective, agreed, all_gather_distinct, all_gather_json, describe_ranks
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import hash_of
 
@@ -33,22 +34,29 @@ def agree_on_plan(
     """
     headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
     replicated = [header.to_json() for header in headers if header.box is None]
-    shards = [header.to_json() for header in headers if header.box is not None]
+    shards = [header for header in headers if header.box is not None]
+    even = EvenShards.of(shards, rank=comm.rank, num_ranks=comm.num_ranks)
     document = agreed(comm, lambda: _shared_text(state))
+    files = None if file_of_rank is None else list(file_of_rank)
     mine = {
         "step": step,
-        "files": None if file_of_rank is None else list(file_of_rank),
+        "files": hash_of(json.dumps(files).encode()),
         "document": hash_of(document.encode()),
         "replicated": hash_of(json.dumps(replicated).encode()),
-        "shards": shards,
+        # Even shards are the same text on every rank.
+        "even": even is not None,
+        "shards": [header.to_json() for header in (shards if even is None else even.first)],
     }
-    by_rank = all_gather_json(comm, mine)
+    different, number_of_rank = all_gather_distinct(comm, mine)
+    by_rank = [different[number] for number in number_of_rank]
     if any(entry["step"] != by_rank[0]["step"] for entry in by_rank):
         steps = ", ".join(f"{entry['step']} on rank {place}" for place, entry in enumerate(by_rank))
         raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
     if any(entry["files"] != by_rank[0]["files"] for entry in by_rank):
-        files = "; ".join(f"rank {place} as {entry['files']}" for place, entry in enumerate(by_rank[:8]))
-        raise CheckpointError(f"the ranks disagree on which rank writes to which file: {files}", agreed=True)
+        texts = "; ".join(
+            f"rank {rank} as {theirs}" for rank, theirs in enumerate(all_gather_json(comm, files)[:8])
+        )
+        raise CheckpointError(f"the ranks disagree on which rank writes to which file: {texts}", agreed=True)
     if any(entry["document"] != by_rank[0]["document"] for entry in by_rank):
         shared = json.loads(document)
         raise CheckpointError(
@@ -61,9 +69,23 @@ def agree_on_plan(
         )
     return make_plan(
         replicated=[header for header in headers if header.box is None],
-        shards_by_rank=[list(map(Header.from_json, entry["shards"])) for entry in by_rank],
+        shards_by_rank=_shards_of_all(different, number_of_rank),
         file_of_rank=file_of_rank,
     )
+
+
+def _shards_of_all(
+    different: Sequence[Mapping[str, Any]], number_of_rank: Sequence[int]
+) -> Sequence[Sequence[Header]]:
+    """Returns the shards of each rank. different: what the ranks have sent, and the number of each rank's in it."""
+    num_ranks = len(number_of_rank)
+    listed = [tuple(map(Header.from_json, entry["shards"])) for entry in different]
+    if len(different) == 1 and different[0]["even"]:
+        return EvenShards(listed[0], num_ranks)
+    return [
+        EvenShards(listed[number], num_ranks)[rank] if different[number]["even"] else listed[number]
+        for rank, number in enumerate(number_of_rank)
+    ]
 
 
 def _document_difference(document: dict[str, Any], comm: Collective) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from hpctrain.checkpoint.planning.hdf5_skeleton import Skeleton, SkeletonDataset
 from hpctrain.checkpoint.planning.metadata_template import TensorsText, room_for, tensors_text
 from hpctrain.checkpoint.planning.rank_extents import Group, OwnBytes, own_bytes
 from hpctrain.checkpoint.planning.replicas import Replicas
-from hpctrain.checkpoint.planning.write_plan import Files, WritePlan
+from hpctrain.checkpoint.planning.write_plan import Files, PieceKey, PlannedPiece, WritePlan
 from hpctrain.comm import Collective, agreed
 from hpctrain.errors import CheckpointError
 
@@ -146,7 +146,7 @@ def layout_for(
         entry.number: entry.layout
         for entry in memory.layouts
         if entry.fits(sources, frame=frame, trusting=trusting and memory.trusted)
-        and (comm.rank != 0 or _has_room(entry.layout, header=header))
+        and (comm.rank != 0 or _metadata_fits(entry.layout, header=header))
     }
     try:
         mine = document_hash(state)
@@ -187,7 +187,7 @@ def _kinds(own: OwnBytes, *, sources: Sequence[Item]) -> list[_Kinds]:
     return [_Kinds.of(sources, found) for found in (*numbers, rest)]
 
 
-def _has_room(layout: FileLayout, *, header: Metadata) -> bool:
+def _metadata_fits(layout: FileLayout, *, header: Metadata) -> bool:
     """True if rank 0's metadata fits the space of the cached layout. Returns False for metadata that is too long, for
     which `_lay_out` then raises on all ranks."""
     assert layout.text is not None
@@ -210,6 +210,7 @@ def _lay_out(
     """Computes the layout of a plan. Collective: the leaders create the skeletons and send their offsets to all."""
     file = plan.files.of_rank[comm.rank]
     leads = plan.files.leaders[file] == comm.rank
+    pieces = plan.pieces_in(file)
 
     def lead() -> tuple[Skeleton | None, TensorsText | None]:
         text = tensors_text(plan) if comm.rank == 0 else None
@@ -217,34 +218,36 @@ def _lay_out(
             return None, text
         padded_bytes = 0 if text is None else room_for(_encoded(header), text, num_parts=plan.files.count)
         block = b"" if file == 0 else empty_part_block()
-        datasets = _datasets(plan, file=file)
         return make_skeleton(
-            datasets, metadata_bytes=padded_bytes, user_block=block, alignment=alignment
+            _datasets(plan, pieces), metadata_bytes=padded_bytes, user_block=block, alignment=alignment
         ), text
 
     skeleton, text = agreed(comm, lead, os_error=CheckpointError)
     gathered = comm.all_gather_bytes(np.array(skeleton.offsets if skeleton else [], dtype=np.int64).tobytes())
-    by_file = [
-        iter(np.frombuffer(gathered[plan.files.leaders[number]], dtype=np.int64).tolist())
-        for number in range(plan.files.count)
-    ]
-    offsets = [[next(by_file[piece.file]) for piece in tensor.pieces] for tensor in plan.tensors]
+
+    def offsets_in(number: int) -> list[int]:
+        return np.frombuffer(gathered[plan.files.leaders[number]], dtype=np.int64).tolist()
+
     if text is not None:
-        text = text.with_offsets([offset for places in offsets for offset in places])
-    own = own_bytes(plan, rank=comm.rank, offsets=offsets)
+        every = {
+            key: offset
+            for number in range(plan.files.count)
+            for key, offset in zip(plan.pieces_in(number), offsets_in(number), strict=True)
+        }
+        text = text.with_offsets([every[key] for key in sorted(every)])
+    offsets = dict(zip(pieces, offsets_in(file), strict=True))
+    own = own_bytes(plan, rank=comm.rank, pieces=pieces, offsets=offsets)
     return FileLayout(
         files=plan.files, skeleton=skeleton, text=text, own=own, kinds=_kinds(own, sources=sources),
         replicas=Replicas.of(sources, step=header.step),
     )  # fmt: skip
 
 
-def _datasets(plan: WritePlan, *, file: int) -> list[SkeletonDataset]:
+def _datasets(plan: WritePlan, pieces: Mapping[PieceKey, PlannedPiece]) -> list[SkeletonDataset]:
     return [
         SkeletonDataset(
-            path=piece.dataset, dtype=tensor.dtype, shape=piece.shape,
-            num_bytes=piece.box.num_elems * tensor.elem_bytes,
+            path=piece.dataset, dtype=plan.tensors[tensor].dtype, shape=piece.shape,
+            num_bytes=piece.box.num_elems * plan.tensors[tensor].elem_bytes,
         )
-        for tensor in plan.tensors
-        for piece in tensor.pieces
-        if piece.file == file
+        for (tensor, _), piece in pieces.items()
     ]  # fmt: skip

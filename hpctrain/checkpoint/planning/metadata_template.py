@@ -62,16 +62,16 @@ def tensors_text(plan: WritePlan) -> TensorsText:
     no_offset = 10 ** (_OFFSET_DIGITS - 1) + secrets.randbelow(10 ** (_OFFSET_DIGITS - 1))
     found: dict[tuple[int, int], list[tuple[tuple[int, ...], int, StoredExtent]]] = defaultdict(list)
     number = 0
-    for extents in plan.extents_by_rank:
-        for extent in extents:
+    for rank in range(plan.num_ranks):
+        for extent in plan.extents_of(rank):
             stored = StoredExtent(box=extent.box, hash=no_hash)
             found[extent.tensor, extent.piece].append((extent.box.offset, number, stored))
             number += 1
     written_as: list[int] = []
     tensors = {}
-    for i, tensor in enumerate(plan.tensors):
+    for i, (tensor, planned) in enumerate(zip(plan.tensors, plan.pieces(), strict=True)):
         pieces = []
-        for j, piece in enumerate(tensor.pieces):
+        for j, piece in enumerate(planned):
             listed = sorted(found[i, j], key=lambda entry: entry[:2])
             written_as += [number for _, number, _ in listed]
             pieces.append(

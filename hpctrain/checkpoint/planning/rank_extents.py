@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from hpctrain.checkpoint.files.write_buffers import Staging
 from hpctrain.checkpoint.format.boxes import Box, runs_of
 from hpctrain.checkpoint.format.dtypes import byte_view
 from hpctrain.checkpoint.format.state import Item
-from hpctrain.checkpoint.planning.write_plan import WritePlan
+from hpctrain.checkpoint.planning.write_plan import PieceKey, PlannedPiece, WritePlan
 from hpctrain.errors import CheckpointError
 
 # Small tensors are joined, since calls cost more than their bytes. Joined groups are small enough to stay in the
@@ -97,18 +97,20 @@ class OwnBytes:
                     begin += num_bytes
 
 
-def own_bytes(plan: WritePlan, *, rank: int, offsets: Sequence[Sequence[int]]) -> OwnBytes:
-    """Returns the bytes that `rank` writes. offsets[i][j]: file offset of piece j of tensor i."""
+def own_bytes(
+    plan: WritePlan, *, rank: int, pieces: Mapping[PieceKey, PlannedPiece], offsets: Mapping[PieceKey, int]
+) -> OwnBytes:
+    """Returns the bytes that `rank` writes. pieces, offsets: the pieces of its file, and their offsets there."""
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
     segments: list[tuple[Segment, range]] = []  # each with its extents
-    for number, extent in enumerate(plan.extents_by_rank[rank]):
+    for number, extent in enumerate(plan.extents_of(rank)):
         tensor = plan.tensors[extent.tensor]
-        piece = tensor.pieces[extent.piece]
+        piece = pieces[extent.tensor, extent.piece]
         elem_bytes = tensor.elem_bytes
         num_bytes = extent.box.num_elems * elem_bytes
         start = extent.source_start * elem_bytes
-        base = offsets[extent.tensor][extent.piece]
+        base = offsets[extent.tensor, extent.piece]
         if len(tensor.view) == 1:
             first = base + (extent.box.offset[0] - piece.box.offset[0]) * elem_bytes
             runs.append(((first, num_bytes),))

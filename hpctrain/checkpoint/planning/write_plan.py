@@ -5,6 +5,9 @@ Tensors of kind `FromRank0` are written by rank 0, whose part is smaller by thei
 that holds them. Each rank writes to one file; if there are several, the bytes of a tensor that the ranks of one file
 write form a piece of the tensor, which is a dataset of that file. Pieces are divided into extents of at most
 EXTENT_BYTES, the unit of hashing: to read one byte of an extent, all of it must be verified.
+
+Extents and pieces are computed on request only: a rank requests its own extents and the pieces of its own file; rank 0,
+which writes the metadata, requests all.
 """
 
 from __future__ import annotations
@@ -13,18 +16,24 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
 
-from hpctrain.checkpoint.format.boxes import Box, Steps, TooFragmentedError, cover_exactly, split_box, whole
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.checkpoint.format.boxes import Box, split_box, whole
 from hpctrain.checkpoint.format.dtypes import dtype_named
 from hpctrain.checkpoint.format.link_names import dataset_path
 from hpctrain.checkpoint.format.state import Header
+from hpctrain.checkpoint.planning.division import Division
+from hpctrain.checkpoint.planning.shards import EvenShards, check_shards, rows_of
 from hpctrain.errors import CheckpointError
 
 EXTENT_BYTES = 4 << 20
 
-# The parts of two ranks are divided inside a tensor only at multiples of this. Large datasets begin at a page, and a
-# page written by two nodes is slow or even corrupted on network filesystems. A multiple of every element size.
-CUT_BYTES = 4096
+# A piece: the index of its tensor in the plan, and its number among the tensor's pieces.
+PieceKey: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +58,6 @@ class PlannedTensor:
     dtype: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
-    pieces: tuple[PlannedPiece, ...]
 
     @property
     def elem_bytes(self) -> int:
@@ -64,7 +72,7 @@ class PlannedTensor:
 class Extent:
     """A box of a tensor that one rank writes, with one hash.
 
-    tensor: index in the plan's tensors. piece: index in the tensor's pieces. source: index in `State.sources()` of the
+    tensor: index in the plan's tensors. piece: number of the tensor's piece. source: index in `State.sources()` of the
     writing rank. source_start: first element in that source's row-major memory, where the extent is contiguous.
     """
 
@@ -79,32 +87,179 @@ class Extent:
 class Files:
     """of_rank: number of the file that each rank writes to; numbers start at 0, without gaps.
 
-    leaders: for each file the rank that creates it, which is the lowest one that writes to it.
+    order: the ranks, file by file, shape (num_ranks,). first: position in `order` of each file's first rank, and at the
+    end num_ranks, shape (count + 1,). leaders: for each file the rank that creates it, the lowest that writes to it.
     """
 
     of_rank: tuple[int, ...]
+    order: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    first: NDArray[np.int64] = field(init=False, repr=False, compare=False)
     leaders: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lowest: dict[int, int] = {}
-        for rank, file in enumerate(self.of_rank):
-            lowest.setdefault(file, rank)
-        object.__setattr__(self, "leaders", tuple(lowest[file] for file in range(len(lowest))))
+        files = np.array(self.of_rank, dtype=np.int64)
+        order = np.argsort(files, kind="stable")
+        first = np.concatenate([[0], np.cumsum(np.bincount(files))])
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "first", first)
+        object.__setattr__(self, "leaders", tuple(order[first[:-1]].tolist()))
 
     @property
     def count(self) -> int:
         return len(self.leaders)
 
+    def ranks_of(self, file: int) -> NDArray[np.int64]:
+        """Returns the ranks that write to a file, ascending, shape (number of ranks,), int64."""
+        return self.order[self.first[file] : self.first[file + 1]]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+    def position_of(self, rank: int) -> int:
+        """Returns the position of a rank in `order`."""
+        file = self.of_rank[rank]
+        return int(self.first[file] + np.searchsorted(self.ranks_of(file), rank))
+
+
 class WritePlan:
-    tensors: tuple[PlannedTensor, ...]  # sorted by name
-    extents_by_rank: tuple[tuple[Extent, ...], ...]
-    files: Files
+    """See `make_plan`. tensors: sorted by name."""
+
+    def __init__(
+        self,
+        *,
+        tensors: Sequence[PlannedTensor],
+        replicated: Sequence[Header],
+        shards_by_rank: Sequence[Sequence[Header]],
+        files: Files,
+    ) -> None:
+        """Do not call this; use `make_plan`, which checks the arguments."""
+        self.tensors = tuple(tensors)
+        self.files = files
+        self._replicated = replicated
+        self._shards = shards_by_rank
+        self._index = {tensor.name: index for index, tensor in enumerate(self.tensors)}
+        self._ahead = [source for source, header in enumerate(replicated) if header.from_rank_0]
+        # The sources to divide, and the tensors that they are.
+        self._line = [source for source, header in enumerate(replicated) if not header.from_rank_0]
+        self._line_tensors = [self._index[replicated[source].name] for source in self._line]
+        self._division = Division(
+            [(self.tensors[t].num_bytes, self.tensors[t].elem_bytes) for t in self._line_tensors],
+            num_parts=self.num_ranks,
+            ahead_bytes=sum(self.tensors[self._index[replicated[s].name]].num_bytes for s in self._ahead),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._shards)
 
     def bytes_of(self, rank: int) -> int:
         """Returns the number of bytes that `rank` writes."""
-        return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_by_rank[rank])
+        return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_of(rank))
+
+    def extents_of(self, rank: int) -> list[Extent]:
+        """Returns the extents that `rank` writes."""
+        extents: list[Extent] = []
+
+        def add(tensor: int, piece: int, box: Box, *, source: int, start: int) -> None:
+            for part in split_box(box, max_elems=EXTENT_BYTES // self.tensors[tensor].elem_bytes):
+                extents.append(
+                    Extent(tensor=tensor, piece=piece, box=part, source=source, source_start=start)
+                )
+                start += part.num_elems
+
+        for source in self._ahead if rank == 0 else ():
+            tensor = self._index[self._replicated[source].name]
+            add(tensor, 0, whole(self.tensors[tensor].view), source=source, start=0)
+        file = self.files.of_rank[rank]
+        for place, begin, end in self._division.pieces(self.files.position_of(rank)):
+            box = Box(offset=(begin,), shape=(end - begin,))
+            piece = 0 if self.files.count == 1 else self._division.number_of_run(file, place, ends=self._ends)
+            add(self._line_tensors[place], piece, box, source=self._line[place], start=begin)
+        for place, header in enumerate(self._shards[rank]):
+            assert header.box is not None
+            if header.box.num_elems:
+                source = len(self._replicated) + place
+                add(
+                    self._index[header.name],
+                    self._shard_piece(rank, place),
+                    header.box,
+                    source=source,
+                    start=0,
+                )
+        return extents
+
+    def pieces_in(self, file: int) -> dict[PieceKey, PlannedPiece]:
+        """Returns the pieces that one file holds, in the order of tensors and pieces."""
+        found = {}
+        for (tensor, number), nth, box in sorted(self._boxes_in(file)):
+            planned = self.tensors[tensor]
+            found[tensor, number] = PlannedPiece(
+                file=file, dataset=dataset_path(planned.name, number=nth), box=box,
+                shape=planned.shape if box == whole(planned.view) else box.shape,
+            )  # fmt: skip
+        return found
+
+    def pieces(self) -> list[list[PlannedPiece]]:
+        """Returns all pieces of each tensor, in order."""
+        found: list[dict[int, PlannedPiece]] = [{} for _ in self.tensors]
+        for file in range(self.files.count):
+            for (tensor, number), piece in self.pieces_in(file).items():
+                found[tensor][number] = piece
+        return [[pieces[number] for number in sorted(pieces)] for pieces in found]
+
+    def _boxes_in(self, file: int) -> Iterator[tuple[PieceKey, int, Box]]:
+        """Yields the file's pieces: the key, its number among the tensor's pieces in this file, and the box."""
+        if self.files.count == 1:
+            yield from (((t, 0), 0, whole(tensor.view)) for t, tensor in enumerate(self.tensors))
+            return
+        if file == self.files.of_rank[0]:
+            for source in self._ahead:
+                tensor = self._index[self._replicated[source].name]
+                if self.tensors[tensor].num_bytes:
+                    yield (tensor, 0), 0, whole(self.tensors[tensor].view)
+        if file == 0:  # tensors without elements are written by no rank
+            empty = (t for t, tensor in enumerate(self.tensors) if not tensor.num_bytes)
+            yield from (((tensor, 0), 0, whole(self.tensors[tensor].view)) for tensor in empty)
+        for place, begin, end in self._division.pieces_of_run(file, ends=self._ends):
+            number = self._division.number_of_run(file, place, ends=self._ends)
+            yield (self._line_tensors[place], number), 0, Box(offset=(begin,), shape=(end - begin,))
+        if isinstance(self._shards, EvenShards):
+            ranks = self.files.ranks_of(file).tolist()
+            for header in self._shards.first:
+                for nth, rank in enumerate(ranks):
+                    yield (self._index[header.name], rank), nth, rows_of(header, rank=rank)
+        else:
+            yield from self._listed_shards[1].get(file, ())
+
+    def _shard_piece(self, rank: int, place: int) -> int:
+        if self.files.count == 1:
+            return 0
+        return rank if isinstance(self._shards, EvenShards) else self._listed_shards[0][rank, place]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """Offsets in the concatenated replicated tensors, in bytes, at which the part of each file ends; shape (number
+        of files,)."""
+        return self._division.boundaries(self.files.first[1:])
+
+    @cached_property
+    def _listed_shards(
+        self,
+    ) -> tuple[dict[tuple[int, int], int], dict[int, list[tuple[PieceKey, int, Box]]]]:
+        """The number of the piece of each (rank, place), and the pieces of each file as `_boxes_in` yields them."""
+        numbers: dict[tuple[int, int], int] = {}
+        by_file: dict[int, list[tuple[PieceKey, int, Box]]] = defaultdict(list)
+        of_tensor: dict[int, int] = defaultdict(int)
+        in_file: dict[tuple[int, int], int] = defaultdict(int)
+        for rank, shards in enumerate(self._shards):
+            file = self.files.of_rank[rank]
+            for place, header in enumerate(shards):
+                assert header.box is not None
+                if not header.box.num_elems:
+                    continue
+                tensor = self._index[header.name]
+                numbers[rank, place] = of_tensor[tensor]
+                by_file[file].append(((tensor, of_tensor[tensor]), in_file[tensor, file], header.box))
+                of_tensor[tensor] += 1
+                in_file[tensor, file] += 1
+        return numbers, by_file
 
 
 def make_plan(
@@ -116,206 +271,26 @@ def make_plan(
     """Returns the plan for all ranks. The arguments must be the same on every rank.
 
     replicated: the tensors that every rank lists, `Replicated` and `FromRank0`, sorted by name. shards_by_rank: each
-    rank's shards, in its own order. file_of_rank: number of the file that each rank writes to, from 0 without gaps;
+    rank's shards, in its own order; as `EvenShards` if possible, since otherwise the plan takes time and memory in
+    proportion to the number of ranks. file_of_rank: number of the file that each rank writes to, from 0 without gaps;
     None: one file for all. Raises CheckpointError, on every rank, if a name occurs twice, or if shards of a tensor are
     inconsistent or do not cover it exactly.
     """
-    num_ranks = len(shards_by_rank)
-    files = tuple(file_of_rank) if file_of_rank is not None else (0,) * num_ranks
     replicated_names = {header.name for header in replicated}
     if len(replicated_names) != len(replicated):
         names = [header.name for header in replicated]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise CheckpointError(f"more than one replicated tensor is called {_quoted(twice)}", agreed=True)
-    sharded = _shapes_of_shards(shards_by_rank, replicated_names)
-    planning = _Planning(files=files, whole_datasets=max(files) == 0)
-    # Parts are assigned file by file, so that the bytes of a tensor in one file are contiguous in the tensor.
-    order = sorted(range(num_ranks), key=lambda rank: (files[rank], rank))
-    tensors = sorted(
-        [*(_Tensor(header, view=(math.prod(header.shape),)) for header in replicated),
-         *(_Tensor(header, view=header.shape) for header in sharded.values())],
-        key=lambda tensor: tensor.header.name,
-    )  # fmt: skip
-    index = {tensor.header.name: i for i, tensor in enumerate(tensors)}
-    ahead_bytes = 0
-    line: list[int] = []  # indices of the sources to divide
-    for source, header in enumerate(replicated):
-        tensor = tensors[index[header.name]]
-        if header.from_rank_0:
-            ahead_bytes += tensor.num_bytes
-            planning.add(
-                0,
-                tensor=tensor,
-                number=index[header.name],
-                box=whole(tensor.view),
-                source=source,
-                source_start=0,
-            )
-        else:
-            line.append(source)
-    flat = [tensors[index[replicated[source].name]] for source in line]
-    for piece in divide_evenly(
-        [(t.num_bytes, t.elem_bytes) for t in flat], num_ranks=num_ranks, ahead_bytes=ahead_bytes
-    ):
-        box = Box(offset=(piece.start,), shape=(piece.stop - piece.start,))
-        planning.add(
-            order[piece.rank], tensor=flat[piece.tensor], number=index[flat[piece.tensor].header.name], box=box,
-            source=line[piece.tensor], source_start=piece.start,
-        )  # fmt: skip
-    for rank, shards in enumerate(shards_by_rank):
-        for place, header in enumerate(shards):
-            assert header.box is not None
-            number = index[header.name]
-            planning.add(
-                rank, tensor=tensors[number], number=number, box=header.box,
-                source=len(replicated) + place, source_start=0,
-            )  # fmt: skip
+    sharded = check_shards(shards_by_rank, replicated_names=replicated_names)
+    tensors = [
+        *(PlannedTensor(name=h.name, dtype=h.dtype, shape=h.shape, view=(math.prod(h.shape),)) for h in replicated),
+        *(PlannedTensor(name=h.name, dtype=h.dtype, shape=h.shape, view=h.shape) for h in sharded.values()),
+    ]  # fmt: skip
+    num_ranks = len(shards_by_rank)
     return WritePlan(
-        tensors=tuple(tensor.planned() for tensor in tensors),
-        extents_by_rank=tuple(tuple(planning.extents[rank]) for rank in range(num_ranks)),
-        files=Files(of_rank=files),
-    )
-
-
-class _Tensor:
-    """A tensor while its pieces are being collected."""
-
-    def __init__(self, header: Header, *, view: tuple[int, ...]) -> None:
-        self.header = header
-        self.view = view
-        self.elem_bytes = dtype_named(header.dtype).itemsize
-        self.num_bytes = math.prod(header.shape) * self.elem_bytes
-        self.pieces: list[tuple[int, Box]] = []
-
-    def planned(self) -> PlannedTensor:
-        """Returns the planned tensor. The dataset of a whole tensor has its shape; a part of a replicated one has one
-        dimension."""
-        pieces, seen = [], dict[int, int]()
-        for file, box in self.pieces or [(0, whole(self.view))]:
-            number = seen[file] = seen.get(file, -1) + 1
-            shape = self.header.shape if box == whole(self.view) else box.shape
-            dataset = dataset_path(self.header.name, number=number)
-            pieces.append(PlannedPiece(file=file, dataset=dataset, box=box, shape=shape))
-        return PlannedTensor(
-            name=self.header.name, dtype=self.header.dtype, shape=self.header.shape, view=self.view,
-            pieces=tuple(pieces),
-        )  # fmt: skip
-
-
-class _Planning:
-    """Collects the ranks' extents and the pieces that contain them."""
-
-    def __init__(self, *, files: tuple[int, ...], whole_datasets: bool) -> None:
-        self.extents: list[list[Extent]] = [[] for _ in files]
-        self._files = files
-        self._whole = whole_datasets
-
-    def add(
-        self, rank: int, *, tensor: _Tensor, number: int, box: Box, source: int, source_start: int
-    ) -> None:
-        """Adds extents by which `rank` writes `box` of the tensor's view, from element `source_start` of its source."""
-        if not box.num_elems:
-            return
-        piece = self._piece_of(tensor, file=self._files[rank], box=box)
-        for part in split_box(box, max_elems=EXTENT_BYTES // tensor.elem_bytes):
-            self.extents[rank].append(
-                Extent(tensor=number, piece=piece, box=part, source=source, source_start=source_start)
-            )
-            source_start += part.num_elems
-
-    def _piece_of(self, tensor: _Tensor, *, file: int, box: Box) -> int:
-        """Returns the index of the piece for `box`. With one file a tensor is one piece. With several, neighbouring
-        parts of a replicated tensor in the same file are one piece, and each shard is a piece."""
-        if self._whole:
-            tensor.pieces = [(0, whole(tensor.view))]
-            return 0
-        if tensor.pieces and tensor.header.box is None:
-            last_file, last = tensor.pieces[-1]
-            if last_file == file:
-                joined = Box(offset=last.offset, shape=(last.shape[0] + box.shape[0],))
-                tensor.pieces[-1] = (file, joined)
-                return len(tensor.pieces) - 1
-        tensor.pieces.append((file, box))
-        return len(tensor.pieces) - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPiece:
-    """Elements start <= i < stop of the flattened tensor number `tensor`, written by `rank`."""
-
-    rank: int
-    tensor: int
-    start: int
-    stop: int
-
-
-def divide_evenly(
-    sizes: Sequence[tuple[int, int]], *, num_ranks: int, ahead_bytes: int = 0
-) -> Iterator[TensorPiece]:
-    """Divides the concatenation of tensors of `sizes`, (bytes, bytes per element), into equal parts for the ranks.
-
-    ahead_bytes: other bytes that rank 0 writes; its part is smaller by them, and may be empty. If `ahead_bytes` is at
-    most an equal share, every rank's share differs from that by less than CUT_BYTES.
-    """
-    total_bytes = sum(num_bytes for num_bytes, _ in sizes)
-    first_bytes = max(0, (total_bytes + ahead_bytes) // num_ranks - ahead_bytes)
-    rest_bytes = total_bytes - first_bytes
-    rank, begin = 0, 0  # `begin`: position of the tensor in the concatenation, in bytes
-    for tensor, (num_bytes, elem_bytes) in enumerate(sizes):
-        start = 0
-        while start < num_bytes:
-            if rank + 1 < num_ranks:
-                cut = first_bytes + rank * rest_bytes // (num_ranks - 1) - begin
-                stop = num_bytes if cut >= num_bytes else max(start, cut - cut % CUT_BYTES)
-            else:
-                cut, stop = num_bytes, num_bytes
-            if stop > start:
-                yield TensorPiece(
-                    rank=rank, tensor=tensor, start=start // elem_bytes, stop=stop // elem_bytes
-                )
-            if cut <= num_bytes and rank + 1 < num_ranks:
-                rank += 1
-            start = stop
-        begin += num_bytes
-
-
-def _shapes_of_shards(
-    shards_by_rank: Sequence[Sequence[Header]], replicated_names: set[str]
-) -> dict[str, Header]:
-    """Returns one header per sharded tensor. Raises CheckpointError unless its shards agree and cover it exactly."""
-    first: dict[str, Header] = {}
-    holder: dict[str, int] = {}
-    boxes: dict[str, list[Box]] = defaultdict(list)
-    for rank, shards in enumerate(shards_by_rank):
-        for header in shards:
-            name = header.name
-            if name in replicated_names:
-                raise CheckpointError(f"{name!r} is sharded on rank {rank} and also replicated", agreed=True)
-            known = first.setdefault(name, header)
-            if (known.dtype, known.shape) != (header.dtype, header.shape):
-                raise CheckpointError(
-                    f"shards of {name!r} disagree: {known.describe()} on rank {holder[name]}, "
-                    f"{header.describe()} on rank {rank}",
-                    agreed=True,
-                )
-            holder.setdefault(name, rank)
-            assert header.box is not None
-            if header.box.num_elems:
-                boxes[name].append(header.box)
-    steps = Steps()
-    for name, header in first.items():
-        try:
-            covered = cover_exactly(boxes[name], shape=header.shape, steps=steps)
-        except TooFragmentedError as error:
-            raise CheckpointError(f"the shards of {name!r}: {error}", agreed=True) from error
-        if not covered:
-            held = sum(box.num_elems for box in boxes[name])
-            raise CheckpointError(
-                f"the shards of {name!r}, {list(header.shape)}, do not hold every element exactly once: "
-                f"{held} elements in {len(boxes[name])} shards for {math.prod(header.shape)}",
-                agreed=True,
-            )
-    return first
+        tensors=sorted(tensors, key=lambda tensor: tensor.name), replicated=replicated, shards_by_rank=shards_by_rank,
+        files=Files(of_rank=(0,) * num_ranks if file_of_rank is None else tuple(file_of_rank)),
+    )  # fmt: skip
 
 
 def explain_difference(replicated_by_rank: Sequence[Sequence[Header]]) -> str:

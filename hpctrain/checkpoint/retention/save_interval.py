@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import final
 
 from hpctrain.errors import UsageError
+from hpctrain.telemetry import in_words
 
 SECONDS_PER_DAY = 86_400.0
 # The first checkpoint is early, since the cost is unknown until one has been measured.
@@ -54,8 +55,8 @@ class Advice:
         if cycle_s == 0:
             return 0.0
         # A failure loses half a cycle on average, and the work done while the last checkpoint was being written.
-        behind_s = max(0.0, self.write_s - self.cost_s)
-        return min(1.0, self.cost_s / cycle_s + (cycle_s / 2 + behind_s) / self.failure_every_s)
+        drain_s = max(0.0, self.write_s - self.cost_s)
+        return min(1.0, self.cost_s / cycle_s + (cycle_s / 2 + drain_s) / self.failure_every_s)
 
     def describe(self) -> str:
         return (
@@ -100,13 +101,3 @@ class Costs:
             write_s=statistics.median(self._write_s),
             failures_per_day=failures_per_day,
         )
-
-
-def in_words(seconds: float) -> str:
-    """Formats a time: `0.12 s`, `45 s`, `12 min`, `3.5 h`, `2 days`."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    for unit_s, name in ((SECONDS_PER_DAY, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.3g} {name}"
-    return f"{seconds:.0f} s"

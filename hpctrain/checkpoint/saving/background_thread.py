@@ -39,6 +39,7 @@ class BackgroundThread(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Runs `fn(*args, **kwargs)` in the thread after what was submitted before. Raises RuntimeError once closed."""
         if self._closed:
             raise RuntimeError(f"the thread {self._name} is closed: nothing more can be submitted")
         future: Future[T] = Future()

@@ -53,12 +53,14 @@ class SaveResult:
     """Result of a save.
 
     path: the finished checkpoint. bytes: total length of its files. seconds: time from begin to commit on this rank.
+    own_write_s: in which this rank wrote and flushed its bytes; the engine `mpio` waits for other ranks meanwhile.
     note: why this engine was chosen, and warnings. id: as in the metadata.
     """
 
     path: Path
     bytes: int
     seconds: float
+    own_write_s: float
     engine: Engine
     note: str
     id: str
@@ -95,6 +97,7 @@ class Saving:
         self._executor = executor
         self._begin_s = time.perf_counter()
         self._phase = _Phase.CONTENT
+        self._own_write_s = 0.0
         self._work: Future[Any] = Future()
         self._files: FileWork
         self._notes: Sequence[str] = ()
@@ -195,7 +198,14 @@ class Saving:
             content = content_of(sources, layout.own, groups=groups, staging=staging)
         else:
             content = content_copied(sources, layout.own, buffers=self._buffers)
-        self._start(lambda: work.write_content(content, staging=staging))
+
+        def write() -> bytes:
+            began_s = time.perf_counter()
+            hashes = work.write_content(content, staging=staging)
+            self._own_write_s = time.perf_counter() - began_s
+            return hashes
+
+        self._start(write)
 
     def _warn_or_raise(self, mismatch: ReplicaMismatch) -> str:
         """Returns a note for the result if rank 0's copies are to be saved; else raises CheckpointError."""
@@ -259,6 +269,7 @@ class Saving:
         self._phase = _Phase.DONE
         return SaveResult(
             path=self.path, bytes=summary["bytes"], seconds=time.perf_counter() - self._begin_s,
+            own_write_s=self._own_write_s,
             engine=self._files.choice.engine, note="; ".join(filter(None, [*self._notes, *summary["notes"]])),
             id=self._files.header.id, step=self.step,
         )  # fmt: skip

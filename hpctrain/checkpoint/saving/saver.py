@@ -59,7 +59,7 @@ class Begin(Protocol):
 
 
 def saving_into(directory: Path | str, *, comm: Collective, options: SaveOptions | None = None) -> Begin:
-    """Returns a function for `Saver` that starts saves into `directory`."""
+    """Returns a function for `Saver` that starts saves into `directory`. Not collective; calling the function is."""
     chosen = options or SaveOptions()
 
     def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> InFlight:

@@ -128,8 +128,8 @@ class LocalStore:
     # ------------------------------------------------------------------ retention
 
     def prune(self, kind: str) -> None:
-        """Keeps the newest `keep_steps` files that have a note, and removes all older files, with a note or without.
-        Raises CheckpointError."""
+        """Removes the files of `kind` of all steps older than the newest `keep_steps` complete ones (those with a JSON
+        note next to them); of older steps also incomplete files. Raises CheckpointError."""
         directory = self.root / kind
         with explained(action="remove older copies from", path=directory):
             noted = sorted(step for step in _steps_in(directory) if _note_path(directory, step).exists())

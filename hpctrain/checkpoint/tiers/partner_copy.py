@@ -41,7 +41,7 @@ _CHUNK_BYTES = 1 << 20
 _MAX_UNPROVEN = 8  # unauthenticated connections at a time; a new one closes the oldest
 _DIGEST_BYTES = 16
 _KEPT_FREE_BYTES = 64 << 20
-_LAST_WORD_S = 5.0
+_DISCARD_S = 5.0
 DEFAULT_TIMEOUT_S = 60.0
 CONNECT_WITHIN_S = 20.0
 GREET_WITHIN_S = 60.0
@@ -179,7 +179,7 @@ class PartnerServer:
             except (OSError, HpctrainError) as error:
                 reason = describe_failure(error, timeout_s=self._timeout_s)
                 send_message(connection, {"error": f"{reason}"[:2000]})
-                discard(connection, within_s=_LAST_WORD_S)
+                discard(connection, within_s=_DISCARD_S)
         except (OSError, HpctrainError):
             pass  # not authenticated, or the connection is lost: no one to report to
         finally:

@@ -189,19 +189,19 @@ class TwoTier:
             try:
                 sent = send_file(
                     path, offer=offer, partner=tiers.partner, token=tiers.token, pace=pace,
-                    timeout_s=tiers.timeout_s, on_bytes=self._go_on,
+                    timeout_s=tiers.timeout_s, on_bytes=self._raise_if_stopped,
                 )  # fmt: skip
                 digest = sent.digest
                 store.note_own(path, offer=offer, digest=digest)
             except PartnerError as error:
                 warning = f"WARNING: {error}"
         target = part_path(partial, tiers.node)
-        copy_file(path, target, expected=digest, pace=pace, on_bytes=self._go_on)
+        copy_file(path, target, expected=digest, pace=pace, on_bytes=self._raise_if_stopped)
         flush_folder(partial)
         store.prune(OWN)
         return warning
 
-    def _go_on(self, num_bytes: int) -> None:
+    def _raise_if_stopped(self, num_bytes: int) -> None:
         if self._tiers.stopping.is_set():
             raise CheckpointError(
                 f"the run ended while step {self._step} was being copied from {self._tiers.store.own}; the next start "
@@ -267,7 +267,8 @@ class TwoTier:
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., TwoTier]:
-    """Returns a function for `Saver` that starts saves through both tiers, committed in `tiers.shared`."""
+    """Returns a function for `Saver` that starts saves through both tiers, committed in `tiers.shared`. Not collective;
+    calling the function is."""
 
     def begin(state: State, *, step: int, buffers: HostBuffers | None, executor: Executor | None) -> TwoTier:
         return TwoTier.begin(

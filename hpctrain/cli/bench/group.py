@@ -1,4 +1,4 @@
-"""`hpctrain bench`: allreduce, step, data, checkpoint."""
+"""`hpctrain bench`: allreduce, step, scaling, compare, export, predict, failures, data, checkpoint, nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from typing import Annotated, Optional
 import typer
 
 from hpctrain.cli.bench.checkpoint import checkpoint_command
+from hpctrain.cli.bench.compare import compare_command
 from hpctrain.cli.bench.data import data_command
+from hpctrain.cli.bench.export import export_app
+from hpctrain.cli.bench.failures import failures_command
+from hpctrain.cli.bench.predict import predict_command
+from hpctrain.cli.bench.scaling import scaling_command
 from hpctrain.cli.bench.show import show
 from hpctrain.errors import StoppedEarly, UsageError
 from hpctrain.launch import Launcher, identify
@@ -21,13 +26,19 @@ from hpctrain.launch import Launcher, identify
 INTERRUPTED = 130  # exit code that a shell reports for a command ended by Ctrl-C
 
 bench_app = typer.Typer(
-    help="""Measure the speed of this machine and network: reductions, training steps, reading data, checkpoints.
+    help="""Measure the speed of this machine and network: reductions, training steps, reading data, checkpoints, nodes.
 
 \b
   hpctrain launch -n 4 -- hpctrain bench allreduce                 every algorithm, fp32 and fp16
   hpctrain bench step examples/digits.toml --ranks 1,2,4           samples/s and efficiency by number of ranks
+  hpctrain bench scaling recipe.toml --ranks 1,2,4,8               speedup with intervals over repeats, fitted laws
+  hpctrain bench compare before.json after.json                    whether a figure fell by more than its noise
+  hpctrain bench export extrap scaling.json                        for Extra-P, ReFrame, JUBE
   hpctrain bench data digits/train                                 samples/s, MB/s, share of the raw read speed
   hpctrain launch -n 2 -- hpctrain bench checkpoint                saving and loading, share of the raw disk's speed
+  hpctrain launch -n 8 -- hpctrain bench nodes                     slow nodes, slow links between nodes, slow cores
+  hpctrain bench predict --nodes 1..4096 --calibration all.json --calibration runs/a     steps on more nodes
+  hpctrain bench failures --nodes 512                              time that counts, by checkpoint interval and spares
 """,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -234,8 +245,52 @@ def step_command(
     show(table, notes=[])
 
 
+@bench_app.command("nodes")
+def nodes_command(
+    device: Annotated[
+        str, typer.Option(help="Whose memory and arithmetic: auto, cpu, cuda or cuda:0.")
+    ] = "auto",
+    timeout_s: Annotated[
+        float, typer.Option(min=1.0, help="An operation that takes longer ends the measurement with code 6.")
+    ] = 300.0,
+    json_path: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--json", metavar="PATH", help="Write all results as JSON."),
+    ] = None,
+) -> None:
+    """Measure the links between all pairs of nodes and each rank's memory and arithmetic, and name what is slow.
+
+    \b
+    srun -N 16 --ntasks-per-node=4 hpctrain bench nodes --json nodes.json
+    mpirun -n 8 hpctrain bench nodes
+
+    Each node is in one pair at a time, and many pairs are measured at once: nodes - 1 rounds. Rates of a link are those
+    of messages of 4 MiB that travel there and back; memory and arithmetic are measured on all ranks at once.
+    """
+    _stop_without_a_trace()
+    from hpctrain.bench import check_writable, write_document
+    from hpctrain.cli.bench.nodes import nodes_table
+    from hpctrain.run import probe_nodes, start
+
+    is_first = identify(os.environ, socket.gethostname()).rank == 0
+    if is_first and json_path is not None:
+        check_writable(json_path, option="--json")
+    with start(device=device, timeout_s=timeout_s) as session:
+        found = probe_nodes(session)
+        if is_first:
+            lines = [finding.describe() for finding in found.findings] or ["nothing is slow"]
+            show(nodes_table(found, session.topology), notes=lines)
+            if json_path is not None:
+                write_document(json_path, found.document)
+
+
+bench_app.command("scaling")(scaling_command)
+bench_app.command("compare")(compare_command)
+bench_app.add_typer(export_app, name="export")
 bench_app.command("data")(data_command)
 bench_app.command("checkpoint")(checkpoint_command)
+bench_app.command("predict")(predict_command)
+bench_app.command("failures")(failures_command)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

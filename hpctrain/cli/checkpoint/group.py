@@ -6,6 +6,7 @@ import typer
 
 from hpctrain.cli.checkpoint.convert import export_command, import_command
 from hpctrain.cli.checkpoint.copy import copy_command
+from hpctrain.cli.checkpoint.dcp import export_dcp_command, import_dcp_command
 from hpctrain.cli.checkpoint.diff import diff_command
 from hpctrain.cli.checkpoint.list_and_show import list_command, show_command
 from hpctrain.cli.checkpoint.prune_and_request import prune_command, request_command
@@ -22,6 +23,8 @@ checkpoint_app = typer.Typer(
   hpctrain checkpoint diff A.h5 B.h5                                 which tensors differ, and by how much
   hpctrain checkpoint export runs/lm/checkpoints --to lm.safetensors --weights
   hpctrain checkpoint import lm.safetensors start --step 0           a checkpoint that weights_from can load
+  hpctrain checkpoint import-dcp fsdp/step-500 start --step 500      from torch.distributed.checkpoint
+  hpctrain checkpoint export-dcp runs/lm/checkpoints fsdp/start      for torch.distributed.checkpoint
   hpctrain checkpoint copy runs/lm/checkpoints archive               the newest one, verified
   hpctrain checkpoint prune runs/lm/checkpoints --keep 2 --dry-run   what would be deleted
   hpctrain checkpoint request runs/lm                                ask a run for a checkpoint now
@@ -39,6 +42,8 @@ checkpoint_app.command("verify")(verify_command)
 checkpoint_app.command("diff")(diff_command)
 checkpoint_app.command("export")(export_command)
 checkpoint_app.command("import")(import_command)
+checkpoint_app.command("export-dcp")(export_dcp_command)
+checkpoint_app.command("import-dcp")(import_dcp_command)
 checkpoint_app.command("copy")(copy_command)
 checkpoint_app.command("prune")(prune_command)
 checkpoint_app.command("request")(request_command)

@@ -17,6 +17,7 @@ from hpctrain.comm.backends.horovod_world import HorovodWorld
 from hpctrain.comm.backends.running_horovod import RunningHorovod
 from hpctrain.comm.interface.buffer_checks import MAX_CHUNK_ELEMS
 from hpctrain.comm.interface.communicator import Collective, World
+from hpctrain.comm.interface.peer_messages import PeerMessages
 from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.comm.interface.world_forwarding import Forwarding
@@ -54,6 +55,9 @@ class HorovodOverMpi(Forwarding):
 
     def duplicate(self) -> Collective:
         return self._mpi.duplicate()
+
+    def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
+        return self._mpi.open_group(members)
 
     def transport(self, topology: Topology) -> Transport | None:
         return self._mpi.transport(topology)

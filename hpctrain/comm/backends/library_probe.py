@@ -7,15 +7,19 @@ world was opened, or in a separate process (`python -m hpctrain.comm.backends.li
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 _MARK = "hpctrain-mpi-facts "
 _LEVELS = ("single", "funneled", "serialized", "multiple")
+_FORK_STATES = ("disabled", "enabled", "unneeded")  # enum ibv_fork_status
 _HOROVOD_PARTS = ("mpi", "gloo", "nccl", "cuda", "rocm")
 
 
@@ -42,7 +46,8 @@ def probe_mpi4py() -> dict[str, Any]:
 
 
 def probe_started_mpi() -> dict[str, Any]:
-    """Returns `library` and `standard` of MPI, and if it is started `thread_level` and `num_ranks`; or `error`.
+    """Returns `library` and `standard` of MPI, or `error`; if it is started also `thread_level`, `num_ranks`,
+    `transports` and `rdma_fork`.
 
     Does not start MPI.
     """
@@ -60,7 +65,36 @@ def probe_started_mpi() -> dict[str, Any]:
     if mpi.Is_initialized() and not mpi.Is_finalized():
         facts["thread_level"] = _LEVELS[int(mpi.Query_thread())]
         facts["num_ranks"] = mpi.COMM_WORLD.Get_size()
+        facts["transports"] = transports_in(_own_maps())
+        facts["rdma_fork"] = _rdma_fork(facts["transports"])
     return facts
+
+
+def transports_in(maps: str) -> list[str]:
+    """Returns the transports among the libraries in /proc/PID/maps: Open MPI unloads those that it does not use.
+
+    Empty where a library has its transports built in. Pure.
+    """
+    return sorted(
+        set(re.findall(r"/(mca_(?:pml|btl|mtl)_\w+|libucp|libfabric|libpsm2|libibverbs)\.so", maps))
+    )
+
+
+def _own_maps() -> str:
+    try:
+        return Path("/proc/self/maps").read_text()
+    except OSError:
+        return ""
+
+
+def _rdma_fork(transports: list[str]) -> str | None:
+    """Returns libibverbs' word on forking with registered memory, if it is loaded and knows the question."""
+    if "libibverbs" not in transports:
+        return None
+    try:
+        return _FORK_STATES[ctypes.CDLL("libibverbs.so.1").ibv_is_fork_initialized()]
+    except (OSError, AttributeError, IndexError):
+        return None  # older than rdma-core 35
 
 
 def probe_mpi_alone(*, timeout_s: float = 60.0) -> dict[str, Any]:

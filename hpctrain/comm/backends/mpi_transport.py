@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from hpctrain.comm.interface.polling import poll_until
 from hpctrain.comm.interface.transport import Pending
 from hpctrain.errors import CommunicationError
 from hpctrain.topology import Topology
@@ -67,7 +68,7 @@ class MpiTransport:
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
         with self._reported("shared memory"):
-            self._check_room(num_bytes)
+            self._check_free_memory(num_bytes)
             window = self._mpi.Win.Allocate_shared(num_bytes, 1, self._mpi.INFO_NULL, self._node)
             self._windows.append(window)
             window.Lock_all(self._mpi.MODE_NOCHECK)  # `fence` calls Win.Sync, which requires such an epoch
@@ -80,7 +81,7 @@ class MpiTransport:
             self._node.Barrier()
         return segments
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_free_memory(self, num_bytes: int) -> None:
         """Raises CommunicationError on every rank of the node if memory is short, before MPI or the kernel fails."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
@@ -114,6 +115,63 @@ class MpiTransport:
         self._windows.clear()
         self._node.Free()
         self._comm.Free()
+
+
+class _Operation:
+    """A request, and the rank whose message it has received."""
+
+    def __init__(self, request: Any, buffer: Any) -> None:
+        self.request = request
+        self.buffer = buffer  # kept alive as long as MPI uses it
+        self.finished = False
+        self.source = -1
+
+
+@final
+class MpiMessages:
+    """`PeerMessages` over a separate MPI communicator."""
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        """mpi: the module mpi4py.MPI. comm: of the group, used by this object only."""
+        self._mpi = mpi
+        self._comm = comm
+
+    @contextlib.contextmanager
+    def _reported(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except self._mpi.Exception as error:
+            rank = self._comm.Get_rank()
+            raise CommunicationError(
+                f"{operation} on rank {rank} of the group: MPI reported {error}"
+            ) from error
+
+    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
+        view = buffer.numpy()
+        with self._reported(f"send to rank {to}"):
+            return _Operation(self._comm.Isend([view, self._mpi.BYTE], to, tag), view)
+
+    def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
+        view = buffer.numpy()
+        from_rank = self._mpi.ANY_SOURCE if source is None else source
+        with self._reported(f"receive from rank {'any' if source is None else source}"):
+            return _Operation(self._comm.Irecv([view, self._mpi.BYTE], from_rank, tag), view)
+
+    def finished(self, pending: Pending) -> bool:
+        operation: _Operation = pending
+        if not operation.finished:
+            status = self._mpi.Status()
+            with self._reported("messages"):
+                operation.finished = bool(operation.request.Test(status))
+            if operation.finished:
+                operation.source = status.Get_source()
+        return operation.finished
+
+    def wait(self, pending: Pending, *, what: str) -> None:
+        poll_until(lambda: self.finished(pending))
+
+    def source_of(self, pending: Pending) -> int:
+        return int(pending.source)
 
 
 def _tensor_of(memory: Any) -> torch.Tensor:

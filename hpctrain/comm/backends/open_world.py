@@ -15,7 +15,15 @@ from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import all_gather_json, describe_ranks, raise_together
 from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import LaunchError, UsageError
-from hpctrain.launch import YIELD_VARIABLE, RankIdentity, cross_check, identify, in_effect
+from hpctrain.launch import (
+    YIELD_VARIABLE,
+    RankIdentity,
+    cross_check,
+    identify,
+    in_effect,
+    read_surroundings,
+    why_not_alone,
+)
 
 BACKENDS = ("auto", "horovod", "mpi", "serial")
 INSTALL = "install one of them in the environment that every rank uses (make setup builds both)"
@@ -49,8 +57,9 @@ def open_world(
     identity: rank and size of this process; default: read from the environment.
     algorithm: from the recipe; Horovod's own ones take effect when it starts (see `horovod_environment.why_no_nccl`).
     device: from the recipe; with `cpu`, GPUs are ignored.
-    Raises UsageError for an unknown backend; LaunchError when the backend cannot be loaded or does not fit
-    the number of ranks; TopologyError when it counts the ranks differently from the launcher.
+    Raises UsageError for an unknown backend; LaunchError when the backend cannot be loaded or does not fit the number
+    of ranks, or when a container hides other ranks; TopologyError when the backend counts the ranks differently from
+    the launcher.
     """
     if identity is None:
         identity = identify(os.environ, socket.gethostname())
@@ -66,6 +75,9 @@ def open_world(
             f"the backend serial is for one rank, but {identity.launcher} started {identity.num_ranks}: "
             "choose auto, horovod or mpi, or start one rank"
         )
+    hidden = why_not_alone(os.environ, read_surroundings(os.environ)) if backend != "serial" else None
+    if hidden is not None:
+        raise LaunchError(hidden)
     if backend == "serial" or (backend == "auto" and identity.num_ranks == 1):
         return OpenedWorld(world=SerialWorld(), reason="one rank")
     if backend == "horovod":
@@ -74,7 +86,7 @@ def open_world(
         opened = OpenedWorld(world=_open_mpi(identity))
     else:
         opened = _open_best(identity, algorithm, device)
-    cross_check(identity, mpi_rank=opened.world.rank, mpi_size=opened.world.num_ranks)
+    _check_count(identity, opened.world)
     return opened
 
 
@@ -104,8 +116,13 @@ def _open_mpi(identity: RankIdentity) -> World:
 
     world = MpiWorld.open()
     # Check before the first message: ranks that MPI started as separate worlds of one would wait for ever.
-    cross_check(identity, mpi_rank=world.rank, mpi_size=world.num_ranks)
+    _check_count(identity, world)
     return world
+
+
+def _check_count(identity: RankIdentity, world: World) -> None:
+    container = read_surroundings(os.environ).container
+    cross_check(identity, mpi_rank=world.rank, mpi_size=world.num_ranks, container=container)
 
 
 def _open_horovod(identity: RankIdentity, algorithm: str | None) -> OpenedWorld:

@@ -13,14 +13,15 @@ import torch
 from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
-    check_counts,
     check_exchange,
     check_groups,
     check_part,
     check_root,
+    check_slices,
 )
 from hpctrain.comm.interface.collective_files import CollectiveFiles, LocalFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.peer_messages import PeerMessages
 from hpctrain.comm.interface.remote_memory import RemoteMemory, SharedRemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.comm.interface.world_forwarding import Forwarding
@@ -59,8 +60,7 @@ class SerialGroup(Attributes):
         return lambda: None
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        check_buffer(buffer, operation="reduce_scatter", rank=0)
-        check_counts(buffer.numel(), counts=counts, operation="reduce_scatter", rank=0, num_ranks=1)
+        check_slices(buffer, counts=counts, rank=0, num_ranks=1)
         return buffer.clone()
 
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
@@ -107,6 +107,9 @@ class SerialWorld(Forwarding):
 
     def duplicate(self) -> Collective:
         return SerialGroup()
+
+    def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None]:
+        return SerialGroup(), None
 
     def transport(self, topology: Topology) -> Transport | None:
         """Returns None: there is no other rank."""

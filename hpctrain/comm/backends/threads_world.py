@@ -16,16 +16,21 @@ from typing import Any, NoReturn, TypeVar, final
 import numpy as np
 import torch
 
-from hpctrain.comm.backends.thread_rendezvous import LeftError, Meeting, ThreadsRun
-from hpctrain.comm.backends.threads_transport import Mailbox, ThreadsTransport
+from hpctrain.comm.backends.threads_transport import (
+    LeftError,
+    Mailbox,
+    Rendezvous,
+    ThreadsRun,
+    ThreadsTransport,
+)
 from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
-    check_counts,
     check_exchange,
     check_groups,
     check_part,
     check_root,
+    check_slices,
     maximum_of,
     offsets_of,
     sum_in_order,
@@ -53,8 +58,8 @@ def _same(tensors: Sequence[torch.Tensor], *, operation: str, members: Sequence[
 class ThreadsGroup(Attributes):
     """One thread's communicator over a group of threads."""
 
-    def __init__(self, meeting: Meeting, *, place: int) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, *, place: int) -> None:
+        self._rendezvous = rendezvous
         self._place = place
 
     @property
@@ -67,17 +72,17 @@ class ThreadsGroup(Attributes):
 
     @property
     def num_ranks(self) -> int:
-        return len(self._meeting.members)
+        return len(self._rendezvous.members)
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._meeting.members
+        return self._rendezvous.members
 
     def _tensors(self, operation: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        tensors = self._meeting.exchange(place=self._place, operation=operation, value=tensor)
+        tensors = self._rendezvous.exchange(place=self._place, operation=operation, value=tensor)
         wrong = _same(tensors, operation=operation, members=self.members)
         if wrong:
-            self._meeting.wait()
+            self._rendezvous.wait()
             raise BufferMismatch(wrong, agreed=True)
         return tensors
 
@@ -85,7 +90,7 @@ class ThreadsGroup(Attributes):
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
         tensors = self._tensors(f"all_reduce {op.value}", buffer)
         result = sum_in_order(tensors) if op is ReduceOp.SUM else maximum_of(tensors)
-        self._meeting.wait()  # no rank writes before all have read
+        self._rendezvous.wait()  # no rank writes before all have read
         buffer.copy_(result)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
@@ -93,27 +98,20 @@ class ThreadsGroup(Attributes):
         return lambda: None
 
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        check_buffer(buffer, operation="reduce_scatter", rank=self.rank)
-        check_counts(
-            buffer.numel(),
-            counts=counts,
-            operation="reduce_scatter",
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-        )
+        check_slices(buffer, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
         begin, end = offsets_of(counts)[self.rank : self.rank + 2]
         tensors = self._tensors(f"reduce_scatter {list(counts)}", buffer)
         result = sum_in_order([tensor[begin:end] for tensor in tensors])
-        self._meeting.wait()
+        self._rendezvous.wait()
         return result
 
     def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
-        parts = self._meeting.exchange(
+        parts = self._rendezvous.exchange(
             place=self._place, operation=f"all_gather {list(counts)} {part.dtype}", value=part
         )
         result = torch.cat(parts)
-        self._meeting.wait()
+        self._rendezvous.wait()
         return result
 
     def all_to_all(
@@ -123,14 +121,14 @@ class ThreadsGroup(Attributes):
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
             num_ranks=self.num_ranks,
         )  # fmt: skip
-        laid = self._meeting.exchange(
+        laid = self._rendezvous.exchange(
             place=self._place,
             operation=f"all_to_all {buffer.dtype}",
             value=buffer.split(list(send_counts)),
         )
         result = torch.cat([slices[self.rank] for slices in laid])
         found = [slices[self.rank].numel() for slices in laid]
-        self._meeting.wait()
+        self._rendezvous.wait()
         if found != list(receive_counts):
             raise BufferMismatch(
                 f"all_to_all on rank {self.rank}: it expects {list(receive_counts)} elements from the ranks, "
@@ -144,16 +142,16 @@ class ThreadsGroup(Attributes):
         source = self._tensors(f"broadcast from {root}", buffer)[root]
         if self.rank != root:
             buffer.copy_(source)
-        self._meeting.wait()
+        self._rendezvous.wait()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        parts = self._meeting.exchange(place=self._place, operation="all_gather_bytes", value=bytes(data))
-        self._meeting.wait()
+        parts = self._rendezvous.exchange(place=self._place, operation="all_gather_bytes", value=bytes(data))
+        self._rendezvous.wait()
         return parts
 
     def barrier(self) -> None:
-        self._meeting.exchange(place=self._place, operation="barrier", value=None)
-        self._meeting.wait()
+        self._rendezvous.exchange(place=self._place, operation="barrier", value=None)
+        self._rendezvous.wait()
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
         return LocalFiles()
@@ -163,30 +161,30 @@ class ThreadsGroup(Attributes):
 class ThreadsWorld(Forwarding):
     """One thread's world over all threads of a `run_threads` call."""
 
-    def __init__(self, meeting: Meeting, *, rank: int) -> None:
-        self._meeting = meeting
-        self._group = ThreadsGroup(meeting, place=rank)
+    def __init__(self, rendezvous: Rendezvous, *, rank: int) -> None:
+        self._rendezvous = rendezvous
+        self._group = ThreadsGroup(rendezvous, place=rank)
 
     @property
     def reduction_backend(self) -> str:
         return self.backend
 
     def open_reduction_world(self) -> ThreadsWorld:
-        made = Meeting(self._meeting.run, members=self.members) if self.rank == 0 else None
-        laid = self._meeting.exchange(place=self.rank, operation="open_reduction_world", value=made)
-        self._meeting.wait()
+        made = Rendezvous(self._rendezvous.run, members=self.members) if self.rank == 0 else None
+        laid = self._rendezvous.exchange(place=self.rank, operation="open_reduction_world", value=made)
+        self._rendezvous.wait()
         return ThreadsWorld(laid[0], rank=self.rank)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
         check_groups(groups, num_ranks=self.num_ranks)
         same = tuple(tuple(group) for group in groups)
-        # Rank 0 makes the meetings; the others receive them.
-        made = [Meeting(self._meeting.run, members=g) for g in same] if self.rank == 0 else None
-        laid = self._meeting.exchange(place=self.rank, operation=f"split {same}", value=made)
-        self._meeting.wait()
-        for meeting in laid[0]:
-            if self.rank in meeting.members:
-                return ThreadsGroup(meeting, place=meeting.members.index(self.rank))
+        # Rank 0 makes the objects; the others receive them.
+        made = [Rendezvous(self._rendezvous.run, members=g) for g in same] if self.rank == 0 else None
+        laid = self._rendezvous.exchange(place=self.rank, operation=f"split {same}", value=made)
+        self._rendezvous.wait()
+        for rendezvous in laid[0]:
+            if self.rank in rendezvous.members:
+                return ThreadsGroup(rendezvous, place=rendezvous.members.index(self.rank))
         return None
 
     def duplicate(self) -> Collective:
@@ -197,24 +195,28 @@ class ThreadsWorld(Forwarding):
 
     def transport(self, topology: Topology) -> Transport:
         nodes = topology.groups("local")
-        made = (Mailbox(), [Meeting(self._meeting.run, members=g) for g in nodes]) if self.rank == 0 else None
-        laid = self._meeting.exchange(place=self.rank, operation=f"transport {nodes}", value=made)
-        self._meeting.wait()
-        mailbox, meetings = laid[0]
+        made = (
+            (Mailbox(), [Rendezvous(self._rendezvous.run, members=g) for g in nodes])
+            if self.rank == 0
+            else None
+        )
+        laid = self._rendezvous.exchange(place=self.rank, operation=f"transport {nodes}", value=made)
+        self._rendezvous.wait()
+        mailbox, rendezvous_points = laid[0]
         return ThreadsTransport(
-            self._meeting, node=meetings[topology.node_of(self.rank)], mailbox=mailbox, rank=self.rank,
+            self._rendezvous, node=rendezvous_points[topology.node_of(self.rank)], mailbox=mailbox, rank=self.rank,
             topology=topology,
         )  # fmt: skip
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory:
         mine = np.zeros(num_bytes, dtype=np.uint8)
-        parts = self._meeting.exchange(place=self.rank, operation="remote_memory", value=mine)
-        self._meeting.wait()
+        parts = self._rendezvous.exchange(place=self.rank, operation="remote_memory", value=mine)
+        self._rendezvous.wait()
         return SharedRemoteMemory(parts=parts, rank=self.rank, barrier=self._group.barrier)
 
     def abort(self, exit_code: int) -> NoReturn:
         """Ends the waits of every rank; `run_threads` then raises the error class of `exit_code`. Raises LeftError."""
-        run = self._meeting.run
+        run = self._rendezvous.run
         run.exit_code = exit_code
         run.end(f"rank {self.rank} ended the run with exit code {exit_code}")
         raise LeftError(run.reason)
@@ -230,13 +232,13 @@ def run_threads(num_ranks: int, function: Callable[[ThreadsWorld], T], *, timeou
     lowest. Raises CommunicationError with the stack of each rank that has not ended after `timeout_s`.
     """
     run = ThreadsRun()
-    meeting = Meeting(run, members=tuple(range(num_ranks)))
+    rendezvous = Rendezvous(run, members=tuple(range(num_ranks)))
     results: list[Any] = [None] * num_ranks
     failures: dict[int, BaseException] = {}
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = function(ThreadsWorld(meeting, rank=rank))
+            results[rank] = function(ThreadsWorld(rendezvous, rank=rank))
         except BaseException as error:
             failures[rank] = error
             # An agreed error is raised on every rank anyway, so no rank is left waiting.

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 
@@ -20,10 +21,47 @@ from hpctrain.errors import BufferMismatch, CommunicationError, HpctrainError, L
 
 T = TypeVar("T")
 
+# Up to so many different values are broadcast one by one, which saves gathering the length of every rank's.
+MAX_BROADCASTS = 8
+
 
 def all_gather_json(comm: Collective, value: Any) -> list[Any]:
-    """Returns every rank's `value`, in rank order. Collective. Raises TypeError, before sending, if it is not JSON."""
-    return [json.loads(data) for data in comm.all_gather_bytes(json.dumps(value).encode())]
+    """Returns every rank's `value`, in rank order. Collective. Raises TypeError, before sending, if it is not JSON.
+
+    Ranks with equal values share one object: do not change it.
+    """
+    values, value_of_rank = all_gather_distinct(comm, value)
+    return [values[number] for number in value_of_rank]
+
+
+def all_gather_distinct(
+    comm: Collective, value: Any, *, key: str | None = None
+) -> tuple[list[Any], list[int]]:
+    """Returns the different values of all ranks, and the index of each rank's value among them. Collective.
+
+    Each rank receives 8 bytes from every other rank, the hash of its value (XXH3, 64 bits), and each different value
+    once. `value` must be JSON; the values are in the order of the lowest ranks that have them.
+    key: on all ranks or none; then the keys are compared instead, and of ranks with one key the lowest one's value
+    counts. Raises TypeError, before sending, if `value` is not JSON.
+    """
+    text = json.dumps(value)
+    # torch has no unsigned 64-bit integers.
+    mine = torch.from_numpy(
+        np.array([xxhash.xxh3_64_intdigest(text if key is None else key)], dtype=np.uint64).view(np.int64)
+    )
+    hashes = comm.all_gather(mine, counts=[1] * comm.num_ranks).tolist()
+    holders: dict[int, int] = {}  # the lowest rank with each hash
+    for rank, found in enumerate(hashes):
+        holders.setdefault(found, rank)
+    number_of = {found: number for number, found in enumerate(holders)}
+    value_of_rank = [number_of[found] for found in hashes]
+    if len(holders) == 1 and key is None:
+        return [json.loads(text)], value_of_rank
+    if len(holders) <= MAX_BROADCASTS:
+        return [broadcast_json(comm, value, root=rank) for rank in holders.values()], value_of_rank
+    held = holders[hashes[comm.rank]] == comm.rank
+    texts = comm.all_gather_bytes(text.encode() if held else b"")
+    return [json.loads(texts[rank]) for rank in holders.values()], value_of_rank
 
 
 def broadcast_json(comm: Collective, value: Any, *, root: int = 0) -> Any:
@@ -190,6 +228,7 @@ def is_true_everywhere(comm: Collective, value: bool) -> bool:
 
 
 def check_same_buffer(comm: Collective, buffer: torch.Tensor, *, name: str) -> None:
-    """Raises BufferMismatch on every rank unless `buffer`'s length and dtype are the same on all. Collective."""
+    """Raises BufferMismatch on every rank unless `buffer` has the same number of elements, in any shape, and the same
+    dtype on all. Collective."""
     described = f"{buffer.numel()} x {str(buffer.dtype).removeprefix('torch.')}"
     check_same(comm, name=name, value=described, error=BufferMismatch)

@@ -27,11 +27,11 @@ def all_reduce_values(
 ) -> torch.Tensor | dict[str, float]:
     """Returns the sum, mean or maximum over the ranks, equal on every rank; `value` is unchanged. Collective.
 
-    value: a tensor with the same number of elements and dtype on all ranks, or numbers under the same names on all
-    ranks, which are added in rank order in float64. A mean weights all ranks equally: for parts of unequal size sum
-    the totals and the counts, and divide. Half types are summed in float32. A maximum of numbers is NaN if one is.
-    Raises BufferMismatch on every rank, naming the ranks, where names, lengths or dtypes differ; UsageError for
-    any other `op`, and for the mean of an integer tensor.
+    value: a tensor of any shape, with the same number of elements and dtype on all ranks (returns a new tensor of the
+    same shape and dtype), or numbers under the same names on all ranks, which are added in rank order in float64. A
+    mean weights all ranks equally: for parts of unequal size sum the totals and the counts, and divide. Half types are
+    summed in float32. A maximum of numbers is NaN if one is. Raises BufferMismatch on every rank, naming the ranks,
+    where names, lengths or dtypes differ; UsageError for any other `op`, and for the mean of an integer tensor.
     """
     if op not in ("sum", "mean", "max"):
         raise UsageError(f"all_reduce with op={op!r}: choose sum, mean or max")

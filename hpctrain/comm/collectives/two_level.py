@@ -29,7 +29,8 @@ class TwoLevel:
     num_slices: int
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sums `buffer` over all ranks, in place. Collective over the world; see `all_reduce_hierarchical`."""
+        """Sums `buffer`, shape (n,), over all ranks, in place. Collective over the world; see
+        `all_reduce_hierarchical`."""
         all_reduce_hierarchical(buffer, local=self.local, cross=self.cross, num_slices=self.num_slices)
 
     def elements_between_nodes(self, num_elems: int) -> int:

@@ -60,6 +60,12 @@ def check_counts(num_elems: int, *, counts: Sequence[int], operation: str, rank:
         )
 
 
+def check_slices(buffer: torch.Tensor, *, counts: Sequence[int], rank: int, num_ranks: int) -> None:
+    """Raises BufferMismatch unless `buffer`, shape (sum(counts),), is valid for a reduce-scatter with `counts`."""
+    check_buffer(buffer, operation="reduce_scatter", rank=rank)
+    check_counts(buffer.numel(), counts=counts, operation="reduce_scatter", rank=rank, num_ranks=num_ranks)
+
+
 def check_part(part: torch.Tensor, *, counts: Sequence[int], rank: int, num_ranks: int) -> None:
     """Raises BufferMismatch unless `part`, shape (counts[rank],), is valid for an all-gather with `counts`."""
     check_buffer(part, operation="all_gather", rank=rank)
@@ -113,7 +119,8 @@ def check_groups(groups: Sequence[Sequence[int]], *, num_ranks: int) -> None:
         )
     if any(not 0 <= rank < num_ranks for rank in members):
         raise BufferMismatch(
-            f"split got groups {[list(g) for g in groups]}: the world has ranks 0 to {num_ranks - 1}"
+            f"split got groups {[list(g) for g in groups]} with ranks that do not exist: the world has ranks 0 to "
+            f"{num_ranks - 1}"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 
 from hpctrain.comm.interface.collective_files import CollectiveFiles
+from hpctrain.comm.interface.peer_messages import PeerMessages
 from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.topology import Topology
@@ -137,6 +138,13 @@ class World(Collective, Protocol):
 
     def duplicate(self) -> Collective:
         """Returns a communicator of the same ranks with a separate message space, for another thread. Collective."""
+
+    def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
+        """Returns a communicator of the world ranks `members`, and messages between them; None if the backend has none.
+
+        Collective over `members` only, which must be in the same order on each of them; this rank is one of them. The
+        messages are None for a group of one rank.
+        """
 
     def transport(self, topology: Topology) -> Transport | None:
         """Returns point-to-point messages and node-shared memory over the same ranks; None if the backend has none.

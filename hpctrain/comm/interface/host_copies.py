@@ -9,7 +9,8 @@ import torch
 
 
 def to_host(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns `buffer` itself if it is in host memory, else a copy, in page-locked memory if it comes from CUDA."""
+    """Returns `buffer`, of any shape and dtype, itself if it is in host memory; else a copy, in page-locked memory if
+    it comes from CUDA."""
     if buffer.device.type == "cpu":
         return buffer
     staged = torch.empty_like(buffer, device="cpu", pin_memory=buffer.device.type == "cuda")

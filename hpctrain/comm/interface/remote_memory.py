@@ -65,7 +65,7 @@ class MpiRemoteMemory:
         self._rank = comm.Get_rank()
         self._byte = mpi.BYTE
         try:
-            self._check_room(num_bytes)
+            self._check_free_memory(num_bytes)
             self._window = mpi.Win.Allocate(num_bytes, 1, mpi.INFO_NULL, comm)
         except mpi.Exception as error:
             raise CommunicationError(
@@ -78,7 +78,7 @@ class MpiRemoteMemory:
         # One access epoch until `close`: reads need no synchronization with the rank that they read from.
         self._window.Lock_all(mpi.MODE_NOCHECK)
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_free_memory(self, num_bytes: int) -> None:
         """Raises CommunicationError on every rank if a node lacks memory, before MPI or the kernel fails."""
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self._rank)
         try:

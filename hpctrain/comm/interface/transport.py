@@ -35,10 +35,12 @@ class Transport(Protocol):
     def topology(self) -> Topology: ...
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        """Starts sending `buffer`, which must not change until `all_done` reports the returned handle as finished."""
+        """Starts sending `buffer`, shape (n,), uint8; returns a handle. The buffer must not change until `all_done`
+        reports the handle as finished."""
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
-        """Starts receiving into `buffer`; returns a handle. Messages with equal source and tag arrive in order."""
+        """Starts receiving into `buffer`, shape (n,), uint8, with n of the sender; returns a handle. Messages with
+        equal source and tag arrive in order."""
 
     def all_done(self, pending: Sequence[Pending]) -> bool:
         """Returns True if all are finished. Does not wait; lets the library make progress."""

@@ -9,6 +9,7 @@ import torch
 from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp
+from hpctrain.comm.interface.peer_messages import PeerMessages
 
 
 class Forwarding(Attributes):
@@ -57,6 +58,10 @@ class Forwarding(Attributes):
 
     def barrier(self) -> None:
         self._group.barrier()
+
+    def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
+        """Returns None: see `World.open_group`. A backend that has such groups overrides it."""
+        return None
 
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
         return self._group.collective_files(members=members)

@@ -13,12 +13,16 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import random
 import sys
 import time
 from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from hpctrain.comm.watchdog.board.node_files import WatchFolders
 
 _LIBRARY = Path(__file__).with_name("_gil_free_timer")
 
@@ -57,10 +61,8 @@ class GilFreeTimer:
 
 
 def make_timer(
+    folders: WatchFolders,
     *,
-    directory: Path,
-    rank: int,
-    num_ranks: int,
     wait_s: float,
     probe_s: float,
     since: float,
@@ -68,54 +70,67 @@ def make_timer(
 ) -> GilFreeTimer | None:
     """Returns the timer of this rank, None where it was not compiled.
 
-    directory: of the ranks' files. wait_s: how long the program waits for another rank to announce the end. probe_s:
-    time limit of its probes of other hosts. since: see `read_positions`.
+    wait_s: how long the program waits for another rank to announce the end. probe_s: time limit of its probes of other
+    hosts. since (epoch): older files are from an earlier attempt of the run.
     """
     library = find_library()
     if library is None:
         return None
-    numbers = [str(value) for value in (rank, num_ranks, os.getpid(), wait_s, probe_s, since)]
+    numbers = (folders.rank, folders.node, folders.placement.num_nodes, os.getpid(), wait_s, probe_s, since)
     try:
         # -I: neither this file's folder nor the user's come before the standard library.
-        command = [sys.executable, "-I", __file__, str(directory), *numbers]
-        return GilFreeTimer(library, command, exit_code=exit_code)
+        command = [sys.executable, "-I", __file__, str(folders.shared.resolve()), str(folders.local)]
+        return GilFreeTimer(library, [*command, *map(str, numbers)], exit_code=exit_code)
     except OSError:
         return None
 
 
 def _report(words: Sequence[str]) -> None:
     """The program. Returns when the rank must end; does not return if its Python has continued after all."""
-    directory, (rank, num_ranks, pid) = Path(words[0]), map(int, words[1:4])
-    wait_s, probe_s, since = map(float, words[4:7])
+    shared, local = map(Path, words[:2])
+    rank, node, num_nodes, pid = map(int, words[2:6])
+    wait_s, probe_s, since = map(float, words[6:9])
     sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from hpctrain.comm.watchdog.board.node_files import (
+        position_path,
+        read_local,
+        read_node,
+        read_nodes,
+        status_of_node,
+        time_of,
+        write_node,
+        write_position,
+    )
+    from hpctrain.comm.watchdog.board.rank_status import RankPosition
+    from hpctrain.comm.watchdog.board.run_ending import read_ending, wait_for_ending
     from hpctrain.comm.watchdog.host_probe import (
+        MAX_HOSTS,
         host_addresses,
-        probe,
-        ranks_to_read,
-        targets_of,
         targets_of_others,
     )
     from hpctrain.comm.watchdog.network_partition import find_cut
-    from hpctrain.comm.watchdog.rank_status import position_path, read_ending, read_positions, write_position
+    from hpctrain.comm.watchdog.tcp_probe import ProbeTarget, probe_hosts
 
-    def written() -> float:
-        return position_path(directory, rank=rank).stat().st_mtime
-
-    before, until = written(), time.monotonic() + wait_s
-    here = os.uname().nodename
-    positions = read_positions(directory, ranks=ranks_to_read(range(num_ranks)), since=since)
-    targets = targets_of_others(targets_of(positions.values()), here=here)
-    found = probe(targets, timeout_s=probe_s, own=host_addresses())
-    while read_ending(directory, since=since) is None and time.monotonic() < until:
-        time.sleep(0.2)
-    while written() != before:  # the rank was suspended, and has continued
+    mine = position_path(local, rank=rank)
+    before, until = time_of(mine), time.monotonic() + wait_s
+    here, own_addresses = os.uname().nodename, host_addresses()
+    drawn = random.sample(range(num_nodes), min(num_nodes, MAX_HOSTS))
+    statuses, _ = read_nodes(shared, nodes=drawn, since=since, within_s=probe_s)
+    targets = [
+        ProbeTarget(host=status.host, addresses=status.addresses, port=status.port)
+        for status in statuses
+        if status.port is not None
+    ]
+    found = probe_hosts(targets_of_others(targets, here=here), timeout_s=probe_s, own=own_addresses)
+    wait_for_ending(shared, since=since, within_s=until - time.monotonic())
+    while time_of(mine) != before:  # the rank was suspended, and has continued
         time.sleep(1.0)
         if os.getppid() != pid:
             return
-    others = read_positions(directory, ranks=[rank, *ranks_to_read(range(num_ranks))], since=since)
-    findings = {position.host: position.reached for position in others.values() if position.reached}
+    statuses, _ = read_nodes(shared, nodes=drawn, since=since, within_s=probe_s)
+    findings = {status.host: status.reached for status in statuses if status.reached}
     cut = find_cut({**findings, here: found}, here=here)
-    ending = read_ending(directory, since=since)
+    ending = read_ending(shared, since=since)
     reason = "" if ending is None else f" with rank {ending.rank} on {ending.host}: {ending.reason}"
     lines = [
         f"hpctrain: rank {rank} on {here} ends{reason}",
@@ -124,8 +139,15 @@ def _report(words: Sequence[str]) -> None:
     ]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
-    if rank in others:
-        write_position(dataclasses.replace(others[rank], leaving=True), directory=directory)
+    own = read_local(local).get(rank, RankPosition(rank=rank, host=here, pid=pid, written=time.time()))
+    write_position(dataclasses.replace(own, reached=found, leaving=True), local=local)
+    # The ranks of this node may all be blocked, so that none of them writes the node's file.
+    last = read_node(shared, node=node, since=since)
+    status = status_of_node(
+        read_local(local), node=node, host=here, now=time.time(), probed_within_s=wait_s + probe_s,
+        addresses=() if last is None else last.addresses, port=None if last is None else last.port,
+    )  # fmt: skip
+    write_node(status, shared=shared, rank=rank)
 
 
 if __name__ == "__main__":

@@ -9,34 +9,19 @@ While all is well nothing is sent.
 from __future__ import annotations
 
 import contextlib
-import errno
 import random
-import selectors
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import psutil
 
-from hpctrain.comm.watchdog.rank_status import RankPosition
+from hpctrain.comm.watchdog.tcp_probe import ProbeTarget, probe_hosts
 
 _MAX_ADDRESSES = 8
 MAX_HOSTS = 64
-# Maximum number of ranks whose files are read to find the hosts: most ranks of a large node need not be read.
-MAX_RANKS_READ = 256
-# An answer from the host's kernel, whether or not something listens on the port by now.
-_ANSWERS = (0, errno.ECONNREFUSED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeTarget:
-    """A host, the addresses by which others may reach it, and the port that one of its ranks has reserved."""
-
-    host: str
-    addresses: tuple[str, ...]
-    port: int
 
 
 def host_addresses() -> tuple[str, ...]:
@@ -75,15 +60,6 @@ class ReservedPort:
         self._socket.close()
 
 
-def targets_of(positions: Iterable[RankPosition]) -> list[ProbeTarget]:
-    """Returns the targets that the ranks have written into their files."""
-    return [
-        ProbeTarget(host=position.host, addresses=tuple(position.addresses), port=position.port)
-        for position in positions
-        if position.port is not None and position.addresses
-    ]
-
-
 def targets_of_others(
     targets: Iterable[ProbeTarget], *, here: str, max_hosts: int = MAX_HOSTS
 ) -> tuple[ProbeTarget, ...]:
@@ -92,53 +68,6 @@ def targets_of_others(
     hosts = sorted(by_host)
     drawn = hosts if len(hosts) <= max_hosts else random.sample(hosts, max_hosts)
     return tuple(by_host[host] for host in drawn)
-
-
-def ranks_to_read(members: Sequence[int], *, max_ranks: int = MAX_RANKS_READ) -> list[int]:
-    """Returns the ranks whose files are read to find the hosts: all, or `max_ranks` chosen at random."""
-    return list(members) if len(members) <= max_ranks else random.sample(list(members), max_ranks)
-
-
-def probe(targets: Sequence[ProbeTarget], *, timeout_s: float, own: Sequence[str] = ()) -> dict[str, bool]:
-    """Returns host -> whether its kernel answered at any of its addresses. Takes at most `timeout_s` for all together.
-
-    own: addresses of this host, which other hosts may have too (the bridge of a container runtime); they are left out.
-    """
-    found = {target.host: False for target in targets if set(target.addresses) - set(own)}
-    end = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for target in targets:
-            for address in target.addresses:
-                if address not in own:
-                    _begin(selector, target, address=address, found=found)
-        while selector.get_map() and (left_s := end - time.monotonic()) > 0 and not all(found.values()):
-            for key, _ in selector.select(left_s):
-                caller = key.fileobj
-                assert isinstance(caller, socket.socket)
-                found[key.data] |= caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS
-                selector.unregister(caller)
-                caller.close()
-        for key in list(selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-    return found
-
-
-def _begin(
-    selector: selectors.BaseSelector, target: ProbeTarget, *, address: str, found: dict[str, bool]
-) -> None:
-    """Begins a connection; `selector` then holds it with the name of the host, unless its outcome is known."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        caller = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    except OSError:
-        return
-    code = caller.connect_ex((address, target.port))
-    if code != errno.EINPROGRESS:
-        found[target.host] |= code in _ANSWERS
-        caller.close()
-        return
-    selector.register(caller, selectors.EVENT_WRITE, target.host)
 
 
 @final
@@ -158,6 +87,8 @@ class HostReachability:
         self.others: tuple[ProbeTarget, ...] | None = None
         self.targets: tuple[ProbeTarget, ...] = ()
         self.found: Mapping[str, bool] = {}
+        self._probing = threading.Lock()
+        self._probed: float | None = None  # monotonic
 
     def learn(self, *, timeout_s: float) -> bool:
         """Adds those of `others` that answer now to `targets`. Returns True if all of them have answered.
@@ -177,8 +108,32 @@ class HostReachability:
         if silent:
             self.found = {**found, **self._probe(silent, timeout_s=timeout_s)}
 
+    def probe_soon(self, *, timeout_s: float, at_most_every_s: float, then: Callable[[], None]) -> None:
+        """Probes in another thread, which then calls `then`; not if that was done recently, or is being done."""
+        if not self.targets or not self._probing.acquire(blocking=False):
+            return
+        if self._probed is not None and time.monotonic() < self._probed + at_most_every_s:
+            self._probing.release()
+            return
+
+        def look() -> None:
+            try:
+                self.probe(timeout_s=timeout_s)
+                self._probed = time.monotonic()
+            finally:
+                self._probing.release()
+            with contextlib.suppress(OSError):
+                then()
+
+        threading.Thread(target=look, name="hpctrain-reach", daemon=True).start()
+
+    def await_probe(self, *, within_s: float) -> None:
+        """Waits for the end of the probe that `probe_soon` has begun."""
+        if self._probing.acquire(timeout=within_s):
+            self._probing.release()
+
     def _probe(self, targets: Sequence[ProbeTarget], *, timeout_s: float) -> dict[str, bool]:
-        return probe(targets, timeout_s=timeout_s, own=() if self.own is None else self.own.addresses)
+        return probe_hosts(targets, timeout_s=timeout_s, own=() if self.own is None else self.own.addresses)
 
     def close(self) -> None:
         if self._port is not None:

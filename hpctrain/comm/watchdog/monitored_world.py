@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import socket
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -17,21 +19,27 @@ from typing import final
 
 import torch
 
-from hpctrain.comm.collectives.agreement import agreed, all_gather_json, check_same, describe_ranks
+from hpctrain.comm.collectives.activity import Section
+from hpctrain.comm.collectives.agreement import agreed, all_gather_distinct, check_same, describe_ranks
 from hpctrain.comm.collectives.shared_folder import make_shared_folder
 from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Collective, ReduceOp, World
+from hpctrain.comm.interface.peer_messages import PeerMessages
 from hpctrain.comm.interface.remote_memory import RemoteMemory
 from hpctrain.comm.interface.transport import Transport
 from hpctrain.comm.interface.world_forwarding import Forwarding
-from hpctrain.comm.watchdog.host_probe import ProbeTarget
+from hpctrain.comm.watchdog.board.local_folder import identity_of, local_folder, local_parent
+from hpctrain.comm.watchdog.board.node_files import WatchFolders
+from hpctrain.comm.watchdog.board.rank_status import place_ranks
 from hpctrain.comm.watchdog.monitored_files import MonitoredFiles
+from hpctrain.comm.watchdog.monitored_messages import MonitoredMessages
 from hpctrain.comm.watchdog.monitored_transport import MonitoredTransport
 from hpctrain.comm.watchdog.operation_state import Track
+from hpctrain.comm.watchdog.section_limits import SectionLimits
+from hpctrain.comm.watchdog.tcp_probe import ProbeTarget
 from hpctrain.comm.watchdog.watcher import Watcher, exit_now
 from hpctrain.errors import BufferMismatch
-from hpctrain.storage import hash_of
 from hpctrain.topology import Topology
 
 # Longer lists of counts are compared by a checksum.
@@ -55,10 +63,14 @@ def _describe_counts(counts: Sequence[int]) -> str:
 
 @final
 class MonitoredGroup(Attributes):
-    """Wraps a `Collective`: a watcher applies the deadline to its operations."""
+    """Wraps a `Collective`: a watcher applies the deadline to its operations.
 
-    def __init__(self, inner: Collective, *, track: Track, watcher: Watcher) -> None:
+    compared: whether the ranks compare what they call; not for a caller that does that itself.
+    """
+
+    def __init__(self, inner: Collective, *, track: Track, watcher: Watcher, compared: bool = True) -> None:
         self._inner = inner
+        self._compared = compared
         self._track = track
         self._watcher = watcher
         self._num_files = 0
@@ -124,6 +136,10 @@ class MonitoredGroup(Attributes):
         """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.doing_this(what)
 
+    def section(self, section: Section | None) -> AbstractContextManager[None]:
+        """See `hpctrain.comm.collectives.activity`."""
+        return self._watcher.sections.enter(section)
+
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
         with self._during("collective_files"):
             inner = self._inner.collective_files(members=members)
@@ -154,7 +170,7 @@ class MonitoredGroup(Attributes):
         Checks only over MPI, which compares nothing itself: with a different buffer on one rank it returns wrong sums,
         hangs, or fails on some ranks. Costs one all-reduce of 16 bytes. See docs/adr/0015.
         """
-        if self.backend != "mpi" or self.num_ranks == 1:
+        if not self._compared or self.backend != "mpi" or self.num_ranks == 1:
             return
         number = int.from_bytes(hashlib.blake2b(signature.encode(), digest_size=7).digest(), "big")
         header = torch.tensor([number, -number])
@@ -194,6 +210,7 @@ class Monitored(Forwarding):
     ) -> None:
         self._world = world
         self._name = name
+        self._topology: Topology | None = None
         self._owns_watcher = watcher is None
         self._holds_lock = world.backend == "horovod"
         processes = world.backend in ("mpi", "horovod")
@@ -209,23 +226,41 @@ class Monitored(Forwarding):
         self._all = MonitoredGroup(world, track=self._track, watcher=self._watcher)
         self._group = self._all
         self._num_made = 0
+        self._num_groups: Counter[tuple[int, ...]] = Counter()
         if directory is not None:
             self.publish_in(directory)
 
-    def publish_in(self, directory: Path) -> None:
-        """From now on writes the ranks' positions to `directory`, which is made if it does not exist. Collective.
+    def place(self, topology: Topology) -> None:
+        """Has `publish_in` take the nodes from `topology`, emulated ones too, instead of each host as one."""
+        self._topology = topology
 
-        Raises LaunchError on all ranks if one of them cannot write there.
+    def publish_in(self, directory: Path) -> None:
+        """From now on the ranks write their positions: in `directory` a file a node. Collective.
+
+        directory: seen by all ranks; made if it does not exist. The ranks of a node also make a folder in its memory
+        (/dev/shm), or else in its temporary directory, which they remove at the end. Raises LaunchError on all ranks if
+        one of them cannot write there. Each rank receives 8 bytes a rank, and some 80 a host: where it can be probed.
         """
         make_shared_folder(directory, comm=self)
-        agreed(self, lambda: self._watcher.publish_in(directory))
-        # One rank of each host offers where it can be probed.
-        hosts = self.all_gather_bytes(hash_of(socket.gethostname().encode()).encode())
-        target = self._watcher.own_target if hosts.index(hosts[self.rank]) == self.rank else None
-        offered = all_gather_json(self, None if target is None else asdict(target))
+        parent, target = agreed(self, lambda: (local_parent(), self._watcher.own_target()))
+        host, run = socket.gethostname(), secrets.token_hex(8) if self.rank == 0 else ""
+        # Ranks of a host that see another directory, as in containers, are of another node.
+        offered, host_of_rank = all_gather_distinct(
+            self, [host, None if target is None else asdict(target), run], key=f"{host} {identity_of(parent)}"
+        )
+        placement = place_ranks(host_of_rank, names=[name for name, _, _ in offered], topology=self._topology)
+        leader = placement.ranks_on(placement.node_of_rank[self.rank])[0]
+        folders = WatchFolders(
+            rank=self.rank,
+            shared=directory,
+            local=local_folder(parent, run=str(offered[0][2]), leader=leader),
+            placement=placement,
+        )
+        agreed(self, lambda: self._watcher.prepare(folders))
+        agreed(self, lambda: self._watcher.publish_in(folders))
         self._watcher.know_hosts(
             ProbeTarget(host=found["host"], addresses=tuple(found["addresses"]), port=found["port"])
-            for found in offered
+            for _, found, _ in offered
             if found is not None
         )
 
@@ -240,6 +275,20 @@ class Monitored(Forwarding):
     def doing(self, what: str) -> AbstractContextManager[None]:
         """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.doing_this(what)
+
+    def section(self, section: Section | None) -> AbstractContextManager[None]:
+        """See `hpctrain.comm.collectives.activity`."""
+        return self._watcher.sections.enter(section)
+
+    @property
+    def limits(self) -> SectionLimits:
+        """Limits of the run's sections; all are `timeout_s` until they are configured."""
+        return self._watcher.sections
+
+    def last_ended(self) -> float | None:
+        """Returns when this rank's last operation, of any communicator, ended: seconds since 1970; None: none did."""
+        ended = [track.ended for track in self._watcher.tracks if track.ended is not None]
+        return max(ended, default=None)
 
     @property
     def reduction_backend(self) -> str:
@@ -262,6 +311,25 @@ class Monitored(Forwarding):
             return None
         name = self._within(f"split {self._num_made} ({describe_ranks(inner.members)})")
         return self._monitored(inner, name=name)
+
+    def open_group(
+        self, members: Sequence[int], *, compared: bool = True
+    ) -> tuple[Collective, PeerMessages | None] | None:
+        """See `World.open_group`. compared: False for a caller that compares itself what the ranks call."""
+        # A track of its own: the world's is the same on all ranks, and only some take part.
+        self._num_groups[tuple(members)] += 1
+        name = self._within(f"group {self._num_groups[tuple(members)]} of {describe_ranks(members)}")
+        track = self._watcher.track(group=name, members=tuple(members))
+        with self._watcher.during(track, "open_group"):
+            inner = self._world.open_group(members)
+        if inner is None:
+            return None
+        collective, messages = inner
+        group = MonitoredGroup(collective, track=track, watcher=self._watcher, compared=compared)
+        if messages is None:
+            return group, None
+        track = self._watcher.track(group=f"messages of {name}", members=tuple(members))
+        return group, MonitoredMessages(messages, track=track)
 
     def duplicate(self) -> Collective:
         with self._watcher.during(self._track, "duplicate", signature="duplicate"):

@@ -81,9 +81,10 @@ def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
     for host, found in asked.items():
         for other, answered in found.items():
             if answered and part_of[host] is not part_of[other]:
-                joined = part_of[host] | part_of[other]
-                for member in joined:
-                    part_of[member] = joined
+                smaller, larger = sorted((part_of[host], part_of[other]), key=len)
+                larger |= smaller
+                for member in smaller:
+                    part_of[member] = larger
     return sorted({tuple(sorted(part)): sorted(part) for part in part_of.values()}.values())
 
 

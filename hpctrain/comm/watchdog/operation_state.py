@@ -22,6 +22,7 @@ class Track:
     detail: str = ""
     signature: str | None = None
     since: float | None = None  # monotonic; None: in no operation
+    ended: float | None = None  # the last one, in seconds since 1970; None: none did
 
     @contextlib.contextmanager
     def during(
@@ -37,6 +38,7 @@ class Track:
             yield
         finally:
             self.since = None
+            self.ended = time.time()
 
     def progress(self) -> tuple[int, float | None]:
         """Returns a value that changes whenever an operation begins or ends."""

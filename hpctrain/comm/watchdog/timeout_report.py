@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.comm.collectives.activity import Section
 from hpctrain.comm.collectives.agreement import describe_ranks
+from hpctrain.comm.watchdog.board.rank_status import Absence, Finding
+from hpctrain.comm.watchdog.board.run_ending import Ending
+from hpctrain.comm.watchdog.board.short_stacks import StackGroup
+from hpctrain.comm.watchdog.network_partition import name_hosts
 from hpctrain.comm.watchdog.operation_state import Track
-from hpctrain.comm.watchdog.rank_status import Absence, Ending, fold_absences
 
 
 def headline(
@@ -20,17 +28,23 @@ def headline(
     timeout_s: float,
     ending_s: float,
     doing: str = "",
+    section: Section | None = None,
+    hung: str = "",
 ) -> str:
     """Returns which rank ends and what it was doing. track: that of its longest wait; None if in no operation.
 
-    ending_s: the last part of `timeout_s`, reserved for reporting and exiting.
+    ending_s: the last part of `timeout_s`, reserved for reporting and exiting. section: to which `timeout_s` applies
+    alone. hung: why this rank ends the run before.
     """
     here = f"rank {rank} on {host}"
     in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")
-    limit = f"(limit {timeout_s:g} s, including {ending_s:g} s to end the run)"
+    which = "limit" if section is None else f"limit of the section {section.value}"
+    limit = f"({which} {timeout_s:g} s, including {ending_s:g} s to end the run)"
     waited = "is in no operation" + in_step
     if track is not None:
         waited = f"has waited {track.waited_s():.1f} s{in_step} for {track.describe()}"
+    if hung:
+        return f"{here} {waited} ({hung})"
     if ending is None or (track is not None and track.waited_s() > timeout_s - ending_s):
         return f"{here} {waited} {limit}"
     if ending.rank == rank:
@@ -38,19 +52,37 @@ def headline(
     return f"{here} ends with rank {ending.rank} on {ending.host}: {ending.reason}\nhere: {here} {waited}"
 
 
-def describe_finding(cut: Sequence[str], absent: Sequence[Absence], *, waits: bool, num_asked: int) -> str:
-    """Returns the report. cut: lines of `find_cut`. waits: this rank is in an operation. num_asked: hosts probed."""
-    lines = list(cut)
-    if absent:
-        lines.append(f"did not come: {describe_ranks([absence.rank for absence in absent])}")
-        lines += [f"  {line}" for line in fold_absences(absent)]
-    elif waits and not cut:
-        why = "network, or different buffers on the ranks"
-        if num_asked:
-            why = f"the {num_asked} other hosts that were probed answer"
-        lines.append(f"all ranks have begun it: the operation itself hangs ({why})")
-    elif waits:
-        lines.append("all ranks have begun it: the operation itself hangs")
+def print_with_stacks(message: str) -> None:
+    """Prints `message` and where each of this process's threads is, to the real standard error."""
+    stream = sys.__stderr__
+    if stream is None:
+        return
+    # A single write, as the ranks share a terminal.
+    stream.write(f"hpctrain: {message}\n")
+    stream.flush()
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        faulthandler.dump_traceback(file=stream, all_threads=True)
+
+
+def describe_finding(found: Finding, *, waits: bool, num_asked: int) -> str:
+    """Returns the report. waits: this rank is in an operation. num_asked: hosts probed."""
+    lines = list(found.cut)
+    if found.absent:
+        ranks = [rank for absence in found.absent for rank in absence.ranks]
+        lines.append(f"did not come: {describe_some(ranks)}")
+        lines += [f"  {line}" for line in fold_absences(found.absent)]
+        if len(found.waiting) > 1:  # not only this rank
+            lines.append(f"wait for it: {describe_some(found.waiting)}")
+    elif waits and not found.unread:
+        why = "" if found.cut else " (network, or different buffers on the ranks)"
+        if num_asked and not found.cut:
+            why = f" (the {num_asked} other hosts that were probed answer)"
+        lines.append(f"all ranks have begun it: the operation itself hangs{why}")
+    lines += describe_stacks(found.stacks)
+    if found.unread:
+        lines.append(
+            f"the files of {name_hosts(list(found.unread))} cannot be read: what their ranks do is not known"
+        )
     return "\n".join(lines) or "no rank is known to wait for this one"
 
 
@@ -60,3 +92,68 @@ def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
     if directory is not None:
         why = f"the files in {directory} cannot be read"
     return "\n".join([*cut, f"which rank did not come is not known: {why}"])
+
+
+def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_waiting: int = 4) -> list[str]:
+    """Returns a line for each group of ranks with equal stacks, up to so many of the late ones and of those that wait,
+    and a line that counts the others. Pure."""
+    shown = [group for group in groups if group.late][:most_late]
+    shown += [group for group in groups if not group.late][:most_waiting]
+    lines = []
+    for group in shown:
+        several = len(group.ranks) > 1
+        at = f": {group.text}"
+        if not group.text.startswith("no stack"):
+            at = f" {('are' if several else 'is') if group.late else 'wait' + 's' * (not several)} at {group.text}"
+        lines.append(f"  {describe_some(group.ranks)}{at}")
+    if others := [rank for group in groups if group not in shown for rank in group.ranks]:
+        lines.append(
+            f"  {len(others)} more with {len(groups) - len(shown)} other stacks: {describe_some(others)}"
+        )
+    return ["stacks, the innermost call first:", *lines] if lines else []
+
+
+def fold_absences(absences: Sequence[Absence], *, max_lines: int = 16) -> list[str]:
+    """Returns one line for each absence, or, for more than `max_lines`, one for all ranks in the same state. Pure.
+
+    Of more states than `max_lines`, those of the fewest and of the most ranks are named, and the others counted.
+    """
+    if len(absences) <= max_lines:
+        return [absence.text for absence in absences]
+    by_state: dict[tuple[str, bool], list[Absence]] = defaultdict(list)
+    for absence in absences:
+        by_state[absence.state, absence.silent_s is None].append(absence)
+    # Few ranks in a state are what is looked for: they come first.
+    groups = sorted(by_state.values(), key=lambda group: (len(_ranks_of(group)), group[0].ranks[0]))
+    if len(groups) <= max_lines:
+        return [_one_line(group) for group in groups]
+    few, most = groups[: max_lines - 4], groups[-3:]
+    others = [rank for group in groups[max_lines - 4 : -3] for rank in _ranks_of(group)]
+    named = [_one_line(group) for group in (*few, *most)]
+    return [
+        *named,
+        f"{len(others)} ranks in {len(groups) - len(named)} other states: {describe_some(others)}",
+    ]
+
+
+def _ranks_of(group: Sequence[Absence]) -> list[int]:
+    return [rank for absence in group for rank in absence.ranks]
+
+
+def _one_line(group: Sequence[Absence]) -> str:
+    if len(group) == 1:
+        return group[0].text
+    ranks = _ranks_of(group)
+    places = list(dict.fromkeys(absence.place for absence in group if len(absence.ranks) > 1))
+    where = f" on {name_hosts(places)}" if places else ""
+    silences = [absence.silent_s for absence in group if absence.silent_s is not None]
+    silent = f", last heard of {min(silences):.0f} to {max(silences):.0f} s ago" if silences else ""
+    return f"{len(ranks)} ranks, {describe_some(ranks)}{where}: each {group[0].state}{silent}"
+
+
+def describe_some(ranks: Sequence[int], *, max_characters: int = 200) -> str:
+    """As `describe_ranks`; a longer text is cut after one of the ranks, and says how many they are."""
+    text = describe_ranks(ranks)
+    if len(text) <= max_characters:
+        return text
+    return f"{text[:max_characters].rpartition(',')[0]}, ... ({len(ranks)} in all)"

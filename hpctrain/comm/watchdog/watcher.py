@@ -7,45 +7,52 @@ files of a `Board`, never over the communication library, since that may be what
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TypeVar, final
+from dataclasses import replace
+from typing import final
 
+from hpctrain.comm.watchdog.board.local_folder import LocalFolder, make_local_folder
+from hpctrain.comm.watchdog.board.node_files import WatchFolders, make_node_folders, quietly, within
+from hpctrain.comm.watchdog.board.run_ending import Ending, forget_endings
+from hpctrain.comm.watchdog.board.short_stacks import own_stack
+from hpctrain.comm.watchdog.board.status_board import Board
 from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, make_timer
-from hpctrain.comm.watchdog.host_probe import HostReachability, ProbeTarget, targets_of_others
+from hpctrain.comm.watchdog.host_probe import HostReachability, targets_of_others
+from hpctrain.comm.watchdog.late_operation import pursue
 from hpctrain.comm.watchdog.network_partition import find_cut
 from hpctrain.comm.watchdog.operation_state import Track
-from hpctrain.comm.watchdog.rank_status import Ending
-from hpctrain.comm.watchdog.status_board import Board
-from hpctrain.comm.watchdog.timeout_report import describe_finding, describe_unknown, headline
+from hpctrain.comm.watchdog.section_limits import LimitSettings, SectionLimits
+from hpctrain.comm.watchdog.tcp_probe import ProbeTarget
+from hpctrain.comm.watchdog.timeout_report import (
+    describe_finding,
+    describe_unknown,
+    headline,
+    print_with_stacks,
+)
 from hpctrain.errors import ExitCode
 
 __all__ = ["Track", "Watcher"]
 
-T = TypeVar("T")
-
 # A watcher that wakes up later than planned by this much was suspended together with its process.
 _SUSPENDED_AFTER_S = 5.0
-# The last part of the limit, in which the ranks report and exit, so that all have ended when it is over.
-_ENDING_SHARE = 0.25
-_ENDING_AT_MOST_S = 5.0
 _TELLING_SHARE = 0.6  # share of the ending for reports; then the ranks exit
-_LATE_AFTER = 0.75  # share of `_wait_limit_s`, which is the limit without the ending
+_TAKING_OVER_SHARE = 0.25  # the last part of it, in which another rank reports if the announcing one has not
+_TOGETHER_SHARE = 0.2  # share of the ending in which ranks exit together, once one has reported for all
+_LATE_AFTER = 0.75  # share of the limit without the ending
 # Time limits if files hang. Together with MPI_Abort they fit into the ending.
 _ANNOUNCING_MAY_TAKE_S = 2.0
 _REPORTING_MAY_TAKE_S = 3.0
+_READING_SHARE = 0.5  # of the time for the report, for reading the nodes' files
 # Files of this run are newer than this rank's start, apart from clock differences and start times. A small tolerance is
 # enough to exclude files of an earlier attempt, as Python, torch and the library have been loaded since then. A rank
 # that is excluded wrongly is included again as soon as it renews its file.
 _CLOCKS_DIFFER_S = 2.0
-# Delay of the timer after the time limit, when the other ranks have reported.
-_EXIT_TIMER_AFTER_S = 0.5
+_EXIT_TIMER_AFTER_S = 0.5  # after the time limit, when the other ranks have reported
 _EXIT_TIMERS_MAY_TAKE_S = 3.0
 
 
@@ -54,10 +61,9 @@ class Watcher:
     """Watches every `Track` of one rank.
 
     timeout_s: when an operation has taken that long, every rank has exited. Each therefore stops waiting a quarter of
-    that time earlier, at most 5 s.
+    that time earlier, at most 5 s. `sections` has other limits for sections of the run, once they are configured.
     abort: ends all ranks; called at most once, from the watcher's thread. leave: ends this rank's process at once; None
     if ranks are threads. With it, all ranks that have reported exit at the same time.
-    directory: see `publish_in`.
     """
 
     def __init__(
@@ -67,61 +73,70 @@ class Watcher:
         timeout_s: float,
         abort: Callable[[int], None],
         leave: Callable[[int], None] | None = None,
-        directory: Path | None = None,
     ) -> None:
         self.rank = rank
         self.step: int | None = None
         self.doing = ""  # label of the current activity, for messages; "": none
         self._timeout_s = timeout_s
+        self.sections = SectionLimits(LimitSettings(timeout_s=timeout_s, derive=False))
         self._interval_s = min(1.0, timeout_s / 8)
-        self._ending_s = min(_ENDING_AT_MOST_S, _ENDING_SHARE * timeout_s)
-        self._wait_limit_s = timeout_s - self._ending_s
+        self._main_thread = threading.get_ident()
+        self._hung: tuple[Track, str] | None = None  # what ends the run before its limit, and why
         self._abort = abort
         self._leave = leave
         self._num_lock_holders = 0
         self._since = time.time() - _CLOCKS_DIFFER_S
         self._host = socket.gethostname()
-        self._tracks: list[Track] = []
+        self.tracks: list[Track] = []
         self._ended = threading.Event()
         self._noticed = threading.Event()
         self._reach: HostReachability | None = None
         self._board: Board | None = None
+        self._hold: LocalFolder | None = None
         self._exit_timer: GilFreeTimer | None = None
         self._setting = threading.Lock()
-        self._looking = threading.Lock()
-        self._looked: float | None = None
         self._look_s = min(2.0, timeout_s / 12)
         self._late: set[tuple[str, int]] = set()
-        if directory is not None:
-            self.publish_in(directory)
         threading.Thread(target=self._watch, name="hpctrain-watcher", daemon=True).start()
 
-    def publish_in(self, directory: Path) -> None:
-        """From now on writes this rank's position to the existing `directory`. Raises OSError if it is not writable."""
-        if self._reach is None:
-            self._reach = HostReachability()
+    def prepare(self, folders: WatchFolders) -> None:
+        """Removes what an earlier attempt announced, and makes the nodes' folders: on rank 0 and each lowest rank.
+
+        Call it on every rank before any rank calls `publish_in`. Raises OSError.
+        """
+        if self.rank == 0:
+            forget_endings(folders.shared, since=self._since)
+            make_node_folders(folders.shared, num_nodes=folders.placement.num_nodes)
+        if self.rank == folders.placement.ranks_on(folders.node)[0]:
+            self._hold = make_local_folder(folders.local)
+
+    def publish_in(self, folders: WatchFolders) -> None:
+        """From now on writes this rank's position to `folders`. Raises OSError if they cannot be used."""
+        reach = self._reach = self._reach or HostReachability()
         before = self._board
         self._board = Board(
-            directory,
-            rank=self.rank,
+            folders,
+            hold=self._hold,
             timeout_s=self._timeout_s,
             since=self._since,
-            tracks=lambda: self._tracks,
+            tracks=lambda: self.tracks,
             step=lambda: self.step,
             doing=lambda: self.doing,
-            reach=self._reach,
-            show=self._show,
+            section=lambda: self.sections.name,
+            stack=lambda: own_stack(self._main_thread),
+            reach=reach,
             probe_hosts=self._probe_hosts,
             notice=self._noticed.set,
         )
+        self._hold = None
         if before is not None:
             before.end()
         self._prepare_exit_timer()
 
-    @property
     def own_target(self) -> ProbeTarget | None:
-        """Where other hosts can probe this one; None before `publish_in`, or if no port could be reserved."""
-        return None if self._reach is None else self._reach.own
+        """Returns where other hosts can probe this one; None if no port could be reserved. Raises OSError."""
+        self._reach = self._reach or HostReachability()
+        return self._reach.own
 
     def know_hosts(self, targets: Iterable[ProbeTarget]) -> None:
         """Has this rank learn which of the other hosts answer. targets: of all hosts. Call it after `publish_in`."""
@@ -146,12 +161,10 @@ class Watcher:
     def _prepare_exit_timer(self) -> None:
         """Makes the timer if it can be needed and the folder of the ranks' files is known."""
         needed = self._leave is not None and self._num_lock_holders > 0 and self._exit_timer is None
-        if needed and self._board is not None and self._tracks:
+        if needed and self._board is not None and self.tracks:
             self._exit_timer = make_timer(
-                directory=self._board.directory.resolve(),
-                rank=self.rank,
-                num_ranks=len(self._tracks[0].members),
-                wait_s=self._board.publish_s + 2 * self._interval_s,
+                self._board.folders,
+                wait_s=5 * self._board.interval_s,
                 probe_s=self._look_s,
                 since=self._since,
                 exit_code=int(ExitCode.COMMUNICATION),
@@ -160,7 +173,7 @@ class Watcher:
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
         """Starts watching a communicator. group: its name, the same on all members."""
         track = Track(group, members)
-        self._tracks = [*self._tracks, track]  # a new list: the watcher may be iterating over the old one
+        self.tracks = [*self.tracks, track]  # a new list: the watcher may be iterating over the old one
         return track
 
     @contextlib.contextmanager
@@ -215,24 +228,27 @@ class Watcher:
             if self._board is not None and self._board.ending is not None:
                 self._end_run(self._longest(), ending=self._board.ending)
                 return
-            for track in self._tracks:
+            if self._hung is not None:
+                self._end_run(self._hung[0], ending=None, hung=self._hung[1])
+                return
+            late_s = _LATE_AFTER * self.sections.first_limit_s
+            for track in self.tracks:
                 waited_s = track.waited_s()
-                if waited_s > _LATE_AFTER * self._wait_limit_s:
+                if waited_s > late_s:
                     self._be_late(track)
-                if waited_s > self._wait_limit_s:
+                if waited_s > self.sections.wait_limit_s:
                     self._end_run(track, ending=None)
                     return
 
     def _pause_s(self) -> float:
         """Returns the seconds until the next poll: at most the interval, less if a deadline is nearer."""
-        nearest_s = min(
-            (self._wait_limit_s - track.waited_s() for track in self._tracks), default=self._wait_limit_s
-        )
+        limit_s = self.sections.wait_limit_s
+        nearest_s = min((limit_s - track.waited_s() for track in self.tracks), default=limit_s)
         return max(0.01, min(self._interval_s, nearest_s + 0.005))
 
     def _forgive(self, seconds: float) -> None:
         """Excludes time in which this process was suspended (`scontrol suspend`) from the waits."""
-        for track in self._tracks:
+        for track in self.tracks:
             if track.since is not None:
                 track.since += seconds
 
@@ -247,17 +263,17 @@ class Watcher:
             if self._ended.is_set() or self._longest() is None:
                 self._exit_timer.stop()
             else:
-                waited_s = max(track.waited_s() for track in self._tracks)
-                self._exit_timer.set(max(0.0, self._wait_limit_s - waited_s) + _EXIT_TIMER_AFTER_S)
+                waited_s = max(track.waited_s() for track in self.tracks)
+                self._exit_timer.set(max(0.0, self.sections.wait_limit_s - waited_s) + _EXIT_TIMER_AFTER_S)
 
     def _longest(self) -> Track | None:
-        waiting = [track for track in self._tracks if track.since is not None]
+        waiting = [track for track in self.tracks if track.since is not None]
         return max(waiting, key=Track.waited_s, default=None)
 
     # ---- late
 
     def _be_late(self, track: Track) -> None:
-        """Once per late operation: requests stacks of the absent ranks and probes the other hosts."""
+        """Once per late operation: requests stacks of the absent ranks, probes the other hosts, looks who is hung."""
         key = (track.group, track.sequence)
         board = self._board
         if key in self._late or board is None:
@@ -265,131 +281,115 @@ class Watcher:
         self._late = {*list(self._late)[-8:], key}
         self._probe_hosts()
 
-        def tell() -> None:
-            board.raise_alarm()
-            board.call_absent(track)
+        def follow() -> None:
+            hung = pursue(track, board=board, sections=self.sections, over=self._ended)
+            if hung is not None:
+                self._hung = track, hung
+                self._noticed.set()
 
-        threading.Thread(target=_quietly, args=(tell,), name="hpctrain-late", daemon=True).start()
+        threading.Thread(target=quietly, args=(follow,), name="hpctrain-late", daemon=True).start()
 
     def _probe_hosts(self) -> None:
-        """Probes the other hosts in a separate thread and publishes the result."""
-        reach = self._reach
-        if reach is None or not reach.targets or not self._looking.acquire(blocking=False):
-            return
-        if self._looked is not None and time.monotonic() < self._looked + self._timeout_s / 4:
-            self._looking.release()  # probed recently: the rank that raised an alarm sees it too
-            return
-
-        def look() -> None:
-            try:
-                reach.probe(timeout_s=self._look_s)
-                self._looked = time.monotonic()
-            finally:
-                self._looking.release()
-            if self._board is not None:
-                self._board.publish()
-
-        threading.Thread(target=_quietly, args=(look,), name="hpctrain-reach", daemon=True).start()
+        """Probes the other hosts in a separate thread and publishes the result, for the rank that raised an alarm."""
+        board = self._board
+        if self._reach is not None and board is not None:
+            self._reach.probe_soon(
+                timeout_s=self._look_s, at_most_every_s=min(10.0, self._timeout_s / 4), then=board.publish
+            )
 
     # ---- the end
 
-    def _end_run(self, track: Track | None, *, ending: Ending | None) -> None:
+    def _end_run(self, track: Track | None, *, ending: Ending | None, hung: str = "") -> None:
         board, code = self._board, int(ExitCode.COMMUNICATION)
         if self._exit_timer is not None:
             with self._setting:
                 self._exit_timer.stop()
-        report = None
-        if board is not None:
-            least_s = max(1.0, self._ending_s)
-            if ending is None and track is not None:
-                reason = f"it has waited {track.waited_s():.1f} s for {track.describe()}"
-                reason += f" ({self.doing})" if self.doing else ""
-                limit_s, grace_s = min(_ANNOUNCING_MAY_TAKE_S, least_s), _TELLING_SHARE * self._ending_s
-                ending = _within(limit_s, lambda: board.announce(reason, grace_s=grace_s))
-            if ending is not None:  # otherwise the files hang: do not wait for them again
-                limit_s = min(_REPORTING_MAY_TAKE_S, least_s)
-                report = _within(limit_s, lambda: self._report(board, track))
-        if report is None:
-            report = self._report_alone()
-        head = headline(
-            track,
-            ending=ending,
-            rank=self.rank,
-            host=self._host,
-            step=self.step,
-            doing=self.doing,
-            timeout_s=self._timeout_s,
-            ending_s=self._ending_s,
+        if board is not None and ending is None and track is not None:
+            reason = f"it has waited {track.waited_s():.1f} s for {track.describe()}"
+            reason += (f" ({self.doing})" if self.doing else "") + (f"; {hung}" if hung else "")
+            limit_s = board.announces_after_s() + min(_ANNOUNCING_MAY_TAKE_S, self._least_s())
+            grace_s = _TELLING_SHARE * self.sections.ending_s
+            ending = within(limit_s, lambda: board.announce(reason, grace_s=grace_s)) or board.ending
+        if board is None or ending is None:  # without an announcement the files hang
+            self._tell_report(self._report_alone(), track=track, ending=None)
+        elif not board.another_reports():
+            self._report(board, track=track, ending=ending, hung=hung)
+        elif self._takes_over(board, ending):
+            self._report(board, track=track, ending=ending)
+            ending = replace(ending, rank=self.rank)  # also ends those that do not exit
+        has_left = (
+            board is not None and ending is not None and self._leave_together(board, ending=ending, code=code)
         )
-        self._show(f"{head}\n{report}\nthis rank's threads are at")
-        if board is not None and ending is not None and self._leave_together(board, ending=ending, code=code):
+        self.end()
+        if has_left:
             return
         with contextlib.suppress(Exception):  # `abort` of threads raises in this thread, which ends here
             self._abort(code)
 
+    def _least_s(self) -> float:
+        return max(1.0, self.sections.ending_s)
+
+    def _takes_over(self, board: Board, ending: Ending) -> bool:
+        """Waits until the announcing rank must have reported. Returns True if this rank reports in its place."""
+        within(1.0, board.leave)  # not to keep it waiting
+        left_s = min(ending.leave_at - time.time(), self.sections.ending_s)
+        time.sleep(max(0.0, left_s - _TAKING_OVER_SHARE * _TELLING_SHARE * self.sections.ending_s))
+        return bool(within(1.0, lambda: board.take_over(ending)))
+
+    def _tell_report(
+        self, report: str, *, track: Track | None, ending: Ending | None, hung: str = ""
+    ) -> None:
+        limits = self.sections
+        head = headline(
+            track, ending=ending, rank=self.rank, host=self._host, step=self.step, doing=self.doing,
+            timeout_s=limits.limit_s, ending_s=self.sections.ending_s, hung=hung,
+            section=limits.now if limits.now in limits.settings.configured else None,
+        )  # fmt: skip
+        print_with_stacks(f"{head}\n{report}\nthis rank's threads are at")
+
     def _leave_together(self, board: Board, *, ending: Ending, code: int) -> bool:
         """Waits until all ranks have reported, then exits with them. Returns False if this rank must end the others."""
-        began, num_ranks = time.monotonic(), len(self._tracks[0].members)
-        _within(1.0, board.leave)
-        until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self._ending_s + 1.0))
+        began, num_nodes = time.monotonic(), board.folders.placement.num_nodes
+        within(1.0, board.leave)
+        until = time.monotonic() + max(0.0, min(ending.leave_at - time.time(), self.sections.ending_s + 1.0))
         all_leave = ending.rank != self.rank  # only the announcing rank ends those that do not exit
         if not all_leave and self._exit_timer is not None:
             until = max(until, began + _EXIT_TIMERS_MAY_TAKE_S)
+        elif not all_leave and board.one_reports:
+            until = min(until, began + _TOGETHER_SHARE * self.sections.ending_s)
         while time.monotonic() < until:
             if not all_leave:
-                all_leave = bool(_within(1.0, board.all_leave))
+                all_leave = bool(within(1.0, board.all_leave))
                 if all_leave:
                     until = min(until, time.monotonic() + max(0.0, ending.leave_at - time.time()))
-            # Each look reads a file of every rank.
-            pause_s = max(0.05, num_ranks / 1000)
+            # Each look reads a file of every node.
+            pause_s = max(0.05, num_nodes / 1000)
             time.sleep(max(0.0, min(pause_s, until - time.monotonic())))
         if all_leave and self._leave is not None:
+            board.end()
             self._leave(code)
             return True
         # If ranks are threads, the announcing rank ends them all.
         return self._leave is None and ending.rank != self.rank
 
-    def _report(self, board: Board, track: Track | None) -> str:
+    def _report(self, board: Board, *, track: Track | None, ending: Ending, hung: str = "") -> None:
+        limit_s = min(_REPORTING_MAY_TAKE_S, self._least_s())
+        report = within(limit_s, lambda: self._find(board, track, within_s=_READING_SHARE * limit_s))
+        self._tell_report(report or self._report_alone(), track=track, ending=ending, hung=hung)
+        within(1.0, board.tell_reported)
+
+    def _find(self, board: Board, track: Track | None, *, within_s: float) -> str:
         # Another rank may announce the end while this one still probes hosts: wait for the result.
-        if self._looking.acquire(timeout=self._look_s):
-            self._looking.release()
-        lines = board.cut()
-        if not board.reports_absences():
-            return "\n".join([*lines, "the rank that ends the run names those that did not come"])
-        absent = [] if track is None else board.absent(track)
+        if self._reach is not None:
+            self._reach.await_probe(within_s=self._look_s)
+        found = board.find(track, within_s=within_s)
         asked = len(self._reach.found) if self._reach is not None else 0
-        return describe_finding(lines, absent, waits=track is not None, num_asked=asked)
+        return describe_finding(found, waits=track is not None, num_asked=asked)
 
     def _report_alone(self) -> str:
         """Returns a report without the board's files."""
         cut = [] if self._reach is None else find_cut({self._host: self._reach.found}, here=self._host)
-        return describe_unknown(cut, directory=None if self._board is None else self._board.directory)
-
-    def _show(self, message: str) -> None:
-        stream = sys.__stderr__
-        if stream is None:
-            return
-        # A single write, as the ranks share a terminal.
-        stream.write(f"hpctrain: {message}\n")
-        stream.flush()
-        with contextlib.suppress(OSError, ValueError):  # a stream that is no file
-            faulthandler.dump_traceback(file=stream, all_threads=True)
-
-
-def _quietly(function: Callable[[], object]) -> None:
-    with contextlib.suppress(OSError):
-        function()
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Runs `function` in another thread and returns its result; None if it raises OSError or takes longer."""
-    found: list[T] = []
-    thread = threading.Thread(
-        target=_quietly, args=(lambda: found.append(function()),), name="hpctrain-files", daemon=True
-    )
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
+        return describe_unknown(cut, directory=None if self._board is None else self._board.folders.shared)
 
 
 def exit_now(code: int) -> None:

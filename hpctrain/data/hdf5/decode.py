@@ -67,7 +67,7 @@ def undo(data: Bytes, *, filters: Sequence[Filter], mask: int, num_bytes: int) -
         except DataError:
             raise
         except Exception as error:  # the libraries raise different errors
-            raise DataError(f"its filter {code} cannot be undone: {error}") from error
+            raise DataError(f"its filter {code} cannot be decoded: {error}") from error
     if len(data) != num_bytes:
         raise DataError(f"it has {len(data)} bytes once decoded, not {num_bytes}")
     return data

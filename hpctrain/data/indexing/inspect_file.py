@@ -81,7 +81,7 @@ def inspect_file(path: str, *, requests: Sequence[FieldRequest]) -> FoundFile:
         if requests[0].has_wildcard:
             places = tuple(_groups(file, requests))
         else:
-            places = ({request.name: _look(file, request.path, request) for request in requests},)
+            places = ({request.name: _inspect(file, request.path, request) for request in requests},)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise DataError(f"{path} changed while it was indexed: index it when no program is writing it")
@@ -142,10 +142,10 @@ def _groups(file: h5py.File, requests: Sequence[FieldRequest]) -> Iterator[dict[
                 f"{place!r} matches only one of them"
             )
     for key in keys:
-        yield {request.name: _look(file, paths[request.name][key], request) for request in requests}
+        yield {request.name: _inspect(file, paths[request.name][key], request) for request in requests}
 
 
-def _look(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
+def _inspect(file: h5py.File, path: str, request: FieldRequest) -> FoundDataset:
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"

@@ -21,8 +21,7 @@ from hpctrain.data.hdf5.read_elements import MissingFilter
 from hpctrain.data.reading.chunk_cache import ChunkCache
 from hpctrain.data.reading.chunk_sources import StoredChunks
 from hpctrain.data.reading.chunked import ChunkedField
-from hpctrain.data.reading.field_reader import FieldName, Request
-from hpctrain.data.reading.shared_descriptor import OpenFile
+from hpctrain.data.reading.field_reader import FieldName, OpenFile, Request
 from hpctrain.errors import DataError
 from hpctrain.storage import hash_of
 

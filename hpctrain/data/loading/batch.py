@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hpctrain.data.order.epoch_order import Span, rank_share
 from hpctrain.errors import UsageError
@@ -22,6 +24,7 @@ class Batch:
     global_samples: samples of all ranks in the global batch, without padding.
     num_skipped: samples of this rank that are left out because they lie in damaged blocks (`OnDamage.SKIP`).
     global_skipped: the same over all ranks; 0 until the ranks exchanged it (`hpctrain.train.loop.agreed_batches`).
+    indices: number in the dataset of the sample in each row: int64, shape (num_samples + num_padded,); None if unknown.
 
     The mean loss over this rank's num_samples, times `weight`, summed over the ranks, is the mean over the global
     batch, however it was split.
@@ -35,6 +38,7 @@ class Batch:
     num_padded: int = 0
     num_skipped: int = 0
     global_skipped: int = 0
+    indices: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
 
     @property
     def stop(self) -> int:
@@ -57,7 +61,8 @@ class Batch:
         if not self.num_padded:
             return self
         fields = {name: tensor[: self.num_samples] for name, tensor in self.fields.items()}
-        return replace(self, fields=fields, num_padded=0)
+        indices = None if self.indices is None else self.indices[: self.num_samples]
+        return replace(self, fields=fields, num_padded=0, indices=indices)
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +87,10 @@ class Batch:
     def _part(self, span: Span) -> Batch:
         fields = {name: tensor[span.start : span.stop] for name, tensor in self.fields.items()}
         real = max(0, min(span.stop, self.num_samples) - span.start)
-        return replace(self, fields=fields, num_samples=real, num_padded=span.num_samples - real)
+        indices = None if self.indices is None else self.indices[span.start : span.stop]
+        return replace(
+            self, fields=fields, num_samples=real, num_padded=span.num_samples - real, indices=indices
+        )
 
     def to(
         self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = True

@@ -108,7 +108,7 @@ class Loader:
         self.current_epoch = 0
         self.position = 0
         """Samples of the current epoch, over all ranks, in the batches returned so far."""
-        self._goes_on = False
+        self._continues = False
         self._check()
         # Computed from the largest part of any rank, so that all ranks prefetch the same number of batches.
         self.batch_bytes = -(-global_batch // num_ranks) * sum(
@@ -187,7 +187,7 @@ class Loader:
                 f"{self.num_positions} samples: was the dataset packed again since the checkpoint was written?"
             )
         self.current_epoch, self.position = epoch, start
-        self._goes_on = False
+        self._continues = False
         plan = EpochPlan(
             order=self._order(epoch), start=start, every=every, global_batch=self.global_batch,
             num_batches=-(-self.remaining_batches(start=start) // every),
@@ -224,7 +224,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterates over epoch 0; after `load_state_dict`, over the rest of that epoch, or the next one if it ended."""
-        if not self._goes_on:
+        if not self._continues:
             return iter(self.epoch(0))
         if self.remaining_batches(start=self.position) == 0:
             return iter(self.epoch(self.current_epoch + 1))
@@ -253,7 +253,7 @@ class Loader:
                 f"the saved position {place.position} is beyond the end of the epoch, sample {self.num_positions}"
             )
         self.seed, self.current_epoch, self.position = place.seed, place.epoch, place.position
-        self._goes_on = True
+        self._continues = True
 
     def __len__(self) -> int:
         return self.batches_per_epoch
@@ -299,6 +299,7 @@ class Loader:
             num_padded=plan.num_padded,
             num_skipped=plan.num_skipped,
             global_samples=plan.global_samples,
+            indices=plan.indices,
         )
 
     def _tensors(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:

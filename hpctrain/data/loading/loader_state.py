@@ -41,8 +41,8 @@ class LoaderState:
         """Raises DataError if the state belongs to another order or another number of samples."""
         if self.order != order:
             raise DataError(
-                f"the state was saved with order {self.order!r}, this loader has {order!r}: a position is another "
-                "sample in another order. Use the order of the state, or start the epoch again"
+                f"the state was saved with order {self.order!r}, this loader has {order!r}, in which the same position "
+                "means another sample. Use the order of the state, or start the epoch again"
             )
         if self.num_samples != num_samples:
             raise DataError(

@@ -61,7 +61,7 @@ class _Shared(Generic[T]):
             return 0
         return self.bound.making_bytes + (self.largest_bytes or 0)
 
-    def _has_room(self) -> bool:
+    def _fits(self) -> bool:
         if not self.held_bytes:
             return True
         if len(self.held_bytes) >= self.depth or self.largest_bytes is None:
@@ -77,13 +77,13 @@ class _Shared(Generic[T]):
     def claim(self) -> int | None:
         """Waits until the next item fits the bound, then returns its number; None if no items remain or stopped."""
         with self.condition:
-            while not self.stopped and self.next_item < self.num_items and not self._has_room():
+            while not self.stopped and self.next_item < self.num_items and not self._fits():
                 self.condition.wait()
             return self._claim_now()
 
     def _claim_now(self) -> int | None:
         """Returns the next number if its item fits the bound now, else None. Call it with the lock held."""
-        if self.stopped or self.next_item >= self.num_items or not self._has_room():
+        if self.stopped or self.next_item >= self.num_items or not self._fits():
             return None
         self._hold(self.next_item, self._reserve_bytes())
         self.next_item += 1

@@ -132,6 +132,8 @@ class CollectiveDataset:
     ) -> dict[str, NDArray[Any]]:
         """As `Dataset.gather`, but collective over all ranks; each rank passes its own samples, or none.
 
+        indices: int64, shape (n,), with another n on each rank. Returns field -> array of shape (n, *sample_shape).
+
         Raises on every rank, if it fails on any: DataError if an index is out of range, a file is missing or has
         another size, or MPI returned wrong bytes; CommunicationError if MPI fails.
         """

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 _LINE_BYTES = 64
 _FILL_BYTES = 8 << 20
 # Maximum number of reads in flight: enough to hide the network's latency.
-_READS_UNDER_WAY = 1024
+_READS_IN_FLIGHT = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +172,7 @@ class MemoryStore:
     ) -> dict[str, NDArray[Any]]:
         """As `hpctrain.data.Dataset.gather`. Not collective.
 
+        indices: int64, shape (n,). Returns field -> array of shape (n, *sample_shape).
         Raises DataError if an index is out of range, and after `close`; CommunicationError if a read fails.
         """
         with self._idle:
@@ -232,7 +233,7 @@ class MemoryStore:
                 piece = rows_of[start:stop].reshape(-1)
                 memory.get(holder, offset=offsets[name] + row * rows_of.shape[1], out=piece)
                 begun += 1
-            if begun >= _READS_UNDER_WAY:
+            if begun >= _READS_IN_FLIGHT:
                 memory.flush()
                 begun = 0
         # The samples of this rank are copied while the reads are in flight.

@@ -13,7 +13,7 @@ from hpctrain.data.locality.node_folder import COPYING, LEAVING, StagedFile, Sta
 from hpctrain.data.locality.verified_copy import CopyStopped, copy_file
 from hpctrain.errors import DataError
 
-_LOOK_AGAIN_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _FULL_DISK_PAUSE_S = 10.0
 
 
@@ -37,7 +37,6 @@ class Stager:
     ) -> None:
         """folder: this process must be its stager. max_bytes: bound on all copies. Starts the thread."""
         self.problems: dict[str, str] = {}
-        self.copied_bytes = 0
         self.wanted: int | None = None
         """Number of a file without a copy that this process has just read; set by the readers."""
         self._next = 0
@@ -86,11 +85,11 @@ class Stager:
             if free_bytes < file.num_bytes:
                 free_bytes = self._make_room(file.num_bytes)
             if free_bytes < file.num_bytes:
-                return _LOOK_AGAIN_S
+                return _POLL_INTERVAL_S
             self._next = (number + 1) % len(self._files)
             if self._copy(file):
                 free_bytes -= file.num_bytes
-            if self.wanted is not None or time.monotonic() - began > _LOOK_AGAIN_S:
+            if self.wanted is not None or time.monotonic() - began > _POLL_INTERVAL_S:
                 break
         return 0.0
 
@@ -105,7 +104,6 @@ class Stager:
         except OSError as error:
             self.problems[file.name] = f"{file.source} cannot be staged: {error}"
             return False
-        self.copied_bytes += file.num_bytes
         return True
 
     def _make_room(self, num_bytes: int) -> int:

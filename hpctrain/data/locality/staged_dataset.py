@@ -24,9 +24,9 @@ from hpctrain.data.locality.stage_copier import Stager
 from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.errors import DataError, RecipeError
 
-_LOOK_EVERY_S = 0.25
+_POLL_INTERVAL_S = 0.25
 # Listing the folder may take at most this share of the time.
-_LOOK_SHARE = 0.02
+_POLL_SHARE = 0.02
 _IDLE_S = 10.0
 # Maximum number of copies that a process protects from removal, by a locked descriptor each; then it releases all.
 _MAX_HELD = 256
@@ -86,7 +86,7 @@ class StagedDataset:
         self._copies: _Copies | None = None
         self._staged = np.zeros(len(files), dtype=np.bool_)
         self._used = np.zeros(len(files), dtype=np.bool_)
-        self._look_at = 0.0
+        self._next_poll_s = 0.0
         self._stager: Stager | None = None
         self._closed = False
         self._take_over()
@@ -191,7 +191,10 @@ class StagedDataset:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """As `Dataset.gather`. Reads the original if a copy cannot be read."""
+        """As `Dataset.gather`. Reads the original if a copy cannot be read.
+
+        indices: int64, shape (n,). Returns field -> array of shape (n, *sample_shape).
+        """
         indices = np.asarray(indices, dtype=np.int64)
         try:
             return self._gather(indices, out=out)
@@ -201,7 +204,7 @@ class StagedDataset:
     def _gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None
     ) -> dict[str, NDArray[Any]]:
-        self._look()
+        self._poll()
         if not len(indices) or int(indices.min()) < 0 or int(indices.max()) >= self.num_samples:
             return self.original.gather(indices, out=out)
         files = self._file_of[np.searchsorted(self._starts, indices, side="right") - 1]
@@ -264,10 +267,10 @@ class StagedDataset:
                         self._copies.held[number] = descriptor
             return self._copies, usable
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Polls the folder, at limited rate, for new copies and for copies that are being removed."""
         began = time.monotonic()
-        if began < self._look_at or self._closed or not self._lock.acquire(blocking=False):
+        if began < self._next_poll_s or self._closed or not self._lock.acquire(blocking=False):
             return
         try:
             staged = np.zeros_like(self._staged)
@@ -292,15 +295,15 @@ class StagedDataset:
                 self._take_over()
         finally:
             took_s = time.monotonic() - began
-            self._look_at = time.monotonic() + max(_LOOK_EVERY_S, took_s / _LOOK_SHARE)
+            self._next_poll_s = time.monotonic() + max(_POLL_INTERVAL_S, took_s / _POLL_SHARE)
             self._lock.release()
 
     def wait_until_staged(self, *, timeout_s: float) -> float:
         """Waits until every file has a copy, at most `timeout_s`. Returns the share of the files that have one."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            self._look_at = 0.0
-            self._look()
+            self._next_poll_s = 0.0
+            self._poll()
             if bool(self._staged.all()):
                 break
             time.sleep(0.01)

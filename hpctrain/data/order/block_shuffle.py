@@ -103,8 +103,8 @@ class BlockOrder:
 
     def _slots_at(self, where: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the slot of each position, and the offset within its block."""
-        behind_short = (self._short_slot + 1) * self.block_samples - self._missing
-        slots, offsets = np.divmod(where + self._missing * (where >= behind_short), self.block_samples)
+        after_short = (self._short_slot + 1) * self.block_samples - self._missing
+        slots, offsets = np.divmod(where + self._missing * (where >= after_short), self.block_samples)
         return slots, offsets
 
     def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:

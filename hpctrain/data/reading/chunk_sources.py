@@ -15,7 +15,7 @@ from hpctrain.data.hdf5.chunk_index import ChunkIndex, read_chunk_index
 from hpctrain.data.hdf5.decode import DEFLATE, Bytes, undo
 from hpctrain.data.hdf5.layout import ChunkPlace, DatasetLayout, RowReader, class_texts
 from hpctrain.data.reading.chunk_cache import Chunk
-from hpctrain.data.reading.shared_descriptor import OpenFile
+from hpctrain.data.reading.field_reader import OpenFile
 from hpctrain.errors import DataError
 
 # If the chunk index cannot be read, HDF5 looks up each chunk. HDF5 1.10 searches all chunks for that, so above this

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from hpctrain.data.hdf5.layout import DatasetLayout
 from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, Request
-from hpctrain.data.reading.shared_descriptor import OpenFile
+from hpctrain.data.reading.field_reader import ROW_COPY_BYTES, FieldName, OpenFile, Request
 
 # Buffers of one preadv; POSIX guarantees 16, Linux accepts 1024.
 _MAX_BUFFERS = 512

@@ -77,7 +77,7 @@ class Dataset:
         cache_bytes: int | None = None,
         decode_threads: int | None = None,
     ) -> None:
-        """Use `Dataset.open`."""
+        """Use `Dataset.open`. Raises UsageError for a negative `cache_bytes` or `decode_threads` below 1."""
         if (cache_bytes is not None and cache_bytes < 0) or (
             decode_threads is not None and decode_threads < 1
         ):

@@ -1,11 +1,14 @@
-"""Interface of the readers of a field: `Request` selects the elements and their destination."""
+"""Shared by all readers of a field: the request, which selects elements and their destination; the open file; the name
+of the field in errors."""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,3 +70,19 @@ class FieldName:
         first, last = int(min(samples)), int(max(samples))
         which = f"sample {first}" if first == last else f"samples {first} to {last}"
         return DataError(f"field {self.field!r}, {which} of shard {self.path} cannot be read: {reason}")
+
+
+@final
+class OpenFile:
+    """A file opened for reading, closed with the last reference. Raises OSError if it cannot be opened.
+
+    Keep this object, not its descriptor number, which may belong to another file after it was closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+
+    def close(self) -> None:
+        """Closes the file now. May be called more than once."""
+        self._close()

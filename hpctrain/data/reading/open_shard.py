@@ -20,9 +20,8 @@ from hpctrain.data.reading.chunk_sources import ClassBlocks, NumberBlocks, Ragge
 from hpctrain.data.reading.chunked import ChunkedField
 from hpctrain.data.reading.contiguous import MappedField, ReadField
 from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.field_reader import FieldName, FieldReader, Request
+from hpctrain.data.reading.field_reader import FieldName, FieldReader, OpenFile, Request
 from hpctrain.data.reading.io_mode import IoMode
-from hpctrain.data.reading.shared_descriptor import OpenFile
 from hpctrain.errors import DataError
 
 
@@ -132,7 +131,8 @@ class OpenShard:
         places: NDArray[np.int64] | None,
         rows: int,
     ) -> Sequence[Task]:
-        """As `begin`, for a ragged sample that is a whole HDF5 dataset, shorter than the longest one."""
+        """As `begin`, for a ragged field whose sample is a whole HDF5 dataset of `rows` rows, fewer than the longest
+        sample has; fills the remaining rows with zeros."""
         where = np.arange(len(array)) if places is None else places
         array[where, rows:] = 0
         tasks: list[Task] = []

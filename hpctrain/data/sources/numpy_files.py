@@ -67,7 +67,9 @@ def array_directory(root: Path) -> Rows:
     if all(path.suffix.lower() == ".npy" for path in files):
         arrays = {_field_name(path): map_npy(path) for path in files}
         if len(arrays) < len(files):
-            raise DataError(f"two files below {root} have the same name: the names are the fields")
+            raise DataError(
+                f"two files below {root} have the same name, so both would become the same field: rename one"
+            )
         return ArrayRows(arrays=arrays, identity=identity_of(files))
     if all(path.suffix.lower() == ".npz" for path in files):
         return ArchiveRows(files)
@@ -158,7 +160,10 @@ class FileRows:
         }
         if self._labels is not None:
             if "label" in found:
-                raise DataError(f"{self._files[0]} has a field 'label', and so have its folders: rename one")
+                raise DataError(
+                    f"{self._files[0]} has an array named 'label', which is the name of the field made from the "
+                    "folders' names: rename the array, or put all files into one folder"
+                )
             found["label"] = FieldSpec(dtype="int64", shape=(), classes=self._classes)
         return found
 

@@ -20,7 +20,7 @@ from hpctrain.data.transforms import shared_memory
 from hpctrain.data.transforms.transform import Arrays
 from hpctrain.errors import DataError
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _END_TIMEOUT_S = 1.0
 # Below this size a copy costs less than a separate mapping.
 _COPIED_BYTES = 256 << 10
@@ -114,7 +114,7 @@ class Worker:
         waiting = select.poll()
         waiting.register(self._control, select.POLLIN)
         # The socket of a dead worker is closed at once, unless a fork of this process also has it open: poll both.
-        while not waiting.poll(_LOOK_S * 1000) and self.process.poll() is None:
+        while not waiting.poll(_POLL_S * 1000) and self.process.poll() is None:
             pass
         received = shared_memory.receive(self._control) if waiting.poll(0) else None
         if received is None:

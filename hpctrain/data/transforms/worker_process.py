@@ -24,7 +24,9 @@ from hpctrain.errors import HpctrainError
 _LONGEST_TEXT = 5000  # two such texts, with at most six bytes per character, fit into a message of 64 KiB
 # Ctrl-C is sent to every process of a terminal, and Slurm's signal before a time limit to every process of a step.
 # Workers ignore them: the parent decides how the run ends, and may need more batches.
-_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FOR_THE_PARENT = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU,
+)  # fmt: skip
 
 
 def main(control_descriptor: int, lifeline: int) -> int:

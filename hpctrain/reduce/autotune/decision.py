@@ -28,13 +28,13 @@ EFFICIENCY = 8 / 9
 LEAST_BUCKETS = 4
 # Bytes of a bucket for flags and gaps, in addition to gradients, so that one bucket for all gradients does not become
 # two.
-BESIDE_GRADIENTS = 1 << 16
+OTHER_BUCKET_BYTES = 1 << 16
 # A wire format that rounds more must save at least this share of the time, since few trials of small sizes have errors
 # of more than a few percent. If the link limits the rate, a smaller saving is enough.
 WORTH_ROUNDING = 0.2
 WORTH_ROUNDING_ON_LINKS = 0.05
 # Share of the measured time that is added to the floor, which decides between candidates with equal floors.
-MEASURED_BESIDE_FLOOR = 0.01
+MEASURED_SHARE = 0.01
 # The link counts as the limit if its bytes take at least this share of the measured time.
 DECIDED_BY_LINK = 0.5
 EXACTNESS = ("fp32", "fp16", "bf16")
@@ -148,7 +148,7 @@ class Choice:
         32 MiB.
         """
         if not overlap:
-            return max(SMALLEST_BUCKET_BYTES, min(gradient_bytes + BESIDE_GRADIENTS, LARGEST_BUCKET_BYTES))
+            return max(SMALLEST_BUCKET_BYTES, min(gradient_bytes + OTHER_BUCKET_BYTES, LARGEST_BUCKET_BYTES))
         size = DEFAULT_BUCKET_BYTES
         if self.costs:
             sizes = [SMALLEST_BUCKET_BYTES]
@@ -170,9 +170,9 @@ class Choice:
                 Range(int(v["from_bytes"]), Candidate(str(v["algorithm"]), str(v["wire"]))) for v in value
             )
         except (TypeError, KeyError) as error:
-            raise ValueError(f"no ranges: {error}") from error
+            raise ValueError(f"not a list of ranges: {error}") from error
         if not ranges or [r.begin for r in ranges] != sorted({0, *(r.begin for r in ranges)}):
-            raise ValueError("no ranges: they must ascend from 0")
+            raise ValueError("not a list of ranges: from_bytes must be 0 in the first and then ascend")
         return cls({}, ranges)
 
     def describe(self) -> str:
@@ -242,7 +242,7 @@ def _floored(cost: Cost, least: float) -> Cost:
         if over * under > 0:  # cost and floor cross between the two sizes: add the crossing
             sizes.append(low + round((high - low) * over / (over + under)))
     measured = [(n, cost.at(n)) for n in sizes]
-    floored = Cost.fit((n, max(s, n * least) + MEASURED_BESIDE_FLOOR * s) for n, s in measured)
+    floored = Cost.fit((n, max(s, n * least) + MEASURED_SHARE * s) for n, s in measured)
     last_bytes, last_s = cost.points[-1]
     decided = last_bytes * least >= DECIDED_BY_LINK * last_s
     return replace(floored, slope=least if decided else max(floored.slope, least))

@@ -23,12 +23,14 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """Conditions under which measurements are valid. versions: of the libraries that a reduction uses, by name."""
+    """Conditions under which measurements are valid. load: `computation` if the ranks computed during the trials, else
+    `none`. versions: of the libraries that a reduction uses, by name."""
 
     ranks_by_node: tuple[tuple[int, ...], ...]
     emulated: bool
     backend: str
     device: str
+    load: str
     candidates: tuple[Candidate, ...]
     versions: tuple[tuple[str, str], ...]
 
@@ -39,11 +41,13 @@ class CalibrationKey:
         topology: Topology,
         backend: str,
         device: str,
+        under_load: bool,
         candidates: tuple[Candidate, ...],
         versions: dict[str, str],
     ) -> CalibrationKey:
         return cls(
             ranks_by_node=topology.ranks_by_node, emulated=topology.emulated, backend=backend, device=device,
+            load="computation" if under_load else "none",
             candidates=candidates, versions=tuple(sorted(versions.items())),
         )  # fmt: skip
 
@@ -114,7 +118,9 @@ def read_calibration(path: Path, *, key: CalibrationKey) -> CachedTrials:
             kept = Kept.from_json(entry["found"])
             unknown = {m.candidate for m in kept.measurements} - set(key.candidates)
             if unknown:
-                raise ValueError(f"it holds measurements of {unknown}, which its key does not name")
+                raise ValueError(
+                    f"an entry has measurements of {unknown}, which are not in its list of candidates"
+                )
             return CachedTrials(kept)
         except (ValueError, TypeError) as error:
             return CachedTrials(None, f"{path} cannot be read ({error})")

@@ -1,7 +1,8 @@
 """Short trials of the candidate reductions, on the ranks and links of this run.
 
 Sizes grow until the time is used up; candidates that are clearly slower are dropped. All decisions use times reduced by
-MAX over the ranks, so that all ranks decide alike.
+MAX over the ranks, so that all ranks decide alike. Where ranks outnumber their cores a trial computes meanwhile: see
+`compute_load.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 
 from hpctrain.comm import Collective, ReduceOp
 from hpctrain.errors import CommunicationError, UsageError
+from hpctrain.reduce.autotune.compute_load import LEAST_LOAD_S, Compute, ComputeLoad
 from hpctrain.reduce.autotune.cost_model import Candidate, Cost, Measurement
+from hpctrain.reduce.autotune.decision import MEASURED_SHARE
 from hpctrain.reduce.autotune.link_bound import LinkFloor
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
-from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, run_to_end
+from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
 
 # (algorithm, wire) -> a reducer with a separate message space. Collective. Raises UsageError on every rank if the
 # combination is not available.
@@ -50,6 +54,8 @@ COMPARED_FROM_BYTES = 1 << 18
 # From this size on only `FEW` candidates are measured: each needs a bucket of several MB on each of a node's ranks.
 FEW_FROM_BYTES = 1 << 22
 FEW = 4
+# Minimum share of a trial during computation that is attributed to the reduction: what noise may hide.
+LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ def calibrate(
     candidates: Sequence[Candidate],
     device: torch.device,
     floor: LinkFloor | None = None,
+    compute: Compute | None = None,
     budget_s: float = 1.3,
     largest_bytes: int = LARGEST_BYTES,
     clock: Callable[[], float] = time.perf_counter,
@@ -77,8 +84,9 @@ def calibrate(
     A reduction that has begun is never aborted, so the trials may exceed `budget_s` by one that takes longer than
     predicted. Closes the reducers at the end. Raises UsageError on every rank if no candidate can be made.
     floor: of the links; if it dominates, candidates that send clearly more than another are not measured.
+    compute: measure by how much a reduction prolongs this computation, beside which it runs (`compute_load.py`).
     """
-    trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s)
+    trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s, compute=compute)
     notes: list[str] = []
     running: list[_Running] = []
     for candidate in candidates:
@@ -88,13 +96,19 @@ def calibrate(
             notes.append(f"not measured: {candidate.algorithm} with {candidate.wire}: {error}")
     if not running:
         raise UsageError("none of the reductions is available here: " + "; ".join(notes), agreed=True)
+    if compute is not None:
+        for one in running:
+            one.pipeline = ReductionPipeline(
+                one.reducer.reduce, device=device, longest_wait_s=LONGEST_WAIT_CROWDED_S
+            )
     contest = _Contest(running, trials=trials, device=device, notes=notes, floor=floor)
-    num_bytes: int | None = SMALLEST_BYTES
+    # A trial during computation takes so long that there may be time for one size only: that of a small bucket then.
+    num_bytes: int | None = SMALLEST_BYTES if compute is None else COMPARED_FROM_BYTES
     while num_bytes is not None and num_bytes <= largest_bytes and contest.measure(num_bytes):
-        contest.leave_behind(num_bytes)
+        contest.drop_slow(num_bytes)
         num_bytes = contest.next_size(num_bytes)
     for one in running:
-        one.reducer.close()
+        one.close()
     measured = [
         Measurement(
             algorithm=one.candidate.algorithm, wire=one.candidate.wire, num_bytes=size, seconds=seconds
@@ -111,8 +125,15 @@ class _Running:
 
     candidate: Candidate
     reducer: BucketReducer
+    pipeline: ReductionPipeline | None = None  # for trials during computation
     measured: list[tuple[int, float]] = field(default_factory=list)
     warm_up_s: float = 0.0
+
+    def close(self) -> None:
+        """Ends the thread and closes the reducer. Collective."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self.reducer.close()
 
     def fitted_s(self, num_bytes: int) -> float:
         return Cost.fit(self.measured).at(num_bytes)
@@ -131,7 +152,13 @@ class _Trials:
     """Times single trials and keeps the remaining time. Its methods are collective."""
 
     def __init__(
-        self, comm: Collective, *, device: torch.device, clock: Callable[[], float], budget_s: float
+        self,
+        comm: Collective,
+        *,
+        device: torch.device,
+        clock: Callable[[], float],
+        budget_s: float,
+        compute: Compute | None,
     ) -> None:
         self._comm = comm
         self._device = device
@@ -139,6 +166,23 @@ class _Trials:
         self._budget_s = budget_s
         self._began = clock()
         self.left_s = budget_s
+        self.load: ComputeLoad | None = None
+        if compute is not None:
+            self.load = ComputeLoad(compute, largest=lambda mine: self._largest(mine)[0], clock=clock)
+
+    def time_beside(self, pipeline: ReductionPipeline | None, load: ComputeLoad, *, half_units: int) -> float:
+        """Returns the seconds of a computation during which bucket 0 is reduced, on the slowest rank.
+
+        The reduction begins after half of the computation. pipeline: None for the computation alone.
+        """
+        begin = self._clock()
+        load.compute(half_units)
+        if pipeline is not None:
+            pipeline.submit(0)
+        load.compute(half_units)
+        if pipeline is not None:
+            pipeline.wait()
+        return self._seconds(begin)
 
     def time(self, reducer: BucketReducer, *, repeats: int) -> float:
         """Returns the seconds of one reduction of bucket 0 on the slowest rank."""
@@ -147,11 +191,14 @@ class _Trials:
             run_to_end([reducer.reduce(0)])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return max(self._seconds(begin) / repeats, 1e-9)
+
+    def _seconds(self, begin: float) -> float:
+        """Returns the largest of the ranks' times since `begin`. It also synchronizes the ranks for the next trial."""
         end = self._clock()
-        # This all-reduce also synchronizes the ranks before the next trial.
         seconds, elapsed = self._largest(end - begin, end - self._began)
         self.left_s = self._budget_s - elapsed
-        return max(seconds / repeats, 1e-9)
+        return seconds
 
     def failed_anywhere(self, error: Exception | None) -> bool:
         failed, elapsed = self._largest(float(error is not None), self._clock() - self._began)
@@ -191,6 +238,10 @@ class _Contest:
         if not self._plan(num_bytes):
             return False
         times: dict[Candidate, list[float]] = {one.candidate: [] for one in self._active}
+        load, half_units = self._trials.load, 0
+        if load is not None:
+            half_units = load.half_units(self._least_link_s(num_bytes))
+        alone: list[float] = []  # of the computation without a reduction
         compared = num_bytes >= COMPARED_FROM_BYTES
         stop_at_s = self._trials.left_s * (1 - (SHARE_OF_REST if compared else SHARE_OF_SMALL))
         contenders = self._active
@@ -200,18 +251,45 @@ class _Contest:
                 contenders = self._contenders(times)
                 if len(contenders) == 1:
                     break
+            if load is not None and self._trials.left_s > 0:
+                alone.append(self._trials.time_beside(None, load, half_units=half_units))
             # Alternate, with a different first candidate in each round, so that drift affects all alike.
             for place in range(len(contenders)):
                 one = contenders[(place + number) % len(contenders)]
                 mine = times[one.candidate]
-                if self._trials.left_s > 0:
+                if self._trials.left_s > 0 and load is not None:
+                    mine.append(self._trials.time_beside(one.pipeline, load, half_units=half_units))
+                elif self._trials.left_s > 0:
                     repeats = int(TRIAL_S / mine[0]) if mine else 1
                     mine.append(self._trials.time(one.reducer, repeats=max(1, min(MAX_REPEATS, repeats))))
             round_s = before_s - self._trials.left_s
             if self._trials.left_s - round_s < stop_at_s:
                 break
-        self._take(num_bytes, times)
+        self._take(num_bytes, self._costs(times, alone, num_bytes))
         return self._trials.left_s > 0
+
+    def _least_link_s(self, num_bytes: int) -> float:
+        """Returns the least time of a link for this size; 0 if unknown. Not collective."""
+        if self._floor is None:
+            return 0.0
+        return num_bytes * min(self._floor.seconds_per_byte(one.candidate) for one in self._active)
+
+    def _costs(
+        self, times: dict[Candidate, list[float]], alone: Sequence[float], num_bytes: int
+    ) -> dict[Candidate, list[float]]:
+        """Returns what trials during computation cost: see `compute_load.py`; `times` of others. Not collective.
+
+        alone: times of the computation without a reduction. Of equal times on the link the lower processor time counts.
+        """
+        if not alone:
+            return times
+        load_s = statistics.median_low(alone)
+        costs: dict[Candidate, list[float]] = {}
+        for candidate, found in times.items():
+            link_s = self._floor.seconds_per_byte(candidate) * num_bytes if self._floor is not None else 0.0
+            added = [max(seconds - load_s, LEAST_SHARE * seconds) for seconds in found]
+            costs[candidate] = [max(seconds, link_s + MEASURED_SHARE * seconds) for seconds in added]
+        return costs
 
     def _contenders(self, times: dict[Candidate, list[float]]) -> list[_Running]:
         """Returns candidates whose best time is at most `CONTENDS` times the best; of others keeps only the best time.
@@ -270,12 +348,12 @@ class _Contest:
                 one.warm_up_s = self._trials.time(one.reducer, repeats=1)
         return True
 
-    def leave_behind(self, num_bytes: int) -> None:
+    def drop_slow(self, num_bytes: int) -> None:
         """Drops candidates that are twice as slow as the best now, at the previous size, and by extrapolation.
 
         Extrapolation, because a large latency does not matter for large buckets. Not collective.
         """
-        if num_bytes < COMPARED_FROM_BYTES:
+        if num_bytes < COMPARED_FROM_BYTES or any(len(one.measured) < 2 for one in self._active):
             return
         best = [min(one.measured[-back][1] for one in self._active) for back in (1, 2)]
         best_ahead = min(one.fitted_s(LARGEST_BYTES) for one in self._active)
@@ -309,7 +387,8 @@ class _Contest:
             few = min(FEW, len(active))
             ranked = sorted(active, key=lambda one: one.fitted_s(size))
             num_most = few if size >= FEW_FROM_BYTES else len(ranked)
-            needed = list(accumulate(one.expected_s(size) for one in ranked))
+            load_s = max(LEAST_LOAD_S, self._least_link_s(size)) if self._trials.load is not None else 0.0
+            needed = list(accumulate(load_s + one.expected_s(size) for one in ranked))
             num_timely = sum(seconds <= self._trials.left_s for seconds in needed)
             if num_timely >= few:
                 self._active = ranked[: min(num_most, num_timely)]

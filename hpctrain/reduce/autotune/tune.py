@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.comm import World, broadcast_json, on_rank_0, probe_started_mpi
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.reduce.autotune.compute_load import MatrixProducts
 from hpctrain.reduce.autotune.cost_model import Candidate
 from hpctrain.reduce.autotune.decision import EXACTNESS, Choice, roundings
 from hpctrain.reduce.autotune.link_bound import LinkFloor
@@ -88,6 +89,7 @@ class AutoChoice:
         """Returns the choice and its measurements as JSON, for the run's record."""
         return {
             "source": self.source, "calibration_s": self.seconds, "wire": self.wire,
+            "load": self.key["load"] if self.key is not None else "none",
             "bucket_bytes": self.bucket_bytes, "levels": levels_to_json(self.levels), **self.choice.record(),
         }  # fmt: skip
 
@@ -164,6 +166,7 @@ def find_choice(
     files: CalibrationFiles | None = None,
     versions: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: None,
+    under_load: bool = False,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrialResults:
@@ -171,7 +174,8 @@ def find_choice(
 
     candidates: the same, in the same order, on every rank. With one rank or one candidate nothing is measured.
     versions: of the libraries; default: determined here. note: called on every rank with a text on anything that could
-    not be read, written or measured. Raises UsageError if `candidates` is empty.
+    not be read, written or measured. under_load: True where ranks outnumber their cores and buckets are reduced during
+    backward: the ranks compute during the trials; the same on every rank. Raises UsageError if `candidates` is empty.
     """
     if not candidates:
         raise UsageError("there are no reduction candidates to choose from: give at least one", agreed=True)
@@ -181,7 +185,8 @@ def find_choice(
         return TrialResults(choice=Choice.only(exact), source=f"not measured: {why}")
     files = files or CalibrationFiles()
     key = CalibrationKey.of(
-        topology=topology, backend=world.reduction_backend, device=device.type, candidates=tuple(candidates),
+        topology=topology, backend=world.reduction_backend, device=device.type, under_load=under_load,
+        candidates=tuple(candidates),
         versions=dict(versions if versions is not None else reduction_versions(world.reduction_backend)),
     )  # fmt: skip
     # Rank 0's key for all: if libraries differ between nodes, either all ranks restore a saved choice or none does.
@@ -193,7 +198,8 @@ def find_choice(
         kept, source = Kept.from_json(looked.kept), looked.source
     else:
         kept, notes = _measure(
-            world, make=make, candidates=candidates, topology=topology, device=device, budget_s=budget_s, clock=clock
+            world, make=make, candidates=candidates, topology=topology, device=device, under_load=under_load,
+            budget_s=budget_s, clock=clock,
         )  # fmt: skip
         for text in notes:
             note(f"reduction: {text}")
@@ -234,6 +240,7 @@ def _measure(
     candidates: Sequence[Candidate],
     topology: Topology,
     device: torch.device,
+    under_load: bool,
     budget_s: float,
     clock: Callable[[], float],
 ) -> tuple[Kept, list[str]]:
@@ -242,7 +249,7 @@ def _measure(
     levels_s = clock() - began
     found = calibrate(
         world, make=make, candidates=candidates, device=device, floor=LinkFloor.of(topology, levels),
-        budget_s=budget_s, clock=clock,
+        compute=MatrixProducts() if under_load else None, budget_s=budget_s, clock=clock,
     )  # fmt: skip
     seconds = levels_s + found.seconds
     kept = Kept(measurements=found.measurements, levels=levels, seconds=seconds)

@@ -20,6 +20,7 @@ from hpctrain.reduce.contract.bucket_reducer import (
     InBackground,
     Numbers,
     Reduced,
+    Shapes,
     StateTensor,
 )
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
@@ -97,6 +98,7 @@ class AutoReducer:
         return self._reducers[candidate]
 
     def reduce(self, number: int) -> Iterator[bool]:
+        """See `BucketReducer.reduce`. Raises UsageError if there is no bucket of this number."""
         if not 0 <= number < len(self._places):
             raise UsageError(f"no bucket {number} to reduce: {len(self._places)} are planned")
         reducer, place = self._places[number]
@@ -136,9 +138,13 @@ class AutoReducer:
     def state(self) -> list[StateTensor]:
         return [tensor for reducer in self._used for tensor in reducer.state()]
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        return {name: rows for reducer in self._used for name, rows in reducer.rows_to_load(shapes).items()}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """See `BucketReducer.load_state`. shapes: of the whole tensors, by name; None: `tensors` are whole."""
         for reducer in self._used:
-            reducer.load_state(tensors)
+            reducer.load_state(tensors, shapes)
 
     def close(self) -> None:
         self._places, self._used = [], []
@@ -147,7 +153,7 @@ class AutoReducer:
 
 
 def _finish_all(turns: Sequence[Finishing], numbers: Numbers) -> Finishing:
-    """One reducer after another, in the order of the buckets, which is the same on every rank."""
+    """Ends the step of each reducer in the order of the buckets, which is the same on every rank."""
     squares = []
     for each in turns:
         squares.append((yield from each).norm_square)

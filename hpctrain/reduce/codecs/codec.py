@@ -26,9 +26,11 @@ class Codec(Protocol):
     def num_bytes(self, numel: int, *, dtype: torch.dtype = torch.float32) -> int:
         """Returns the number of bytes of `numel` encoded values of `dtype`."""
 
-    def encode(self, values: torch.Tensor, *, out: torch.Tensor) -> None: ...
+    def encode(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Encodes `values`, shape (n,), into `out`, shape (num_bytes(n),), uint8."""
 
-    def decode(self, data: torch.Tensor, *, out: torch.Tensor) -> None: ...
+    def decode(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Decodes `data`, shape (num_bytes(n),), uint8, into `out`, shape (n,)."""
 
     def add(self, data: torch.Tensor, *, out: torch.Tensor) -> None:
-        """Adds the decoded `data` to `out`."""
+        """Adds the decoded `data`, shape (num_bytes(n),), uint8, to `out`, shape (n,)."""

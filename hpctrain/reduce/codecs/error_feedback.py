@@ -7,14 +7,16 @@ so that they do not depend on the buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
 
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.saved_rows import rows_in, shapes_of
+from hpctrain.storage import part_of
 
 NAME = "residual"
 # Residuals of the engine's codecs, with one row per node: see `EngineLosses.state`.
@@ -70,7 +72,10 @@ class Residuals:
         return self._left[begin : begin + slot.numel]
 
     def settle(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step: the new residuals take effect if it was `applied`. rescale: next loss scale / this one's."""
+        """Ends the step. If it was `applied`, the new residuals replace the old ones.
+
+        rescale: the loss scale of the next step divided by that of this step; residuals are multiplied by it.
+        """
         if applied:
             self._row, self._left = self._left, self._row
         if rescale != 1.0:
@@ -88,22 +93,35 @@ class Residuals:
             offset=(self._rank, 0),
         )]  # fmt: skip
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores this rank's row. If the number of ranks differs, rank 0 takes the sum of all rows, the others 0.
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        """See `BucketReducer.rows_to_load`: this rank's row, or its share of the rows of another number of ranks."""
+        name = _saved_name(shapes)
+        if name is None or len(shapes[name]) != 2:
+            return {}
+        num_rows = shapes[name][0]
+        if name == NAME and num_rows == self._num_ranks:
+            return {name: [range(self._rank, self._rank + 1)]}
+        return {name: [range(*part_of(num_rows, part=self._rank, num_parts=self._num_ranks))]}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """Restores this rank's row. If the number of ranks differs, each takes the sum of its share of the rows.
 
         So each residual is sent exactly once. Without saved residuals all start at 0.
         Raises CheckpointError if the residuals are of another model.
         """
         self._row.zero_()
-        saved = tensors.get(NAME, tensors.get(LOST))
-        if saved is None:
+        shapes = shapes_of(tensors) if shapes is None else shapes
+        name = _saved_name(shapes)
+        if name is None:
             return
-        if saved.dim() != 2 or saved.shape[1] != self._row.numel():
+        if len(shapes[name]) != 2 or shapes[name][1] != self._row.numel():
             raise CheckpointError(
-                f"the checkpoint's residuals have shape {tuple(saved.shape)}, this model needs "
+                f"the checkpoint's residuals have shape {tuple(shapes[name])}, this model needs "
                 f"(ranks, {self._row.numel()}): resume with the same model and frozen parameters as the saved run"
             )
-        if NAME in tensors and saved.shape[0] == self._num_ranks:
-            self._row.copy_(saved[self._rank])
-        elif self._rank == 0:
-            self._row.copy_(saved.sum(dim=0, dtype=torch.float64))
+        rows = rows_in(tensors[name], rows=self.rows_to_load(shapes)[name])
+        self._row.copy_(rows.sum(dim=0, dtype=torch.float64))
+
+
+def _saved_name(shapes: Shapes) -> str | None:
+    return next((name for name in (NAME, LOST) if name in shapes), None)

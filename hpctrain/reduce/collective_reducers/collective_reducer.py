@@ -6,7 +6,7 @@ Available for every backend, on the backend's device. If its operations only blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, final
 
 import torch
@@ -24,7 +24,7 @@ from hpctrain.reduce.collective_reducers.traffic_bounds import (
     successor_is_elsewhere,
 )
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, Shapes, StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
 from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
@@ -218,9 +218,12 @@ class CollectiveReducer(StepEnd):
     def state(self) -> list[StateTensor]:
         return self._residuals.state() if self._residuals is not None else []
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        return self._residuals.rows_to_load(shapes) if self._residuals is not None else {}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
         if self._residuals is not None:
-            self._residuals.load_state(tensors)
+            self._residuals.load_state(tensors, shapes)
 
     def close(self) -> None:
         """Frees the memory and the communicator. Collective; a second call does nothing."""

@@ -14,7 +14,7 @@ next step: it is orthogonal to P, so it does not grow through other ranks' gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -25,7 +25,7 @@ from hpctrain.reduce.codecs.error_feedback import Residuals
 from hpctrain.reduce.collective_reducers.power_sgd_factors import FactoredBucket, FactoredMatrix
 from hpctrain.reduce.collective_reducers.traffic_bounds import all_reduce_bytes, successor_is_elsewhere
 from hpctrain.reduce.contract.bucket_plan import Bucket, Slot
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
 from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
@@ -189,9 +189,12 @@ class LowRankReducer(StepEnd):
             ),
         ]
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See `BucketReducer.load_state`. Factors saved with another `rank` are ignored."""
-        self._residuals.load_state(tensors)
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        return self._residuals.rows_to_load(shapes)
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """See `BucketReducer.load_state`. Factors of another shape, saved with another `rank`, are ignored."""
+        self._residuals.load_state(tensors, shapes)
         self._steps = int(tensors[STEPS]) if STEPS in tensors else 0
         saved = tensors.get(FACTORS)
         if saved is None or saved.shape != self._flat_factors().shape:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
 
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.step_end import StepEnd
 
 
@@ -46,6 +46,9 @@ class LocalReducer(StepEnd):
     def state(self) -> list[StateTensor]:
         return []
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        return {}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None: ...
 
     def close(self) -> None: ...

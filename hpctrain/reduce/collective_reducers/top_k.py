@@ -8,7 +8,7 @@ rounding errors of those sent, are added to the next gradient (error feedback).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -23,7 +23,7 @@ from hpctrain.reduce.collective_reducers.traffic_bounds import (
     successor_is_elsewhere,
 )
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.plan_agreement import check_dtypes, check_same_plan
 from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
@@ -242,8 +242,12 @@ class TopKReducer(StepEnd):
             StateTensor(name=STEPS, tensor=steps, global_shape=(1,), offset=(0,)),
         ]
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._residuals.load_state(tensors)
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        return self._residuals.rows_to_load(shapes)
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """See `BucketReducer.load_state`. shapes: of the whole tensors, by name; None: `tensors` are whole."""
+        self._residuals.load_state(tensors, shapes)
         self._steps = int(tensors[STEPS]) if STEPS in tensors else 0
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from hpctrain.comm import Collective
 from hpctrain.reduce.contract.bucket_plan import Bucket
 
 Numbers: TypeAlias = NDArray[np.float64]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Chooser(Protocol):
     """
 
     def choice_state(self) -> dict[str, Any]:
-        """Returns the choice as JSON for a checkpoint; the same on every rank."""
+        """Returns the chosen algorithms and bucket size as JSON for a checkpoint; the same on every rank."""
 
     def recall(self, saved: Mapping[str, Any]) -> int:
         """Restores a saved choice, from the next plan on. Returns the bucket size in bytes. Not collective."""
@@ -111,7 +112,7 @@ class BucketReducer(Protocol):
     def filled(self, number: int, num_elems: int) -> None:
         """Announces that the first `num_elems` elements of bucket `number` are written. Not collective.
 
-        Its reduction may begin with them, and overwrite them. A rank may leave it out.
+        Its reduction may begin with them, and overwrite them. A rank need not announce anything.
         """
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
@@ -134,11 +135,20 @@ class BucketReducer(Protocol):
     def state(self) -> list[StateTensor]:
         """Returns what a checkpoint must hold: error feedback, low-rank factors. Not collective; may be empty."""
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores `state`. Call it after `plan`.
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        """Returns which rows of a checkpoint's tensors `load_state` needs on this rank; it needs all of the others.
 
-        tensors: the whole tensors of a checkpoint by name; it may be of another number of ranks. Missing tensors (of
-        another wire format) start as in a new run; unknown names are ignored.
+        shapes: of the whole tensors, by name; the checkpoint may be of another number of ranks. Ascending rows. Call it
+        after `plan`. Not collective.
+        """
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """Restores `state`. Collective. Call it after `plan`.
+
+        tensors: of a checkpoint, by name: whole, or only the rows (along the first dimension) of `rows_to_load`, one
+        after another. shapes: of the whole tensors; None: `tensors` are whole. Missing tensors (of another wire format)
+        start as in a new run; unknown names are ignored. Raises CheckpointError on every rank if they are of another
+        model.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Squares of gradients: nearly as fast as one look at the memory, and exact enough for a norm."""
+"""Squares of gradients, in little more than the time of reading the memory once, and exact enough for a norm."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ ROW_ELEMS = 1024
 
 
 def in_rows(gradients: torch.Tensor) -> list[torch.Tensor]:
-    """Views of shape (rows, elements), none of them empty, that cover `gradients`, shape (n,)."""
+    """Returns views of shape (rows, elements), none of them empty, that cover `gradients`, shape (n,)."""
     whole = gradients.numel() - gradients.numel() % ROW_ELEMS
     return [rows for rows in (gradients[:whole].view(-1, ROW_ELEMS), gradients[None, whole:]) if rows.numel()]
 
 
 def square_of(norms: torch.Tensor) -> float:
-    """Sum of the squares of norms, shape (n,)."""
+    """Returns the sum of the squares of `norms`, shape (n,)."""
     norm = float(torch.linalg.vector_norm(norms, dtype=torch.float64))
     return norm * norm  # ** would raise where this is infinite
 
 
 @final
 class GradientSquares:
-    """Computes the sum of the squares of the gradients in planned buckets; flags and gaps do not count."""
+    """Computes the sum of the squares of the gradients in planned buckets. Other elements of the buckets (flags of used
+    parameters, padding) do not count."""
 
     def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
         """buffers: memory of each bucket, shape (bucket.numel,)."""

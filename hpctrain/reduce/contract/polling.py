@@ -13,9 +13,12 @@ Result = TypeVar("Result")
 # Sleeps between polls: short enough for a fast reaction to messages, long enough to leave a shared core to backward.
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
+# Where ranks outnumber their cores a poll takes processor time from a rank that computes, and the reaction to a message
+# waits for the core anyway.
+LONGEST_WAIT_CROWDED_S = 2e-3
 # A caller with nothing else to do first spins for this long: the kernel rounds the shortest sleep up to about 70 us,
 # and a rank that sleeps while the last one arrives delays that one in turn.
-LOOK_ON_S = 500e-6
+SPIN_S = 500e-6
 
 
 @final
@@ -40,7 +43,7 @@ class Backoff:
             now = time.perf_counter()
             if self._since is None:
                 self._since = now
-            if now < self._since + LOOK_ON_S:
+            if now < self._since + SPIN_S:
                 os.sched_yield()  # for another rank, if ranks share cores
                 return
         sleep(self._wait_s)
@@ -59,7 +62,8 @@ def result_of(turns: Generator[bool, None, Result]) -> Result:
 
 
 def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
-    """Runs reductions in turns until all have ended, on the calling thread; waits as `step` does in training."""
+    """Polls the reductions alternately until all have ended, on the calling thread; waits as `step` does in
+    training."""
     in_flight = list(reductions)
     backoff = Backoff()
     while in_flight:
@@ -77,7 +81,8 @@ def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
 
 
 def until(ready: Callable[[], bool]) -> Iterator[bool]:
-    """Waits until `ready`. Yields True at the first poll that finds it not ready, then False."""
+    """Polls `ready` and ends when it returns True. Yields at each other poll: True (progress was made before) at the
+    first, then False (no progress)."""
     progressed = True
     while not ready():
         yield progressed
@@ -85,7 +90,7 @@ def until(ready: Callable[[], bool]) -> Iterator[bool]:
 
 
 def one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
-    """Gives each generator one turn and removes those that have ended. Yields True if any made progress."""
+    """Advances each generator once and removes those that have ended. Yields True if any made progress."""
     progressed = False
     for _ in range(len(active)):
         chunk = active.popleft()

@@ -6,26 +6,48 @@ parameter server and delayed updates can implement the same Protocol without cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+
+# Called with the gradients' global 2-norm (nan if they are not finite) and the sums of a step: False drops the step.
+# Pure, since every rank must return the same.
+Accepts: TypeAlias = Callable[[float, Mapping[str, float]], bool]
+
+# Called with the number of a bucket and the begin and end of its reduction, in seconds of `time.perf_counter`.
+ReductionObserver: TypeAlias = Callable[[int, float, float], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardTimes:
+    """Times of a step on this rank. backward_s: of its last backward. update_s: after the reduction. ready_s: of each
+    bucket, from the begin of that backward until it was complete; bucket_bytes: its size."""
+
+    backward_s: float
+    update_s: float
+    ready_s: tuple[float, ...]
+    bucket_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """Result of one `step`. All fields except the times are the same on all ranks."""
 
-    applied: bool  # False: gradients were not finite, parameters are unchanged
-    grad_norm: float  # global 2-norm before clipping; nan when not applied
+    applied: bool  # False: gradients were not finite, or were not accepted; parameters are unchanged
+    grad_norm: float  # global 2-norm before clipping; nan if gradients were not finite
     loss_scale: float  # the factor that was used in this step
     sums: dict[str, float] = field(default_factory=dict)  # the caller's `sums`, summed over the ranks
     sync_s: float = 0.0  # seconds with a reduction in flight
-    exposed_sync_s: float = 0.0  # seconds of these in which training waited
+    hidden_sync_s: float = 0.0  # seconds of these in which training went on
+    exposed_sync_s: float = 0.0  # seconds in which training was blocked by communication
+    update_s: float = 0.0  # seconds of `step` after these
+    # None: backward ran outside of the updater, or left buckets incomplete
+    times: BackwardTimes | None = None
 
 
 class Updater(Protocol):
@@ -34,18 +56,27 @@ class Updater(Protocol):
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """Runs backward on `weight * loss`. Not collective itself; reductions start as gradients become ready.
 
-        loss: one element.
-
+        loss: one element, of any shape and floating-point dtype; the mean over this rank's samples.
         weight: this micro-batch's share of the global batch (samples / global samples), so that the sum over
             ranks and micro-batches is the mean over the global batch, also with unequal counts.
         last: False for all but the last micro-batch of a step; nothing is reduced after these.
         """
 
-    def step(self, *, sums: Mapping[str, float] | None = None) -> StepOutcome:
+    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
         """Waits for the reductions and updates the parameters. Collective.
 
         sums: numbers to add up over the ranks as well (the loss, a vote to stop); the same keys on all ranks.
-        Raises DivergedError on all ranks after too many skipped steps in a row.
+        accepts: may drop the step on all ranks: parameters, optimizer and loss scale then stay as they are, and the
+            next step begins anew. So a rank whose backward failed half-way calls `step` too, and a number in `sums`
+            makes all ranks drop it.
+        Raises DivergedError on all ranks after too many steps in a row whose gradients were not finite; the updater can
+        be used further, after `load_state`.
+        """
+
+    def observe_reductions(self, observer: ReductionObserver | None) -> None:
+        """Tells `observer` of each bucket's reduction from now on, on the thread that reduces; None ends that.
+
+        On one rank nothing is reduced. Call it between steps. Not collective.
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -60,10 +91,24 @@ class Updater(Protocol):
     def state_tensors(self) -> list[StateTensor]:
         """Returns this rank's part of the tensors that a checkpoint must hold. Not collective; may be empty."""
 
-    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
+        """Returns which rows of saved tensors `load_state` needs on this rank; it needs all of the others.
+
+        state: as `load_state` will be given it. shapes: of the whole tensors, by name. Ascending rows, without overlap.
+        Not collective.
+        """
+
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        shapes: Shapes | None = None,
+    ) -> None:
         """Restores `state` and `state_tensors` of a run with any number of ranks. Collective; between steps.
 
-        tensors: whole tensors by name. Missing tensors start as in a new run; unknown names are ignored.
+        tensors: by name, with the dtypes of `state_tensors`: whole, or only the rows (along the first dimension) of
+        `rows_to_load`, one after another. shapes: of the whole tensors; None: `tensors` are whole. Missing tensors
+        start as in a new run; unknown names are ignored.
         """
 
     def close(self) -> bool:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, final
 
 import numpy as np
@@ -22,15 +22,17 @@ from hpctrain.reduce.contract.bucket_reducer import (
     InBackground,
     Numbers,
     Reduced,
+    Shapes,
     StateTensor,
 )
 from hpctrain.reduce.contract.gradient_norm import GradientSquares
-from hpctrain.reduce.contract.polling import result_of
+from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, result_of
 from hpctrain.reduce.contract.step_end import all_reduced
-from hpctrain.reduce.contract.updater import StepOutcome
-from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient
+from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
+from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
+from hpctrain.reduce.data_parallel.gradient_buckets import GradientMemory, describe_gradient, one_device
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline
+from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 
 # Minimum number of elements before a partly filled bucket is announced: 128 KB of float32.
 _MIN_ANNOUNCED_ELEMS = 1 << 15
@@ -51,6 +53,7 @@ class AllReduceUpdater:
         max_in_flight: maximum number of reductions in flight.
         overlap: False reduces in `step`, on the calling thread; only reductions that a thread outside Python continues
             (`InBackground`) still begin within backward.
+        crowded: whether ranks outnumber their cores: then polls for progress are further apart.
 
     A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. After backward a parameter's `.grad`
     is a view of its bucket if the dtype allows; sparse gradients are made dense. In the first step buckets follow the
@@ -70,6 +73,7 @@ class AllReduceUpdater:
         clip_norm: float | None = None,
         max_in_flight: int = 4,
         overlap: bool = True,
+        crowded: bool = False,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
@@ -85,10 +89,8 @@ class AllReduceUpdater:
         self._clip_norm = clip_norm
         self._parameters = self._trainable()
         if not self._parameters:
-            raise UsageError(
-                "the optimizer holds no parameter that needs a gradient: there is nothing to train"
-            )
-        self._device = _one_device(self._parameters)
+            raise UsageError("the optimizer holds no parameter that needs a gradient: nothing to train")
+        self._device = one_device(self._parameters)
         fp16 = reducer.wire == "fp16"
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         self._specs = [describe_gradient(p) for p in self._parameters]
@@ -104,11 +106,13 @@ class AllReduceUpdater:
                 device=self._device,
                 max_in_flight=max_in_flight,
                 overlap=overlap,
+                longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
                 in_background=reducer.in_background if isinstance(reducer, InBackground) else None,
             )
         self._overlap = overlap
         self._syncing = True
         self._closed = False
+        self._clock = BackwardClock()
         self._reset()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(index))
@@ -132,6 +136,7 @@ class AllReduceUpdater:
         return self._memory.buckets
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
+        """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
         if loss.numel() != 1:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
@@ -140,13 +145,15 @@ class AllReduceUpdater:
         # `backward` with a gradient as its argument would import sympy: 0.3 s of every start.
         scaled = loss * (weight * self._scale.value)
         if last:
-            scaled.backward()
+            with self._clock:
+                scaled.backward()
         else:
             with self.no_sync():
                 scaled.backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """See `Updater.no_sync`."""
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -162,7 +169,9 @@ class AllReduceUpdater:
         """See `Updater.zero_grad`. Same signature as the optimizer's, for scripts that use the updater in its place."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def step(self, *, sums: Mapping[str, float] | None = None) -> StepOutcome:
+    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
+        """See `Updater.step`. Raises UsageError also if the updater is closed, or if parameters or gradients were
+        changed since `backward` in a way that `step` cannot take into account."""
         if self._closed:
             raise UsageError(
                 "this updater is closed and no longer sums gradients over the ranks: make a new one"
@@ -171,60 +180,84 @@ class AllReduceUpdater:
         self._put_rest()
         self._memory.check_untouched()
         started = time.perf_counter()
-        reduced, sync_s = self._finish_reduction(self._numbers(sums or {}))
-        waited_s = time.perf_counter() - started
-        replan, *totals = reduced.numbers.tolist()
+        reduced, in_flight = self._finish_reduction(self._numbers(sums or {}))
+        ended = time.perf_counter()
+        waited_s = ended - started
+        replan, *numbers = reduced.numbers.tolist()
+        totals = dict(zip(sorted(sums or {}), numbers, strict=True))
         square = reduced.norm_square
         norm = math.sqrt(square) / self._summed_scale if square >= 0 else math.nan
-        finite = math.isfinite(norm) and self._take_gradients(norm)
-        if finite:
+        finite = math.isfinite(norm)
+        accepted = accepts is None or accepts(norm if finite else math.nan, totals)
+        applied = accepted and finite and self._take_gradients(norm)
+        if applied:
             self._memory.give_out()
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._memory.forget()
         used_scale = self._scale.value
-        self._scale = self._scale.after_good_step() if finite else self._scale.after_overflow()
-        self._reducer.settle(applied=finite, rescale=self._scale.value / used_scale)
-        if replan:
+        if accepted:
+            self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
+        self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
+        times = self._clock.times(self.buckets, update_s=time.perf_counter() - started - waited_s)
+        if replan and accepted:  # of a backward that failed half-way the order is not known
             seen = completed_order(self._ready, num_parameters=len(self._parameters))
             self._replan(broadcast_json(self._comm, seen))
         self._reset()
+        self._scale.check(used_value=used_scale)
         return StepOutcome(
-            applied=finite,
-            grad_norm=norm if finite else math.nan,
+            applied=applied,
+            grad_norm=norm if applied or (finite and not accepted) else math.nan,
             loss_scale=used_scale,
-            sums=dict(zip(sorted(sums or {}), totals, strict=True)),
-            sync_s=sync_s + (waited_s if not self._distributed else 0.0),
+            sums=totals,
+            sync_s=in_flight.total_s if self._distributed else waited_s,
+            hidden_sync_s=in_flight.hidden_s,
             exposed_sync_s=waited_s if self._distributed else 0.0,
+            update_s=time.perf_counter() - ended,
+            times=times,
         )
 
+    def observe_reductions(self, observer: ReductionObserver | None) -> None:
+        """See `Updater.observe_reductions`."""
+        if self._pipeline is not None:
+            self._pipeline.observer = observer
+
     def state(self) -> dict[str, Any]:
+        """See `Updater.state`: loss scale, order of the gradients, choice of algorithms."""
         state = {"loss_scale": asdict(self._scale), "order": self._order}
         return {**state, **({"reduction": self._chooser.choice_state()} if self._chooser is not None else {})}
 
     def state_tensors(self) -> list[StateTensor]:
+        """See `BucketReducer.state`."""
         return self._reducer.state()
 
-    def load_state(self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
+        if self._chooser is not None and self._chooser.choice_state() != state.get("reduction"):
+            return {}  # the saved run's algorithm may run here too, and need other rows
+        return self._reducer.rows_to_load(shapes)
+
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        shapes: Shapes | None = None,
+    ) -> None:
+        """See `Updater.load_state`. tensors: of the shapes and dtypes that `state_tensors` had in the saved run. Raises
+        UsageError between `backward` and `step`."""
         if any(self._placed):
             raise UsageError("load_state was called between backward and step(): call it between steps")
         saved = state["loss_scale"]
-        # `dynamic` and the limits are those of this run; the scale's value and history are those of the saved run.
-        if self._scale.dynamic and saved["dynamic"]:
-            self._scale = replace(self._scale, value=saved["value"], good_steps=saved["good_steps"])
-        self._scale = replace(
-            self._scale, skipped_in_row=saved["skipped_in_row"], skipped_total=saved["skipped_total"]
-        )
+        self._scale = self._scale.continued(saved)
         # Restore algorithms and buckets: the order of a sum depends on the algorithm, and may depend on an element's
         # place in its bucket.
-        chosen_anew = False
+        other_choice = False
         if self._chooser is not None and "reduction" in state:
             before = self._chooser.choice_state()
             self._bucket_bytes = self._chooser.recall(state["reduction"])
-            chosen_anew = self._chooser.choice_state() != before
-        self._replan(state.get("order"), chosen_anew=chosen_anew)
+            other_choice = self._chooser.choice_state() != before
+        self._replan(state.get("order"), other_choice=other_choice)
         self._reset()
-        self._reducer.load_state(dict(tensors or {}))
+        self._reducer.load_state(tensors or {}, shapes)
         if self._scale.value != saved["value"]:
             # Residuals are in the unit of the buckets: gradients times the loss scale at the time of saving.
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
@@ -252,11 +285,11 @@ class AllReduceUpdater:
         self._milestones = milestones(buckets, least_elems=_MIN_ANNOUNCED_ELEMS) if self._announces else {}
         return GradientMemory(self._parameters, buckets=buckets, buffers=buffers)
 
-    def _replan(self, order: Sequence[int] | None, *, chosen_anew: bool = False) -> None:
+    def _replan(self, order: Sequence[int] | None, *, other_choice: bool = False) -> None:
         """Plans buckets in another order, or for other reductions. Collective; `order` is the same on every rank."""
         self._order = None if order is None else list(order)
         buckets = self._buckets_in_order()
-        if chosen_anew or buckets != self._memory.buckets:
+        if other_choice or buckets != self._memory.buckets:
             self._memory = self._lay_out(buckets)
 
     def _reset(self) -> None:
@@ -264,6 +297,7 @@ class AllReduceUpdater:
         self._placed = [False] * len(self._parameters)
         self._ready: list[int] = []
         self._next_bucket = 0
+        self._clock.reset()
         # Factor for gradients of a plain `loss.backward()`, applied when they are written into the bucket. It must be
         # applied before the reduction, as the sum of many ranks' gradients near 1024 overflows float16.
         self._unsent_factor = self._scale.value / self._comm.num_ranks
@@ -289,8 +323,8 @@ class AllReduceUpdater:
                 "backward ran twice before step(): the first gradients are being reduced already. Wrap all but "
                 "the last backward of a step in `with updater.no_sync():`"
             )
-        self._placed[index] = True
         bucket = self._memory.put(index, factor=self._unsent_factor)
+        self._placed[index] = True  # not before: if memory was short in `put`, `step` writes it again
         self._waiting_for[bucket] -= 1
         return self._waiting_for[bucket]
 
@@ -303,6 +337,7 @@ class AllReduceUpdater:
         """Submits full buckets in the order of the plan, which is the same on every rank, as reductions must match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
+            self._clock.filled()
             if self._announces:
                 self._reducer.filled(self._next_bucket, self.buckets[self._next_bucket].numel)
             if self._pipeline is not None:
@@ -316,17 +351,17 @@ class AllReduceUpdater:
                 if not placed:
                     self._put(index)
 
-    def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, float]:
-        """Submits the remaining buckets and waits. Also returns the seconds with a reduction in flight."""
+    def _finish_reduction(self, numbers: Numbers) -> tuple[Reduced, InFlight]:
+        """Submits the remaining buckets and waits."""
         if self._pipeline is None:  # one rank: its gradients are the sums
             self._send_complete_buckets()
-            return result_of(all_reduced(self._squares, numbers, comm=self._comm)), 0.0
+            return result_of(all_reduced(self._squares, numbers, comm=self._comm)), InFlight(0.0, 0.0)
         finish = functools.partial(self._reducer.finish, numbers, comm=self._comm)
         # With overlap a reduction may have begun on one rank and not on another: then all ranks begin afterwards.
         finishing = None if self._overlap else finish()
         self._send_complete_buckets()
-        sync_s = self._pipeline.wait()
-        return result_of(finishing or finish()), sync_s
+        in_flight = self._pipeline.wait()
+        return result_of(finishing or finish()), in_flight
 
     def _take_gradients(self, norm: float) -> bool:
         """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient."""
@@ -357,13 +392,3 @@ class AllReduceUpdater:
                 "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "
                 "a new one after freezing, unfreezing or adding parameters"
             )
-
-
-def _one_device(parameters: Sequence[torch.nn.Parameter]) -> torch.device:
-    devices = sorted({str(parameter.device) for parameter in parameters})
-    if len(devices) > 1:
-        raise UsageError(
-            f"parameters are on {', '.join(devices)}, but a rank trains on one device: move the model to one, or "
-            "start one rank per device"
-        )
-    return parameters[0].device

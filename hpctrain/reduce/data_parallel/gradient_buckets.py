@@ -201,3 +201,14 @@ def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def _references(place: _Place) -> int:
     return sys.getrefcount(place.gradient)
+
+
+def one_device(parameters: Sequence[torch.nn.Parameter]) -> torch.device:
+    """Returns the device of all parameters. Raises UsageError if they are on several."""
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1:
+        raise UsageError(
+            f"parameters are on {', '.join(devices)}, but a rank trains on one device: move the model to one, or "
+            "start one rank per device"
+        )
+    return parameters[0].device

@@ -7,7 +7,9 @@ factors are powers of two, so scaling and unscaling lose no bits of a float32 gr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpctrain.errors import DivergedError
 
@@ -35,16 +37,36 @@ class LossScale:
         return replace(self, good_steps=good, skipped_in_row=0)
 
     def after_overflow(self) -> LossScale:
-        """Returns the loss scale after a skipped step. Raises DivergedError on all ranks if too many in a row (F5)."""
-        in_row = self.skipped_in_row + 1
-        if in_row > self.max_skipped_in_row:
-            raise DivergedError(
-                f"{in_row} steps in a row had gradients that are not finite (loss scale {self.value:g}): "
-                "the run has diverged. Lower optimizer.lr, raise optimizer.warmup_steps, set "
-                "optimizer.clip_norm, or resume from an older checkpoint",
-                agreed=True,
-            )
+        """Returns the loss scale after a skipped step."""
         value = max(self.value / 2, SMALLEST) if self.dynamic else self.value
         return replace(
-            self, value=value, good_steps=0, skipped_in_row=in_row, skipped_total=self.skipped_total + 1
+            self,
+            value=value,
+            good_steps=0,
+            skipped_in_row=self.skipped_in_row + 1,
+            skipped_total=self.skipped_total + 1,
         )
+
+    def continued(self, saved: Mapping[str, Any]) -> LossScale:
+        """Returns this run's loss scale with the value and history of `saved`, another as a dict.
+
+        `dynamic` and the limits are those of this run.
+        """
+        now = self
+        if self.dynamic and saved["dynamic"]:
+            now = replace(now, value=saved["value"], good_steps=saved["good_steps"])
+        return replace(now, skipped_in_row=saved["skipped_in_row"], skipped_total=saved["skipped_total"])
+
+    def check(self, *, used_value: float) -> None:
+        """Raises DivergedError on all ranks if too many steps in a row were skipped (F5). used_value: in the last."""
+        if self.skipped_in_row > self.max_skipped_in_row:
+            reason = (
+                f"{self.skipped_in_row} steps in a row had gradients that are not finite "
+                f"(loss scale {used_value:g})"
+            )
+            raise DivergedError(
+                f"{reason}: the run has diverged. Lower optimizer.lr, raise optimizer.warmup_steps, set "
+                "optimizer.clip_norm, or resume from an older checkpoint",
+                agreed=True,
+                reason=reason,
+            )

@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
 from hpctrain.reduce.contract.polling import LONGEST_WAIT_S, SHORTEST_WAIT_S, Backoff
+from hpctrain.reduce.contract.updater import ReductionObserver
 
 Reduce = Callable[[int], Iterator[bool]]
 # One less than `Collective.start_all_reduce` allows in flight: the numbers at the end of a step are one more sum.
@@ -24,9 +25,16 @@ class _Submitted:
     filled: torch.cuda.Event | None
 
 
+class InFlight(NamedTuple):
+    """Seconds with at least one reduction in flight, and those of them before `ReductionPipeline.wait` was called."""
+
+    total_s: float
+    hidden_s: float
+
+
 @final
 class ReductionPipeline:
-    """Runs the reductions `reduce(number)`, up to `max_in_flight` at once, in turns.
+    """Runs the reductions `reduce(number)`, up to `max_in_flight` at the same time, by advancing each alternately.
 
     Args:
         reduce: returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
@@ -36,10 +44,13 @@ class ReductionPipeline:
 
     Every rank submits the same numbers in the same order; reductions begin in that order. Each turn works as far as it
     can without waiting. When no reduction made progress, the thread sleeps: 20 us at first, longer each time, up to
-    200 us; once `wait` is called it spins for a while first. An exception in a reduction is raised by the next `wait`
-    and by all later ones; other reductions, in flight or submitted later, are dropped. On CUDA the thread has a
-    separate stream: events order a reduction after the stream that filled its bucket, and the stream that calls `wait`
-    after the reductions.
+    `longest_wait_s`; once `wait` is called it spins for a while first. An exception in a reduction is raised by the
+    next `wait` and by all later ones; other reductions, in flight or submitted later, are dropped. On CUDA the thread
+    has a separate stream: events order a reduction after the stream that filled its bucket, and the stream that calls
+    `wait` after the reductions.
+
+    observer: called on the thread that reduces, after each reduction, with its number, and its begin and end in seconds
+    of `time.perf_counter`. None: nothing is called.
     """
 
     def __init__(
@@ -53,6 +64,7 @@ class ReductionPipeline:
         shortest_wait_s: float = SHORTEST_WAIT_S,
         longest_wait_s: float = LONGEST_WAIT_S,
     ) -> None:
+        self.observer: ReductionObserver | None = None
         self._reduce = reduce
         self._device = device
         self._max_in_flight = max_in_flight
@@ -85,8 +97,9 @@ class ReductionPipeline:
             self._submitted.append(item)
             self._condition.notify_all()
 
-    def wait(self) -> float:
+    def wait(self) -> InFlight:
         """Waits until all submitted reductions have ended. Returns the seconds with at least one of them in flight."""
+        waits_since = time.perf_counter()
         if self._thread is None and self._has_work():
             self._awaited = True
             self._run_once()
@@ -101,7 +114,7 @@ class ReductionPipeline:
             raise error
         if reduced is not None:
             torch.cuda.current_stream(self._device).wait_event(reduced)
-        return busy_s
+        return InFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
     def close(self) -> bool:
         """Ends the thread. Returns False if a reduction hangs; its bucket may still change."""
@@ -127,7 +140,7 @@ class ReductionPipeline:
     def _begin(self, number: int) -> None:
         if not self._begun:
             self._begun_at = time.perf_counter()
-        reduction = self._reduce(number)
+        reduction = self._reduction(number)
         self._begun.append(reduction)
         try:
             next(reduction)
@@ -135,6 +148,14 @@ class ReductionPipeline:
             pass
         except BaseException as found:
             self._error = found
+
+    def _reduction(self, number: int) -> Iterator[bool]:
+        return self._reduce(number) if self.observer is None else self._observed(number, self.observer)
+
+    def _observed(self, number: int, observer: ReductionObserver) -> Iterator[bool]:
+        began = time.perf_counter()
+        yield from self._reduce(number)
+        observer(number, began, time.perf_counter())
 
     def _mark(self) -> torch.cuda.Event | None:
         """Returns an event at the current end of the calling thread's stream; None for buckets in host memory."""
@@ -217,11 +238,11 @@ class ReductionPipeline:
         for item in items:
             if item.filled is not None:
                 torch.cuda.current_stream(self._device).wait_event(item.filled)
-            in_flight.append(self._reduce(item.number))
+            in_flight.append(self._reduction(item.number))
         return bool(items)
 
     def _one_turn(self, in_flight: list[Iterator[bool]]) -> bool:
-        """Gives each reduction one turn, the oldest first. Returns True if any made progress."""
+        """Advances each reduction once, the oldest first. Returns True if any made progress."""
         progressed = False
         for reduction in list(in_flight):
             try:

@@ -57,7 +57,8 @@ class Compression:
         scale: float = 1.0,
         error_feedback: bool = True,
     ) -> HvdCompression:
-        """Sends half the bytes. Gradients are multiplied by `scale` before rounding and divided by it afterwards.
+        """Returns a compression that sends half the bytes. Gradients, of any shape, float32, are multiplied by `scale`
+        before rounding to float16 and divided by it afterwards.
 
         With error feedback nothing overflows: the part that is too large for the sum is kept for the next step.
         """
@@ -67,7 +68,8 @@ class Compression:
 
     @staticmethod
     def int8(named_parameters: Iterable[tuple[str, torch.Tensor]], *, num_ranks: int) -> HvdCompression:
-        """Sends a quarter of the bytes. Needs `op=hvd.Sum`; the resulting gradients are the mean over the ranks."""
+        """Returns a compression that sends a quarter of the bytes of gradients of any shape, float32. Needs
+        `op=hvd.Sum`; the resulting gradients are the mean over the ranks."""
         return Int8Compression(named_parameters, num_ranks=num_ranks)
 
     @staticmethod

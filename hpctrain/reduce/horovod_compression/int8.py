@@ -161,7 +161,8 @@ class Int8Compression:
             self._ranges.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `HvdCompression.state_dict`. `ranges` are the same on all ranks."""
+        """See `HvdCompression.state_dict`. The state has the residuals of this rank, and `ranges`: name of a parameter
+        -> largest magnitude that int8 represents, the same on all ranks."""
         return {"kind": "int8", "ranges": dict(self._ranges), **self._residuals.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

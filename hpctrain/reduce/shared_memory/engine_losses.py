@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -13,8 +13,10 @@ from hpctrain.errors import CheckpointError
 from hpctrain.reduce.codecs.error_feedback import LOST, NAME as RESIDUAL
 from hpctrain.reduce.codecs.part_feedback import CodecFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.saved_rows import rows_in, shapes_of
 from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, tiles
+from hpctrain.storage import part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +69,48 @@ class EngineLosses:
             found.append(here)
         return found
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores the errors that a checkpoint holds; does nothing if it holds none.
+    def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
+        """See `BucketReducer.rows_to_load`: the row of this rank's node and the last, or its share of all rows."""
+        name = _saved_name(shapes)
+        if name is None or len(shapes[name]) != 2:
+            return {}
+        if self._fits(name, shapes):
+            node, last = self._place.node, self._place.num_nodes
+            return {name: [range(node, node + 1), range(last, last + 1)]}
+        return {name: [range(*part_of(shapes[name][0], part=rank, num_parts=num_ranks))]}
+
+    def load_state(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None, *, comm: Collective
+    ) -> None:
+        """Restores the errors that a checkpoint holds; does nothing if it holds none. Collective over `comm`.
 
         With the same number of nodes each restores its own; otherwise the owners take the sum. Raises CheckpointError
-        for another model.
+        on every rank for another model.
         """
-        saved = tensors.get(LOST, tensors.get(RESIDUAL))
-        if saved is None:
+        shapes = shapes_of(tensors) if shapes is None else shapes
+        name = _saved_name(shapes)
+        if name is None:
             return
-        if saved.dim() != 2 or saved.shape[1] != self.num_elems:
+        if len(shapes[name]) != 2 or shapes[name][1] != self.num_elems:
             raise CheckpointError(
-                f"the checkpoint's residuals of {self._codec_name} have shape {tuple(saved.shape)}, this model needs "
+                f"the checkpoint's residuals of {self._codec_name} have shape {tuple(shapes[name])}, this model needs "
                 f"(rows, {self.num_elems}): resume with the same model and frozen parameters as the saved run"
             )
-        if LOST not in tensors or saved.shape[0] != self._place.num_nodes + 1:
-            self.take_over(saved.double().sum(0))
+        wanted = self.rows_to_load(shapes, rank=comm.rank, num_ranks=comm.num_ranks)
+        rows = rows_in(tensors[name], rows=wanted[name])
+        if not self._fits(name, shapes):
+            total = rows.sum(dim=0, dtype=torch.float64)
+            comm.all_reduce(total)
+            self.take_over(total)
             return
+        of_node, of_sums = rows
         for position, lost, owned in self._pieces():
-            row = saved[self._place.node, position : position + lost.numel()]
-            if owned:
-                row = row + saved[self._place.num_nodes, position : position + lost.numel()]
-            lost.copy_(row)
+            part = slice(position, position + lost.numel())
+            lost.copy_(of_node[part] + of_sums[part] if owned else of_node[part])
+
+    def _fits(self, name: str, shapes: Shapes) -> bool:
+        """Returns True if the saved rows are those of this run's nodes."""
+        return name == LOST and shapes[name][0] == self._place.num_nodes + 1
 
     def total(self, comm: Collective) -> torch.Tensor:
         """Returns the sum of all ranks' errors, shape (num_elems,), float64. Collective."""
@@ -112,3 +134,7 @@ class EngineLosses:
                 for tile in tiles(lossy.bucket, span):
                     first = span.begin - part.begin + tile.first
                     yield tile.position, feedback.lost[first : first + tile.numel], span is own
+
+
+def _saved_name(shapes: Shapes) -> str | None:
+    return next((name for name in (LOST, RESIDUAL) if name in shapes), None)

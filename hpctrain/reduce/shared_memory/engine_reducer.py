@@ -12,7 +12,7 @@ Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -22,7 +22,7 @@ from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_ever
 from hpctrain.reduce.codecs.codec import Codec
 from hpctrain.reduce.codecs.part_feedback import CodecFeedback, NoFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
-from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, StateTensor
+from hpctrain.reduce.contract.bucket_reducer import Finishing, Numbers, Reduced, Shapes, StateTensor
 from hpctrain.reduce.contract.gradient_norm import GradientSquares
 from hpctrain.reduce.contract.plan_agreement import check_same_plan
 from hpctrain.reduce.contract.polling import one_round, until
@@ -376,9 +376,14 @@ class EngineReducer:
         """See `EngineLosses.state`; empty without error feedback."""
         return self._losses.state() if self._losses is not None else []
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        if self._losses is None:
+            return {}
+        return self._losses.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
         if self._losses is not None:
-            self._losses.load_state(tensors)
+            self._losses.load_state(tensors, shapes, comm=self._comm)
 
     def close(self) -> None:
         if not is_true_everywhere(self._comm, self._num_in_flight == 0):

@@ -70,7 +70,7 @@ class Wire:
     send: Callable[..., Pending]
 
     def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
-        """Waits for messages. Yields True at the first poll that finds them incomplete, then False."""
+        """Waits for messages; see `polling.until` for what it yields."""
         progressed = True
         while not self.transport.all_done(pending):
             yield progressed
@@ -128,7 +128,9 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
 
 
 def _sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
-    """Sums into `own` in the order of the nodes, so that the result does not depend on the owner."""
+    """Adds the encoded slices of the other nodes to `own`, in the order of the nodes, so that the result does not
+    depend on which node sums. own: this node's slice, shape (n,). arriving: node -> encoded slice, uint8. mine: this
+    node."""
     before = [arriving[source] for source in sorted(arriving) if source < mine]
     after = [arriving[source] for source in sorted(arriving) if source > mine]
     if before:

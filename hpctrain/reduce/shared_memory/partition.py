@@ -61,14 +61,16 @@ class TwoLevelPlace:
     @classmethod
     def of(cls, topology: Topology, *, rank: int) -> TwoLevelPlace:
         node, local = topology.node_of(rank), topology.local_rank_of(rank)
-        columns = topology.groups("node")
+        by_node = topology.groups("local")
+        num_carriers = min(map(len, by_node))
         return cls(
-            locals=topology.groups("local")[node],
+            locals=by_node[node],
             local=local,
-            column=columns[local] if local < len(columns) else (),
+            # Of `topology.groups("node")` only the own group, since all of them hold every rank of the run.
+            column=tuple(ranks[local] for ranks in by_node) if local < num_carriers else (),
             node=node,
             num_nodes=topology.num_nodes,
-            num_carriers=len(columns),
+            num_carriers=num_carriers,
         )
 
 

@@ -1,49 +1,51 @@
-"""Chooses the device of each rank: every rank proposes one, and all ranks decide on the same proposals."""
+"""Chooses the device of each rank: every rank proposes one, and all ranks agree whether these are used.
+
+Each rank receives 8 bytes from every rank of its machine and takes part in two small all-reduces, whatever the number
+of ranks. Only where the proposals cannot be used are texts exchanged.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
+import xxhash
 
-from hpctrain.comm import Collective, all_gather_json
+from hpctrain.comm import Collective, ReduceOp, broadcast_json, raise_together
 from hpctrain.errors import LaunchError
-
-DEVICE_NAMES = r"auto|cpu|cuda(:[0-9]+)?"
+from hpctrain.run.compute.device_names import DEVICE_NAMES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """The device that one rank could use. index: number of its CUDA device; None with a `reason` if there is none."""
+    """The device that one rank could use. index: number of its CUDA device; None with a `problem` if there is none."""
 
-    host: str
     index: int | None
-    uuid: str | None = None
-    reason: str = ""
+    uuid: str = ""
+    problem: str = ""
 
 
-def propose(*, host: str, host_rank: int, number: int | None = None) -> Proposal:
+def propose(*, host_rank: int, number: int | None = None) -> Proposal:
     """Returns this rank's CUDA device: the one with its rank on this machine, or the only one that it can see.
 
     number: the device given in the recipe, to use instead.
     """
     if not torch.cuda.is_available():
-        return Proposal(host=host, index=None, reason="torch finds no CUDA device")
+        return Proposal(index=None, problem="torch finds no CUDA device")
     count = torch.cuda.device_count()
     if number is not None:
         if number >= count:
-            reason = f"it sees {count} CUDA device(s), none has the number {number}"
-            return Proposal(host=host, index=None, reason=reason)
-        return Proposal(host=host, index=number, uuid=_identity_of(number))
+            problem = f"torch finds {count} CUDA device(s), none has the number {number}"
+            return Proposal(index=None, problem=problem)
+        return Proposal(index=number, uuid=_identity_of(number))
     # With --gpus-per-task each rank sees only its own device, as number 0.
     index = 0 if count == 1 else host_rank
     if index >= count:
-        reason = f"{count} CUDA devices for at least {host_rank + 1} ranks"
-        return Proposal(host=host, index=None, reason=reason)
-    return Proposal(host=host, index=index, uuid=_identity_of(index))
+        return Proposal(index=None, problem=f"its machine has {count} CUDA devices and more ranks than that")
+    return Proposal(index=index, uuid=_identity_of(index))
 
 
 def _identity_of(index: int) -> str:
@@ -63,57 +65,84 @@ def numbered(asked: str) -> int | None:
     return int(number) if name == "cuda" and number else None
 
 
-def decide(proposals: Sequence[Proposal], *, asked: str) -> str | None:
-    """Returns None if every rank has a separate device, or the requested one; else the reason for using the CPU.
+def has_own_gpu(uuid: str, *, comm: Collective, host_ranks: Sequence[int]) -> bool:
+    """Returns True if no other rank of this machine proposes the device `uuid`. Collective.
 
-    If `cuda` or `cuda:N` was requested, raises LaunchError instead, agreed since all ranks have the same proposals.
+    host_ranks: the ranks of this machine, each of which receives 8 bytes from every other.
     """
-    number = numbered(asked)
-    reason = None
-    owners: dict[tuple[str, str | None], int] = {}
-    for rank, proposal in enumerate(proposals):
-        first = owners.setdefault((proposal.host, proposal.uuid), rank)
-        if proposal.index is None:
-            reason = f"rank {rank} on {proposal.host}: {proposal.reason}"
-        elif first != rank and number is None:
-            reason = f"ranks {first} and {rank} on {proposal.host} have the same GPU"
-        if reason is not None:
-            break
-    if reason is not None and number is not None:
-        raise LaunchError(
-            f"run.device = {asked!r}, but {reason}: name a device that every rank sees, or set run.device = 'auto'",
-            agreed=True,
-        )
-    if reason is not None and asked == "cuda":
-        raise LaunchError(
-            f"run.device = 'cuda', but {reason}: start one rank per GPU (--ranks-per-node, --gpus-per-task), or set "
-            "run.device = 'auto'; run.device = 'cuda:0' lets the ranks of a machine share its first GPU",
-            agreed=True,
-        )
-    return reason
+    counts = [0] * comm.num_ranks
+    for rank in host_ranks:
+        counts[rank] = 1
+    mine = xxhash.xxh3_64_intdigest(uuid) >> 1  # torch has no unsigned 64-bit integers
+    found = comm.all_to_all(
+        torch.full((len(host_ranks),), mine, dtype=torch.int64), send_counts=counts, receive_counts=counts
+    )
+    return found.tolist().count(mine) == 1
 
 
-def choose_device(
-    asked: str, *, comm: Collective, host: str, host_rank: int
-) -> tuple[torch.device, str | None]:
+def _lowest_with_problem(comm: Collective, problem: str) -> int | None:
+    """Returns the lowest rank that has a problem; None if none has. Collective."""
+    lowest = torch.tensor([-comm.rank if problem else -comm.num_ranks], dtype=torch.int64)
+    comm.all_reduce(lowest, op=ReduceOp.MAX)
+    return None if -int(lowest) == comm.num_ranks else -int(lowest)
+
+
+def agree_on_gpus(
+    mine: Proposal, *, asked: str, comm: Collective, host: str, host_ranks: Sequence[int]
+) -> str | None:
+    """Returns None if each rank uses what it proposes; else why all use the CPU, "" if no rank has a GPU. Collective.
+
+    asked: `auto`, `cuda` or `cuda:N`. If `cuda` or `cuda:N` cannot be used, raises LaunchError on every rank instead,
+    naming all ranks that have a problem.
+    """
+    problem = mine.problem
+    lowest = _lowest_with_problem(comm, problem)
+    if lowest is None and numbered(asked) is None:
+        if not has_own_gpu(mine.uuid, comm=comm, host_ranks=host_ranks):
+            problem = "another rank of its machine has the same GPU"
+        lowest = _lowest_with_problem(comm, problem)
+    if lowest is None:
+        return None
+    if asked != "auto":
+        raise_together(comm, _refusal(asked, problem) if problem else None)
+    any_gpu = torch.tensor([int(mine.index is not None)])
+    comm.all_reduce(any_gpu, op=ReduceOp.MAX)
+    if not int(any_gpu):
+        return ""
+    reason = broadcast_json(comm, f"rank {comm.rank} on {host}: {problem}", root=lowest)
+    return f"all ranks compute on the CPU: {reason}"
+
+
+def choose_device(asked: str, *, comm: Collective, hosts: Sequence[str]) -> tuple[torch.device, str | None]:
     """Returns this rank's device, and the reason if it is the CPU although there are GPUs. Collective.
 
     asked: `cpu`, `cuda`, `cuda:N` (device N on each machine, which its ranks share), or `auto`, which is CUDA if
     every rank has a separate device. NCCL does not work between ranks that share a device; MPI does.
-    Raises LaunchError on every rank if one of them does not have the requested device.
+    hosts: the machine of each rank of `comm`.
+    Raises LaunchError on every rank, naming all those that do not have the requested device.
     """
     if re.fullmatch(DEVICE_NAMES, asked) is None:
         raise LaunchError(f"device {asked!r}: give auto, cpu, cuda, or a numbered one such as cuda:0")
     if asked == "cpu":
         return torch.device("cpu"), None
-    mine = propose(host=host, host_rank=host_rank, number=numbered(asked))
-    proposals = [Proposal(**fields) for fields in all_gather_json(comm, asdict(mine))]
-    reason = decide(proposals, asked=asked)
+    host = hosts[comm.rank]
+    host_ranks = [rank for rank, other in enumerate(hosts) if other == host]
+    mine = propose(host_rank=host_ranks.index(comm.rank), number=numbered(asked))
+    reason = agree_on_gpus(mine, asked=asked, comm=comm, host=host, host_ranks=host_ranks)
     if reason is not None or mine.index is None:
-        any_gpu = any(proposal.index is not None for proposal in proposals)
-        return torch.device("cpu"), f"all ranks compute on the CPU: {reason}" if any_gpu else None
+        return torch.device("cpu"), reason or None
     # cuBLAS needs a fixed workspace for bit-identical results. It reads the variable at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda", mine.index)
     torch.cuda.set_device(device)
     return device, None
+
+
+def _refusal(asked: str, problem: str) -> LaunchError:
+    cure = "name a device that every rank sees, or set run.device = 'auto'"
+    if asked == "cuda":
+        cure = (
+            "start one rank per GPU (--ranks-per-node, --gpus-per-task), or set run.device = 'auto'; run.device = "
+            "'cuda:0' lets the ranks of a machine share its first GPU"
+        )
+    return LaunchError(f"run.device = {asked!r}, but {problem}: {cure}")

@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.comm import describe_ranks
-from hpctrain.run.doctor.findings import Facts, Finding, Severity, judge_rank
+from hpctrain.run.doctor.clock import judge_clocks
+from hpctrain.run.doctor.cores import judge_cores
+from hpctrain.run.doctor.environment import judge_variables
+from hpctrain.run.doctor.finding import Facts, Finding, Severity
+from hpctrain.run.doctor.findings import judge_rank
+from hpctrain.run.doctor.run_directory import judge_visibility
+from hpctrain.run.doctor.slurm_settings import judge_slurm
+from hpctrain.run.doctor.start_time import judge_start
 from hpctrain.topology import Topology
 
 # Facts that must be the same on every rank: (topic, function that reads the value from a rank's facts).
@@ -31,6 +38,12 @@ _SAME: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
 _SAME_IF_POSSIBLE: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
     ("threads of a rank", lambda f: f["torch"].get("threads", "unknown")),
     ("usable cores", lambda f: len(f["cores"]["usable"])),
+    # Missing in the facts of an older hpctrain, which some rank may have.
+    ("environment's path", lambda f: f.get("environment", {}).get("prefix")),
+    ("installed packages", lambda f: _packages(f.get("environment", {}))),
+    ("kernel", lambda f: f.get("environment", {}).get("kernel")),
+    ("C library", lambda f: f.get("environment", {}).get("libc")),
+    ("processor", lambda f: f.get("environment", {}).get("processor")),
 )
 
 
@@ -38,10 +51,19 @@ def merge_findings(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     """Returns the findings about all ranks. Entry r of `facts_by_rank` is from rank r."""
     return [
         *_fold(facts_by_rank),
+        *judge_visibility(facts_by_rank),
+        *judge_start(facts_by_rank),
         *_placement(facts_by_rank),
+        *judge_clocks(facts_by_rank),
+        *judge_slurm(facts_by_rank[0].get("slurm"), mpi_library=facts_by_rank[0]["mpi"].get("library", "")),
         *_differences(facts_by_rank, rows=_SAME, level=Severity.PROBLEM),
         *_differences(facts_by_rank, rows=_SAME_IF_POSSIBLE, level=Severity.WARNING),
+        *judge_variables(facts_by_rank),
     ]
+
+
+def _packages(environment: Facts) -> str:
+    return f"{environment.get('num_packages')} ({environment.get('packages')})"
 
 
 def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
@@ -102,7 +124,10 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     ranks_by_host: dict[str, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):
         ranks_by_host.setdefault(facts["host"], []).append(rank)
-    by_host = {host: _cores([facts_by_rank[r] for r in ranks]) for host, ranks in ranks_by_host.items()}
+    by_host = {
+        host: judge_cores([facts_by_rank[rank] for rank in ranks], ranks=ranks)
+        for host, ranks in ranks_by_host.items()
+    }
     hosts_by_finding: dict[Finding, list[str]] = {}
     for host, finding in by_host.items():
         hosts_by_finding.setdefault(finding, []).append(host)
@@ -122,31 +147,6 @@ def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
     text = f"{_where(ranks, facts_by_rank)}: BBR: a sum of 1 MB sometimes waits 40 ms for an acknowledgement"
     remedy = "over Ethernet: sysctl net.ipv4.tcp_congestion_control=cubic on the nodes; over InfiniBand it is not used"
     return [Finding(topic="TCP", level=Severity.WARNING, text=text, remedy=remedy)]
-
-
-def _cores(facts_of_host: Sequence[Facts]) -> Finding:
-    """Warns if the ranks of one host, or their threads, outnumber its cores (F8)."""
-    num_ranks = len(facts_of_host)
-    usable = {core for facts in facts_of_host for core in facts["cores"]["usable"]}
-    of_machine = max(int(facts["cores"]["of_machine"] or 0) for facts in facts_of_host)
-    threads = [int(facts["torch"].get("threads", 1)) for facts in facts_of_host]
-    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    cores = f"{len(usable)} core{'s' if len(usable) > 1 else ''}"
-    level, remedy = Severity.OK, ""
-    if num_ranks > len(usable):
-        level = Severity.WARNING
-        remedy = "ranks wait for each other's cores: start fewer ranks, or do not use this for measurements"
-        if of_machine > len(usable):
-            remedy = (
-                f"the ranks are bound to {len(usable)} of the machine's {of_machine} cores: use mpirun "
-                "--bind-to none, or ask Slurm for more with --cpus-per-task"
-            )
-    elif sum(threads) > len(usable):
-        level = Severity.WARNING
-        remedy = f"set OMP_NUM_THREADS={max(1, len(usable) // num_ranks)} (`hpctrain launch` does)"
-    thread_text = f"{min(threads)}" if len(set(threads)) == 1 else f"{min(threads)} to {max(threads)}"
-    share = f"{ranks} on {cores}, {thread_text} thread{'s' if thread_text != '1' else ''} each"
-    return Finding(topic="cores", level=level, text=share, remedy=remedy)
 
 
 def _where(ranks: Sequence[int], facts_by_rank: Sequence[Facts]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import shutil
 import sys
@@ -15,26 +14,56 @@ from typing import Any
 
 from hpctrain.comm import probe_horovod, probe_mpi4py
 from hpctrain.errors import LaunchError
-from hpctrain.launch import RankIdentity, find_library, identify, in_effect
-from hpctrain.storage import filesystem_of
+from hpctrain.launch import (
+    RankIdentity,
+    find_library,
+    identify,
+    in_effect,
+    read_surroundings,
+    why_not_alone,
+)
+from hpctrain.run.doctor.cores import probe_cores
+from hpctrain.run.doctor.environment import read_environment
+from hpctrain.run.doctor.limits import read_limits
+from hpctrain.run.doctor.network import read_network
+from hpctrain.run.doctor.run_directory import read_run_directory
+from hpctrain.run.doctor.start_time import read_start
 from hpctrain.version import __version__
 
 
-def inspect_rank(*, run_directory: Path, environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
-    """Returns the facts of this rank by topic. A component that is missing or broken has the key `error`."""
+def inspect_rank(
+    *,
+    run_directory: Path,
+    environ: Mapping[str, str],
+    hostname: str,
+    num_checkpoints: int = 3,
+    checkpoint_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Returns the facts of this rank by topic. A component that is missing or broken has the key `error`.
+
+    To be called as soon as the imports are done, since they are timed. num_checkpoints, checkpoint_bytes: see
+    `read_run_directory`.
+    """
+    start = read_start()
     return {
         "host": hostname,
         "python": _python(),
         "torch": _torch(),
         "sums": _sums(),
         "launcher": _launcher(environ, hostname),
-        "cores": _cores(environ),
+        "start": start,
+        "cores": probe_cores(environ),
         "yielding": {"library": find_library(), "in_effect": in_effect()},
         "mpi": probe_mpi4py(),
         "horovod": probe_horovod(),
         "hdf5": _hdf5(),
-        "run_directory": _run_directory(run_directory),
+        "run_directory": read_run_directory(
+            run_directory, num_checkpoints=num_checkpoints, checkpoint_bytes=checkpoint_bytes
+        ),
         "scratch": _scratch(),
+        "limits": read_limits(),
+        "network": read_network(environ),
+        "environment": read_environment(environ),
         "tcp": _tcp(),
     }
 
@@ -81,18 +110,13 @@ def _sums() -> dict[str, Any]:
 
 
 def _launcher(environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
+    surroundings = read_surroundings(environ)
     try:
-        return asdict(identify(environ, hostname))
+        identity = identify(environ, hostname)
     except LaunchError as error:
         return {"error": str(error)}
-
-
-def _cores(environ: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "usable": sorted(os.sched_getaffinity(0)),
-        "of_machine": os.cpu_count(),
-        "omp_num_threads": environ.get("OMP_NUM_THREADS"),
-    }
+    hidden = why_not_alone(environ, surroundings)
+    return asdict(identity) if hidden is None else {"error": hidden}
 
 
 def _hdf5() -> dict[str, Any]:
@@ -105,23 +129,6 @@ def _hdf5() -> dict[str, Any]:
         "hdf5": h5py.version.hdf5_version,
         "parallel": bool(h5py.get_config().mpi),
     }
-
-
-def _run_directory(directory: Path) -> dict[str, Any]:
-    """`kind` and `free_bytes` of the filesystem where `directory` is or would be made; `error` if it is unwritable."""
-    facts: dict[str, Any] = {"path": str(directory)}
-    try:
-        place = directory.absolute()
-        while not place.exists():
-            place = place.parent
-        if not place.is_dir():
-            return {**facts, "error": f"{place} is a file, not a directory"}
-        # access() is not reliable on network filesystems: make a file.
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".hpctrain-doctor-"):
-            pass
-        return {**facts, "kind": filesystem_of(place).kind, "free_bytes": shutil.disk_usage(place).free}
-    except OSError as error:
-        return {**facts, "error": f"cannot be written ({error.strerror})"}
 
 
 def _scratch() -> dict[str, Any]:

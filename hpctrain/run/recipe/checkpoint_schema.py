@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from hpctrain.resilience import SignalName
 from hpctrain.run.recipe.section import Section
 
 
@@ -80,6 +81,9 @@ class CheckpointSection(Section):
         "error",
         description="What a save does if copies differ. `error`: the run ends with code 4 and nothing is saved. "
         "`rank0`: rank 0's copies are saved, with a warning.",
+    )
+    signal: SignalName | Literal["none"] = Field(
+        "SIGUSR2", description="Signal that asks for a checkpoint after the current step, or `none`."
     )
     directory: str | None = Field(
         None, description="Directory of the checkpoints. Default: `checkpoints` in the run directory."

@@ -9,9 +9,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hpctrain.run.compute.device import DEVICE_NAMES
+from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
+from hpctrain.run.recipe.guards_schema import GuardsSection
+from hpctrain.run.recipe.limits_schema import LimitsSection
+from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.section import Section
+from hpctrain.run.recipe.slurm_schema import SlurmSection
+from hpctrain.run.recipe.stop_schema import StopSection
+from hpctrain.run.recipe.stragglers_schema import StragglersSection
+from hpctrain.run.recipe.telemetry_schema import TelemetrySection
 
 
 class RunSection(Section):
@@ -53,7 +60,8 @@ class RunSection(Section):
         600.0,
         gt=0,
         description="A collective operation that takes longer ends the run with code 6. Ranks give up earlier, by a "
-        "quarter of this time but at most 5 s, so that all have ended by then.",
+        "quarter of this time but at most 5 s, so that all have ended by then. Parts of a run have others: "
+        "`[limits]`.",
     )
     deterministic: bool = Field(
         True,
@@ -244,7 +252,8 @@ class OptimizerSection(Section):
     max_skipped_in_row: int = Field(
         20,
         ge=0,
-        description="More skipped steps in a row than this (non-finite gradients) end the run with code 7.",
+        description="More skipped steps in a row than this (loss or gradients that are not finite, or a loss that "
+        "jumps) roll the run back or end it with code 7; see `[guards]`.",
     )
 
     @model_validator(mode="after")
@@ -303,16 +312,6 @@ class ReductionSection(Section):
     )
 
 
-class TelemetrySection(Section):
-    """Progress, metrics and evaluation."""
-
-    progress_every_s: float = Field(5.0, gt=0, description="Time between rank 0's progress lines, s.")
-    metrics_every_steps: int = Field(1, ge=1, description="Steps between metrics records of each rank.")
-    evaluate_every_steps: int | None = Field(
-        None, ge=1, description="Steps between evaluations on held-out data. There is always one at the end."
-    )
-
-
 class Recipe(Section):
     """A complete recipe."""
 
@@ -321,8 +320,14 @@ class Recipe(Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     reduction: ReductionSection = ReductionSection()
+    parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    stop: StopSection = StopSection()
+    guards: GuardsSection = GuardsSection()
+    limits: LimitsSection = LimitsSection()
     telemetry: TelemetrySection = TelemetrySection()
+    stragglers: StragglersSection = StragglersSection()
+    slurm: SlurmSection = SlurmSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -334,9 +339,33 @@ class Recipe(Section):
             raise ValueError(
                 "checkpoint.keep_best needs data.held_out and telemetry.evaluate_every_steps, which give its metric"
             )
+        if self.checkpoint.signal in self.stop.signals:
+            raise ValueError(
+                f"{self.checkpoint.signal} is checkpoint.signal and one of stop.signals: choose another, or "
+                'checkpoint.signal = "none"'
+            )
         if self.run.ranks is not None and self.data.global_batch < self.run.ranks:
             raise ValueError(
                 f"data.global_batch = {self.data.global_batch} cannot be split over run.ranks = {self.run.ranks}: "
                 "every rank needs at least one sample"
             )
+        self._check_sharding()
         return self
+
+    def _check_sharding(self) -> None:
+        """Raises ValueError for what sharded parameters cannot be combined with."""
+        if self.parallel.shard == "none":
+            if self.parallel.shard_within != "world":
+                raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
+            return
+        usual = ReductionSection()
+        if given := [key for key, value in self.reduction if value != getattr(usual, key)]:
+            raise ValueError(
+                f"reduction.{', reduction.'.join(given)}: with parallel.shard = 'parameters' FSDP2 reduces the "
+                "gradients, in their dtype; leave the section [reduction] out"
+            )
+        if self.optimizer.name in ("lars", "lamb"):
+            raise ValueError(
+                f"optimizer.name = {self.optimizer.name!r} needs the norm of whole layers, of which a rank has a part "
+                "with parallel.shard = 'parameters': use adamw, adam or sgd"
+            )

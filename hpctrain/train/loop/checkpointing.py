@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import final
 
@@ -20,9 +22,11 @@ from hpctrain.checkpoint import (
     State,
     remove_spares,
     saving_into,
+    verify,
 )
-from hpctrain.comm import Collective
-from hpctrain.errors import StoppedEarly
+from hpctrain.comm import Collective, Section, in_section
+from hpctrain.errors import CheckpointError, StoppedEarly
+from hpctrain.resilience import RecentTimes
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.loop.settings import CheckpointPolicy
 
@@ -43,8 +47,10 @@ class Checkpointing:
     """A run's checkpoints. The ranks agree through the sums of a step: `votes` are summed, `after_step` reads the sums.
 
     A context manager: a save in flight is committed on exit, also after an error that all ranks share.
-    say: prints a line for the user, on rank 0. clock: receives the time for which training is blocked.
+    say: prints a line for the user, on rank 0. clock: receives the time for which training is blocked, and as
+    `own_write` the time in which this rank wrote its part of a checkpoint that was committed.
     saved_step: step whose state is already on disk. begin: starts a save; None to save into the policy's directory.
+    times: how long the newest saves took until they were committed.
     """
 
     def __init__(
@@ -70,6 +76,8 @@ class Checkpointing:
         self._costs = Costs()
         self._told: set[str] = set()  # notes that have been printed; each is printed once
         self.num_committed = 0
+        self.times = RecentTimes(20)
+        self._newest: Path | None = None  # the checkpoint that this run has committed last
         self._saver = Saver(
             begin or saving_into(policy.directory, comm=comm, options=policy.options),
             comm=comm,
@@ -98,7 +106,7 @@ class Checkpointing:
         sums: the summed votes. Errors of the background save are raised on every rank.
         """
         if sums.get("saved", 0.0) == self._comm.num_ranks:
-            with self._clock.span("checkpoint"):
+            with self._saving():
                 self._saver.advance()
         if sums["save_asked"] > 0:
             self._requests.taken()
@@ -113,6 +121,10 @@ class Checkpointing:
             return False
         return True
 
+    def num_saves_until_stop(self, step: int) -> int:
+        """Returns how many saves a run that trains on after `step` has to wait for if it stops at the next step."""
+        return 1 + (self._saver.in_flight_step is not None) + self._policy.due_by_step(step)
+
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
         """Saves the state that `capture` returns, or starts saving it; first waits for a save in flight. Collective.
 
@@ -120,17 +132,42 @@ class Checkpointing:
         """
         if self._saved_step == step and not again:
             return
-        with self._clock.span("checkpoint"):
+        with self._saving():
             if self._saver.would_skip:
                 self._saver.finish()  # this save was requested, or is the last: it is not skipped
+            self._records.observe({"kind": "checkpoint_begun", "time": time.time(), "step": step})
             self._saver.save(capture(), step=step)
         self._saved_step = step
         self._last_save_s = time.monotonic()
 
     def finish(self) -> None:
         """Waits until no save is in flight. Collective."""
-        with self._clock.span("checkpoint"):
+        with self._saving():
             self._saver.finish()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        with self._clock.span("checkpoint"), in_section(self._comm, Section.SAVE):
+            try:
+                yield
+            except CheckpointError as error:
+                self._records.write({"kind": "checkpoint_failed", "time": time.time(), "error": str(error)})
+                raise
+
+    def verify_newest(self) -> None:
+        """Reads the newest checkpoint back. Collective. Raises CheckpointError on every rank if it is damaged."""
+        if self._newest is None:
+            return
+        with in_section(self._comm, Section.LOAD):
+            damage = [line for found in verify(self._newest, comm=self._comm) for line in found.damage]
+        self._records.write({
+            "kind": "checkpoint_verified", "time": time.time(), "path": str(self._newest), "good": not damage,
+        })  # fmt: skip
+        if damage:
+            raise CheckpointError(
+                f"checkpoint {self._newest} was saved and reads back damaged: {'; '.join(damage[:3])}",
+                agreed=True,
+            )
 
     def __enter__(self) -> Checkpointing:
         self._last_save_s = time.monotonic()
@@ -139,7 +176,8 @@ class Checkpointing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._saver.__exit__(kind, error, where)
+        with in_section(self._comm, Section.SAVE):
+            self._saver.__exit__(kind, error, where)
         if (
             self._policy.options.recycle
             and self._comm.rank == 0
@@ -157,6 +195,9 @@ class Checkpointing:
     def _tell(self, saved: Saved) -> None:
         result = saved.result
         self.num_committed += 1
+        self._newest = result.path
+        self.times.add(saved.write_s)
+        self._clock.add("own_write", seconds=result.own_write_s)
         self._costs.add(stall_s=saved.stall_s, write_s=saved.write_s)
         advice = self._advice()
         if self.num_committed == 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.comm import Collective, all_gather_json
-from hpctrain.data import Loader
+from hpctrain.comm import Collective, all_gather_json, is_true_everywhere
+from hpctrain.data import Batch, Loader
+from hpctrain.distributed import is_sharded
 from hpctrain.errors import DataError
 from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.state.seeds import capture_generators, restore_generators
@@ -20,21 +21,29 @@ def evaluate(
     max_samples: use only the first batches that together have this many samples; the same on every rank.
     Damaged samples that the loader leaves out are not in the means.
     Sums are added in rank order in float64, so the result is the same on every rank.
-    Raises DataError on every rank if there are no samples.
+    Raises DataError on every rank if there are no samples; with a sharded model also if the first batch has none for a
+    rank.
     """
     # Metrics may draw random numbers; training must not depend on whether there was an evaluation.
     model = runner.model
     generators = capture_generators(runner.device)
     sums: dict[str, float] = {}
     num_samples = 0
+    previous: Batch | None = None
+    sharded = is_sharded(model)
     was_training = model.training
     model.eval()
     with torch.no_grad(), loader.epoch(0) as batches:
         for batch in batches if loader.checker is None else agreed_batches(batches, comm=comm):
+            if sharded and previous is None:
+                _check_first(batch, comm=comm)
             if batch.num_samples > 0:
                 for name, mean in runner.metrics(batch).items():
                     sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
                 num_samples += batch.num_samples
+                previous = batch
+            elif previous is not None and sharded:  # forward is collective: computes again what it had before
+                runner.metrics(previous)
             if max_samples is not None and batch.stop >= max_samples:
                 break
     model.train(was_training)
@@ -48,3 +57,13 @@ def evaluate(
     if seen == 0:
         raise DataError("the held-out dataset has no samples to evaluate on", agreed=True)
     return {name: value / seen for name, value in totals.items()}
+
+
+def _check_first(batch: Batch, *, comm: Collective) -> None:
+    """Raises DataError on every rank if the first batch has no samples for one: what could it compute? Collective."""
+    if not is_true_everywhere(comm, batch.num_samples > 0):
+        raise DataError(
+            "the first evaluation batch has no samples for a rank, which must take part in forward of a sharded model: "
+            f"evaluate on at least {comm.num_ranks} samples, one a rank",
+            agreed=True,
+        )

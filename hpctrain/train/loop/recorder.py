@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import final
+from typing import Any, final
 
 from hpctrain.comm import Monitored
-from hpctrain.data import Batch, Loader
-from hpctrain.reduce import StepOutcome
-from hpctrain.telemetry import RecordWriter, StepClock
+from hpctrain.data import Batch, Loader, sample_sum, show_sample_sum
+from hpctrain.reduce import BackwardTimes, StepOutcome
+from hpctrain.telemetry import EnergyMeter, RecordWriter, StepClock
 from hpctrain.train.loop.damage_log import DamageLog
+from hpctrain.train.loop.energy_log import EnergyLog
 from hpctrain.train.loop.progress import ProgressLine
 from hpctrain.train.loop.settings import LoopSettings, Totals
+from hpctrain.train.loop.stopping import Stopped
 from hpctrain.train.state.resumption import Resumed
 from hpctrain.train.state.training_state import Position
+
+# Between two records of the buckets' mean times.
+BUCKETS_EVERY_STEPS = 100
 
 
 @final
@@ -23,7 +28,8 @@ class RunRecorder:
     """Records one run on one rank.
 
     clock: the seconds of the current step by name; whatever takes time adds to it. world: whose messages about a rank
-    that hangs name the step.
+    that hangs name the step. meter: of this node's energy, which is read while the recorder is entered as
+    a context manager; None if this rank reads none.
     """
 
     def __init__(
@@ -34,10 +40,12 @@ class RunRecorder:
         resumed: Resumed,
         loaders: Sequence[Loader | None],
         world: Monitored,
+        meter: EnergyMeter | None = None,
     ) -> None:
         self.records = records
         self.clock = StepClock()
         self.final_quality: Mapping[str, float] = {}
+        self._stopped: Stopped | None = None
         self._world = world
         self._settings = settings
         self._resumed = resumed
@@ -48,48 +56,110 @@ class RunRecorder:
         checkers = [loader.checker for loader in loaders if loader is not None]
         checked = any(checker is not None for checker in checkers)
         self._damage = DamageLog(records, rank=world.rank, checkers=checkers) if checked else None
+        self._energy = EnergyLog(records, meter) if meter is not None else None
+        self._step = resumed.position.step
         self._seconds: dict[str, float] = {}
+        self._steps = 0
+        self._bucket_times = _BucketTimes()
         self._skipped = 0
         self._skipped_samples = 0
         self._samples = 0
         self._loss = float("nan")
 
+    def __enter__(self) -> RunRecorder:
+        if self._energy is not None:
+            self._energy.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._energy is not None:
+            self._energy.close(step=self._step)
+
     def say(self, text: str) -> None:
         """Prints a line for the user, on rank 0."""
         self._progress.say(text)
+
+    def training_begins(self, position: Position, *, micro_batches: int) -> None:
+        """Reports to the sinks that training begins at `position`."""
+        self.records.observe({
+            "kind": "begins", "time": time.time(), "step": position.step, "samples": position.samples,
+            "total_steps": self._settings.total_steps, "micro_batches": micro_batches,
+        })  # fmt: skip
 
     def begins(self, step: int) -> None:
         """Step number `step`, counted from 1, begins."""
         self._world.step = step
 
-    def reduced(self, batch: Batch, outcome: StepOutcome, *, seconds: float) -> None:
-        """The updater has made its step, which took `seconds`."""
+    def reduced(self, outcome: StepOutcome, *, seconds: float) -> None:
+        """Records the updater's step, which took `seconds`, whether it was applied or skipped."""
+        now = time.perf_counter()
+        sync_ended = now - outcome.update_s
         self.clock.add("sync", seconds=outcome.sync_s)
-        self.clock.add("exposed_sync", seconds=outcome.exposed_sync_s)
-        self.clock.add("compute", seconds=seconds - outcome.exposed_sync_s)
+        self.clock.add("hidden_sync", seconds=outcome.hidden_sync_s)
+        self.clock.add(
+            "exposed_sync", seconds=outcome.exposed_sync_s, ended=sync_ended, what="wait for reduction"
+        )
+        before_s = seconds - outcome.exposed_sync_s - outcome.update_s
+        self.clock.add(
+            "compute", seconds=before_s, ended=sync_ended - outcome.exposed_sync_s, what="last gradients"
+        )
+        self.clock.add("compute", seconds=outcome.update_s, ended=now, what="optimizer")
+        self.clock.sync_ended(sync_ended)
+
+    def ends(
+        self, batch: Batch, outcome: StepOutcome, *, position: Position, lr: float
+    ) -> Mapping[str, float]:
+        """The step that led to `position` has ended, with its save and evaluation. Returns its seconds by name."""
         self._loss = outcome.sums["loss"]
+        self._steps += 1
+        self._bucket_times.add(outcome.times)
         self._skipped += not outcome.applied
         self._skipped_samples += batch.global_skipped
         self._samples += batch.global_samples
-
-    def ends(self, batch: Batch, outcome: StepOutcome, *, position: Position, lr: float) -> None:
-        """The step that led to `position` has ended, with its save and evaluation."""
         seconds = self.clock.lap()
-        for name in ("compute", "sync", "exposed_sync", "input", "checkpoint"):
-            seconds.setdefault(name, 0.0)
         self._add(seconds)
-        step = position.step
+        step = self._step = position.step
+        if self._energy is not None:
+            self._energy.write(step=step)
+        record = {
+            "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
+            "samples": batch.num_samples, "skipped_samples": batch.global_skipped,
+            "global_samples": position.samples, "loss": self._loss, "lr": lr,
+            "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale, "applied": outcome.applied,
+            "seconds": seconds,
+        }  # fmt: skip
         if step % self._settings.metrics_every_steps == 0 or step == self._settings.total_steps:
             self.damage(step)
-            self.records.write({
-                "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
-                "samples": batch.num_samples, "skipped_samples": batch.global_skipped,
-                "global_samples": position.samples, "loss": self._loss, "lr": lr,
-                "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale, "applied": outcome.applied,
-                "seconds": seconds,
-            })  # fmt: skip
+            self.records.write(record | self._sample_sum(batch))
+            due = 1 if step == self._settings.total_steps else BUCKETS_EVERY_STEPS
+            if self._bucket_times.num_steps >= due:
+                self.records.write(
+                    {"kind": "buckets", "time": time.time(), "step": step, **self._bucket_times.take()}
+                )
+        else:
+            self.records.observe(record)
         self._progress.step(
             step=step, epoch=batch.epoch, loss=self._loss, lr=lr, num_samples=batch.global_samples
+        )
+        return seconds
+
+    def _sample_sum(self, batch: Batch) -> dict[str, str]:
+        if not self._settings.sample_sums or batch.indices is None:
+            return {}
+        return {"sample_sum": show_sample_sum(sample_sum(batch.indices[: batch.num_samples]))}
+
+    def rolled_back(
+        self, resumed: Resumed, *, step: int, why: str, num_roll_backs: int, lr_factor: float
+    ) -> None:
+        """The run was rolled back while it did `step`; that step has no record."""
+        self._add(self.clock.lap())
+        self.records.write({
+            "kind": "roll_back", "time": time.time(), "step": step, "to_step": resumed.position.step,
+            "to_samples": resumed.position.samples, "reason": why, "number": num_roll_backs, "lr_factor": lr_factor,
+        })  # fmt: skip
+        self.say(
+            f"step {step}: {why}: rolled back to step {resumed.position.step} ({resumed.path}); roll-back "
+            f"{num_roll_backs}, the learning rate is {lr_factor:g} times the recipe's from now on"
         )
 
     def evaluated(self, quality: Mapping[str, float], *, step: int) -> None:
@@ -105,9 +175,11 @@ class RunRecorder:
         if self._damage is not None:
             self._damage.write(step=step)
 
-    def stopped(self, position: Position, *, reason: str) -> None:
+    def stopped(self, position: Position, *, stopped: Stopped, verified: bool) -> None:
+        self._stopped = stopped
         self.records.write({
-            "kind": "stopped", "time": time.time(), "reason": reason, **asdict(position),
+            "kind": "stopped", "time": time.time(), "reason": stopped.reason, "time_left_s": stopped.time_left_s,
+            "verified": verified, **asdict(position),
         })  # fmt: skip
 
     def finished(self, quality: Mapping[str, float]) -> None:
@@ -123,14 +195,50 @@ class RunRecorder:
             last_loss=self._loss,
             quality=dict(self.final_quality),
             seconds=self._seconds,
-            steps=position.step - resumed.position.step,
+            steps=self._steps,
             samples=self._samples,
             skipped_steps=self._skipped,
             skipped_samples=self._skipped_samples,
             checkpoints=num_checkpoints,
             resumed_from=str(resumed.path) if resumed.path is not None else None,
+            stopped_by=self._stopped.reason if self._stopped is not None else None,
+            time_left_s=self._stopped.time_left_s if self._stopped is not None else None,
+            energy_j=self._energy.joules if self._energy is not None else None,
         )
 
     def _add(self, seconds: Mapping[str, float]) -> None:
         for name, value in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
+
+
+@final
+class _BucketTimes:
+    """Collects `BackwardTimes` of steps with the same buckets; other buckets begin anew."""
+
+    def __init__(self) -> None:
+        self._sizes: tuple[int, ...] = ()
+        self._sums: list[float] = []
+        self._steps = 0
+
+    @property
+    def num_steps(self) -> int:
+        return self._steps
+
+    def add(self, times: BackwardTimes | None) -> None:
+        if times is None:
+            return
+        if times.bucket_bytes != self._sizes:
+            self._sizes, self._sums, self._steps = times.bucket_bytes, [0.0] * (2 + len(times.ready_s)), 0
+        values = (times.backward_s, times.update_s, *times.ready_s)
+        self._sums = [total + value for total, value in zip(self._sums, values, strict=True)]
+        self._steps += 1
+
+    def take(self) -> dict[str, Any]:
+        """Returns the means as fields of a record, and begins anew. At least one step was added."""
+        means = [total / self._steps for total in self._sums]
+        found = {
+            "steps": self._steps, "backward_s": means[0], "update_s": means[1], "bytes": list(self._sizes),
+            "ready_s": means[2:],
+        }  # fmt: skip
+        self._sizes, self._sums, self._steps = (), [], 0
+        return found

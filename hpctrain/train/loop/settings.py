@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpctrain.checkpoint import FIRST_AFTER_S, Advice, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.train.state.training_state import Position
@@ -47,10 +49,10 @@ class LoopSettings:
     """Settings of the training loop."""
 
     total_steps: int
-    micro_batches: int
     checkpoint: CheckpointPolicy
     metrics_every_steps: int
     evaluate_every_steps: int | None
+    sample_sums: bool = False  # of each step are recorded
     evaluation_samples: int | None = None  # None: all of them
     progress_every_s: float
     on_terminal: bool = False  # the user sees rank 0's output on a terminal
@@ -70,3 +72,14 @@ class Totals:
     skipped_samples: int  # damaged ones, over all ranks, by this loop
     checkpoints: int
     resumed_from: str | None
+    micro_batches: int = 1  # in use at the end
+    out_of_memory: int = 0  # how often a rank ran out of memory in this loop
+    roll_backs: int = 0  # of the whole run
+    lr_factor: float = 1.0  # of the learning rate, after the roll-backs
+    stopped_by: str | None = None  # why it stopped before its last step
+    time_left_s: float | None = (
+        None  # until its end when it stopped; None if it did not, or no limit is known
+    )
+    slow: Sequence[Mapping[str, Any]] = ()  # ranks and links that were slow; on rank 0
+    energy_j: Mapping[str, float] | None = None  # of this node, by source; None: not read by this rank
+    efficiency: Mapping[str, Any] | None = None  # of all ranks, as in the records `efficiency`

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from hpctrain.checkpoint import State
-from hpctrain.comm import Collective, broadcast_tensors
+from hpctrain.comm import Collective, Section, broadcast_tensors, in_section
 from hpctrain.data import Batch, Batches, Loader
-from hpctrain.errors import DataError, StoppedEarly
-from hpctrain.resilience import StopRequest
+from hpctrain.errors import CheckpointError, DataError, DivergedError, StoppedEarly
+from hpctrain.reduce import StepOutcome
+from hpctrain.telemetry import in_words
 from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.loop.checkpointing import Checkpointing, with_quality
 from hpctrain.train.loop.evaluate import evaluate
+from hpctrain.train.loop.guards import Guards
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
+from hpctrain.train.loop.stopping import Stopping
 from hpctrain.train.state.resumption import Resumed
+from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
 from hpctrain.train.task.schedule import LR_SCALE, Schedule
 from hpctrain.train.task.task_runner import TaskRunner
+from hpctrain.train.watch.efficiency_watch import EfficiencyWatch
+from hpctrain.train.watch.step_trace import StepTrace
+from hpctrain.train.watch.straggler_watch import WINDOW_ENDS, StragglerWatch
 
 
 @final
 class Training:
-    """Trains until the last step, or until any rank is asked to stop. Every method is collective but `totals`.
+    """Trains until the last step, or until it has to stop. Every method is collective but `totals`.
 
     state: what is trained and saved; `runner` computes with its model. identity: what a position in the data belongs
-    to. resumed: where to begin.
+    to. stopping: when it has to stop. guards: against divergence and want of memory. stragglers: compares the ranks;
+    None: they are not compared. efficiency: adds up where the ranks' time goes. trace: of chosen steps. times: of
+    the sections, for the limits of waits. resumed: where to begin.
     """
 
     def __init__(
@@ -42,7 +53,12 @@ class Training:
         comm: Collective,
         checkpoints: Checkpointing,
         recorder: RunRecorder,
-        stop: StopRequest,
+        stopping: Stopping,
+        guards: Guards,
+        stragglers: StragglerWatch | None,
+        efficiency: EfficiencyWatch,
+        trace: StepTrace,
+        times: SectionTimes,
         identity: Mapping[str, Any],
         resumed: Resumed,
     ) -> None:
@@ -55,7 +71,13 @@ class Training:
         self._comm = comm
         self._checkpoints = checkpoints
         self._recorder = recorder
-        self._stop = stop
+        self._stopping = stopping
+        self._guards = guards
+        self._stragglers = stragglers
+        self._efficiency = efficiency
+        self._trace = trace
+        self._times = times
+        self._is_usual = False  # of the next step: it is no first one
         self._identity = identity
         self._parent = resumed.parent
         self._position = resumed.position
@@ -63,15 +85,20 @@ class Training:
         self._quality_step: int | None = None
 
     def run(self) -> None:
-        """Trains to the end. Raises StoppedEarly, with the state saved, if a rank was asked to stop. Collective."""
-        with self._checkpoints:
+        """Trains to the end. Raises StoppedEarly, with the state saved, if it stops before. Collective."""
+        with self._checkpoints, self._recorder:
             self._run()
 
     def _run(self) -> None:
+        self._stopping.say_news()
+        self._recorder.training_begins(self._position, micro_batches=self._guards.memory.num_parts)
+        self._trace.after_step(self._position.step)
         self._recorder.clock.lap()
         while self._position.step < self._settings.total_steps:
             with self._loader.epoch(self._position.epoch, start=self._position.start) as batches:
                 self._train_on(batches)
+        self._efficiency.ends(self._position.step)
+        self._trace.ends()
         self._save()  # before the evaluation, which runs user code that may fail
         self._checkpoints.finish()
         self._evaluate()
@@ -82,19 +109,32 @@ class Training:
 
     def totals(self) -> Totals:
         """Returns what this process has done so far. Not collective."""
-        return self._recorder.totals(self._position, num_checkpoints=self._checkpoints.num_committed)
+        memory, divergence = self._guards.memory, self._guards.divergence
+        totals = replace(
+            self._recorder.totals(self._position, num_checkpoints=self._checkpoints.num_committed),
+            micro_batches=memory.num_parts,
+            out_of_memory=memory.num_shortages,
+            roll_backs=divergence.num_roll_backs,
+            lr_factor=divergence.lr_factor,
+        )
+        if self._stragglers is not None:
+            totals = replace(totals, slow=self._stragglers.found)
+        return replace(totals, efficiency=self._efficiency.total)
 
     # ------------------------------------------------------------------ one step
 
     def _train_on(self, batches: Batches) -> None:
-        """Trains to the end of the epoch or of the run. Collective."""
+        """Trains to the end of the epoch or of the run, or until it is rolled back. Collective."""
         waited_s = self._loader.wait_s
-        for batch in self._agreed(batches):
+        self._is_usual = False
+        for batch in self._times.batches(self._agreed(batches)):
             self._recorder.clock.add("input", seconds=self._loader.wait_s - waited_s)
             waited_s = self._loader.wait_s
-            self._step(batch)
-            if self._position.step == self._settings.total_steps:
+            with in_section(self._comm, Section.STEP):
+                goes_on = self._step(batch)
+            if not goes_on or self._position.step == self._settings.total_steps:
                 return
+        self._guards.balance.epoch_ended(self._position.epoch, step=self._position.step)
         self._position = self._position.next_epoch()
 
     def _agreed(self, batches: Batches) -> Iterable[Batch]:
@@ -119,34 +159,101 @@ class Training:
                 agreed=True,
             ) from error
 
-    def _step(self, batch: Batch) -> None:
-        state, recorder = self._state, self._recorder
-        recorder.begins(self._position.step + 1)
-        lr = self._schedule.lr(self._position.step)
-        for group in state.optimizer.param_groups:
+    def _step(self, batch: Batch) -> bool:
+        """Returns False if the run was rolled back instead: then other batches follow. Collective."""
+        recorder = self._recorder
+        next_step = self._position.step + 1
+        recorder.begins(next_step)
+        lr = self._schedule.lr(self._position.step) * self._guards.divergence.lr_factor
+        for group in self._state.optimizer.param_groups:
             group["lr"] = lr * group.get(LR_SCALE, 1.0)
-        with recorder.clock.span("compute"):
-            loss = self._runner.forward_backward(
-                batch, state.updater, micro_batches=self._settings.micro_batches
-            )
-        started = time.perf_counter()
-        outcome = state.updater.step(
-            sums={"loss": loss, "stop": float(self._stop.requested), **self._checkpoints.votes()}
-        )
-        recorder.reduced(batch, outcome, seconds=time.perf_counter() - started)
+        every = self._settings.evaluate_every_steps
+        evaluates = every is not None and next_step % every == 0 and next_step < self._settings.total_steps
+        num_saves = self._checkpoints.num_saves_until_stop(next_step)
+        try:
+            outcome = self._update(batch, votes=partial(self._votes, num_saves, evaluates=evaluates))
+        except DivergedError as error:
+            self._roll_back(batch, error)
+            return False
+        self._times.agreed(outcome.sums, step=next_step)
+        self._guards.balance.add(batch)
         self._position = self._position.after(batch)
         step = self._position.step
-        stopping = outcome.sums["stop"] > 0
-        save = self._checkpoints.after_step(step, outcome.sums)
-        every = self._settings.evaluate_every_steps
-        if every and step % every == 0 and step < self._settings.total_steps and not stopping:
-            with recorder.clock.outside():  # before the save, which contains the metrics
+        stopping = self._stopping.agreed(outcome.sums)
+        save = self._checkpoints.after_step(step, outcome.sums) and self._guards.may_save
+        if evaluates and not stopping:
+            started = time.perf_counter()
+            with recorder.clock.span("evaluation"):  # before the save, which contains the metrics
                 self._evaluate()
+            self._stopping.plan.evaluations.add(time.perf_counter() - started)
         if save or stopping:
             self._save()
-        recorder.ends(batch, outcome, position=self._position, lr=lr)
+        seconds = recorder.ends(batch, outcome, position=self._position, lr=lr)
+        self._stopping.plan.steps.add(seconds["step"] - seconds["checkpoint"] - seconds["evaluation"])
+        self._times.step_ended(seconds, is_usual=self._is_usual)
+        self._is_usual = not evaluates
+        if self._stragglers is not None and not stopping:
+            self._stragglers.after_step(step, seconds, samples=batch.num_samples, sums=outcome.sums)
+        self._efficiency.after_step(
+            step, seconds, samples=batch.global_samples, window_ends=outcome.sums.get(WINDOW_ENDS, 0.0) > 0
+        )
+        self._trace.after_step(step)
         if stopping and step < self._settings.total_steps:
             self._leave_early()
+        return True
+
+    def _votes(self, num_saves: int, *, evaluates: bool) -> dict[str, float]:
+        """This rank's contributions to the sums of a step, besides the loss. Not collective."""
+        votes = self._stopping.votes(num_saves=num_saves, evaluates=evaluates) | self._checkpoints.votes()
+        votes |= self._times.votes()
+        if self._stragglers is not None:
+            votes |= self._stragglers.votes()
+        return votes | self._guards.memory.votes()
+
+    def _update(self, batch: Batch, *, votes: Callable[[], dict[str, float]]) -> StepOutcome:
+        """Computes the gradients and updates the parameters; again, in smaller parts, if memory was short. Collective.
+
+        Raises DivergedError on every rank.
+        """
+        updater, recorder, memory = self._state.updater, self._recorder, self._guards.memory
+        step = self._position.step + 1
+        while True:
+            with recorder.clock.span("compute", what="forward and backward"):
+                loss = memory.attempt(
+                    lambda parts: self._runner.forward_backward(batch, updater, micro_batches=parts)
+                )
+            if self._runner.device.type == "cuda":
+                recorder.clock.add("device_compute", seconds=self._runner.device_s)
+            sums = {"loss": loss, **votes()}
+            started = time.perf_counter()
+            outcome = memory.update(partial(updater.step, sums=sums, accepts=self._guards.accepts))
+            recorder.reduced(outcome, seconds=time.perf_counter() - started)
+            if not memory.ran_out(outcome.sums):
+                self._guards.after_update(step, outcome)
+                return outcome
+            memory.divide(step)
+
+    def _roll_back(self, batch: Batch, error: DivergedError) -> None:
+        """Continues from an older checkpoint, with a lower learning rate. Collective.
+
+        batch: on which the run diverged. Raises DivergedError if there is no such checkpoint, or the limit is reached.
+        """
+        self._checkpoints.finish()
+        divergence = self._guards.divergence
+        step, diverged = self._position.step + 1, self._position.after(batch)
+        with in_section(self._comm, Section.LOAD):
+            resumed = self._guards.roll_back()
+        if resumed is None:
+            raise DivergedError(f"{error} ({divergence.why_no_roll_back()})", agreed=True) from error
+        self._parent = resumed.parent
+        self._position = resumed.position
+        if self._guards.skips_data:
+            self._position = replace(self._position, epoch=diverged.epoch, start=diverged.start)
+        self._recorder.rolled_back(
+            resumed, step=step, why=error.reason,
+            num_roll_backs=divergence.num_roll_backs, lr_factor=divergence.lr_factor,
+        )  # fmt: skip
+        self._save(again=True)  # with the lower rate and the count, which a restart must know
 
     # ------------------------------------------------------------------ at a boundary
 
@@ -157,27 +264,48 @@ class Training:
         state = self._state.capture(
             self._position, comm=self._comm, identity=self._identity, parent=self._parent
         )
+        state = replace(state, document={**state.document, "divergence": self._guards.divergence.state()})
         return with_quality(state, quality=self._quality, step=self._quality_step)
 
     def _evaluate(self) -> None:
-        if self._held_out is None:
-            return
+        if self._held_out is not None:
+            with in_section(self._comm, None):
+                self._evaluate_on(self._held_out)
+
+    def _evaluate_on(self, held_out: Loader) -> None:
         # Rank 0's buffers (running statistics) become those of all ranks: what is evaluated is what is saved.
         buffers = list(self._state.model.buffers())
         broadcast_tensors(self._comm, buffers, root=0, name="the model's buffers")
         self._quality = evaluate(
-            self._runner, self._held_out, comm=self._comm, max_samples=self._settings.evaluation_samples
+            self._runner, held_out, comm=self._comm, max_samples=self._settings.evaluation_samples
         )
         self._quality_step = self._position.step
         self._recorder.evaluated(self._quality, step=self._position.step)
 
     def _leave_early(self) -> None:
+        self._efficiency.ends(self._position.step)
+        self._trace.ends()
         self._checkpoints.finish()
-        directory = self._settings.checkpoint.directory
-        reason = self._stop.signal_name or "another rank was asked to"
-        self._recorder.stopped(self._position, reason=reason)
+        self._stopping.saved()
+        verified = self._stopping.has_time_to_verify()
+        if verified:
+            self._verify()
+        stopped = self._stopping.why()
+        self._recorder.stopped(self._position, stopped=stopped, verified=verified)
+        left = f", {in_words(stopped.time_left_s)} left" if stopped.time_left_s is not None else ""
         raise StoppedEarly(
-            f"stopped after step {self._position.step} of {self._settings.total_steps} ({reason}); the state is "
-            f"saved in {directory}; run the same command again (with --resume auto) to resume",
+            f"stopped after step {self._position.step} of {self._settings.total_steps} ({stopped.reason}{left}); the "
+            f"state is saved{' and verified' if verified else ''} in {self._settings.checkpoint.directory}; run the "
+            "same command again (with --resume auto) to resume",
             agreed=True,
         )
+
+    def _verify(self) -> None:
+        """Reads the saved state back; if it is damaged, saves it once more. Collective."""
+        try:
+            self._checkpoints.verify_newest()
+        except CheckpointError as error:
+            self._recorder.say(f"{error}; saving again")
+            self._save(again=True)
+            self._checkpoints.finish()
+            self._checkpoints.verify_newest()

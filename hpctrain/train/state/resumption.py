@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,18 @@ from typing import Any
 from hpctrain.checkpoint import is_checkpoint, load, load_newest_good
 from hpctrain.comm import Collective, on_rank_0
 from hpctrain.errors import CheckpointError
-from hpctrain.train.state.training_state import Position, TrainingState, generator_rows
+from hpctrain.train.state.training_state import Position, TrainingState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """path: the checkpoint that was loaded; None if the run starts at step 0. parent: the checkpoint's step and id."""
+    """path: the checkpoint that was loaded; None if the run starts at step 0. parent: the checkpoint's step and id.
+    divergence: what the run had noted of its divergence (`hpctrain.resilience.Divergence.state`)."""
 
     position: Position
     path: Path | None
     parent: Mapping[str, Any] | None = None
+    divergence: Mapping[str, Any] = field(default_factory=dict)
 
 
 def resume(
@@ -32,7 +34,7 @@ def resume(
     source, so it is an error if it has no checkpoint; otherwise the run then starts at step 0.
     Raises CheckpointError on every rank.
     """
-    regions = partial(generator_rows, rank=comm.rank)
+    regions = partial(state.regions, rank=comm.rank)
     if on_rank_0(comm, lambda: is_checkpoint(source)):
         checkpoint, tensors = load(source, comm=comm, regions=regions)
     else:
@@ -44,4 +46,5 @@ def resume(
         checkpoint, tensors = found.checkpoint, found.tensors
     position = state.restore(checkpoint, tensors, comm=comm, identity=identity)
     parent = {"step": checkpoint.step, "id": checkpoint.metadata.id}
-    return Resumed(position=position, path=checkpoint.path, parent=parent)
+    divergence = checkpoint.document.get("divergence", {})
+    return Resumed(position=position, path=checkpoint.path, parent=parent, divergence=divergence)

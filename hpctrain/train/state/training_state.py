@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from hpctrain.checkpoint import Checkpoint, Regions, Replicated, Shard, State, model_items
+from hpctrain.checkpoint import Checkpoint, Regions, Replicated, Shard, State, model_items, tensor_items
 from hpctrain.comm import Collective, raise_together
 from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
+from hpctrain.distributed import box_of, is_sharded_tensor, sharded_as
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +75,7 @@ class TrainingState:
         scalars: dict[str, Any] = {}
         for path, value in self._optimizer_state():
             if isinstance(value, torch.Tensor):
-                items.append(Replicated(name=f"optimizer/{path}", tensor=value.detach()))
+                items += tensor_items(f"optimizer/{path}", value)
             else:
                 scalars[path] = value
         for name, row in capture_generators(self._device()).items():
@@ -97,6 +100,30 @@ class TrainingState:
         }
         return State(items=items, document=document, parent=parent)
 
+    def regions(self, checkpoint: Checkpoint, *, rank: int) -> Regions:
+        """Returns what `restore` needs of the tensors of which ranks have parts of their own. Not collective."""
+        stored = _under(_UPDATER, checkpoint.tensors)
+        state = checkpoint.document.get("updater")
+        found: dict[str, list[Box]] = {}
+        if stored and isinstance(state, dict):
+            shapes = {name: tensor.shape for name, tensor in stored.items()}
+            for name, rows in self.updater.rows_to_load(state, shapes).items():
+                found[f"{_UPDATER}{name}"] = [_rows_of(shapes[name], part.start, part.stop) for part in rows]
+        sharded = {name: box_of(parameter) for name, parameter in self._sharded(checkpoint).items()}
+        return {**generator_rows(checkpoint, rank=rank), **found, **sharded}
+
+    def _sharded(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        """Returns the checkpoint's tensors of which this rank holds a part, each with the parameter split like it."""
+        # Of the state, not of the module: after a forward without backward FSDP2 holds some parameters whole.
+        parameters = {name: p for name, p in self.model.state_dict().items() if is_sharded_tensor(p)}
+        found: dict[str, torch.Tensor] = {}
+        for name, stored in checkpoint.tensors.items() if parameters else ():
+            kind, _, path = name.partition("/")
+            parameter = parameters.get(path.split(SEPARATOR)[0])
+            if kind in ("model", "optimizer") and parameter is not None and stored.shape == parameter.shape:
+                found[name] = parameter
+        return found
+
     def restore(
         self,
         checkpoint: Checkpoint,
@@ -107,11 +134,13 @@ class TrainingState:
     ) -> Position:
         """Restores the state and returns the position. Collective. Changes nothing unless all of it fits on all ranks.
 
-        tensors: every tensor of the checkpoint, by name; of the generators the rows of `generator_rows`. Raises
-        CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset.
+        tensors: every tensor of the checkpoint, by name, with its saved shape and dtype; those in `regions` only in
+        these parts. Raises CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset.
         """
         document = checkpoint.document
         error: CheckpointError | None = None
+        sharded = self._sharded(checkpoint)
+        tensors = {n: sharded_as(t, sharded[n]) if n in sharded else t for n, t in tensors.items()}
         try:
             self._check_identity(document, identity, where=str(checkpoint.path))
             self._check_model(tensors, where=str(checkpoint.path))
@@ -128,7 +157,9 @@ class TrainingState:
         raise_together(comm, error)
         self.model.load_state_dict(_under("model/", tensors))
         self.optimizer.load_state_dict(optimizer_state)
-        self.updater.load_state(updater_state, _under("updater/", tensors))
+        rows = _under(_UPDATER, tensors)
+        shapes = {name: checkpoint.tensors[f"{_UPDATER}{name}"].shape for name in rows}
+        self.updater.load_state(updater_state, rows, shapes)
         if saved_ranks == comm.num_ranks:
             # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
             rows = {name: t[0].clone() for name, t in _under(_GENERATORS, tensors).items()}
@@ -258,6 +289,9 @@ def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
 
 SEPARATOR = "::"
 _GENERATORS = "generators/"
+_UPDATER = "updater/"
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
 def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
@@ -266,10 +300,15 @@ def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
     A checkpoint of fewer ranks has no such row; its last row is read then and not used.
     """
     return {
-        name: ((min(rank, stored.shape[0] - 1), 0), (1, stored.shape[1]))
+        name: [_rows_of(stored.shape, min(rank, stored.shape[0] - 1), min(rank, stored.shape[0] - 1) + 1)]
         for name, stored in checkpoint.tensors.items()
         if name.startswith(_GENERATORS) and len(stored.shape) == 2 and stored.shape[0]
     }
+
+
+def _rows_of(shape: tuple[int, ...], first: int, stop: int) -> Box:
+    """Returns the box of the rows from `first` to before `stop` of a tensor of this shape."""
+    return (first, *(0 for _ in shape[1:])), (stop - first, *shape[1:])
 
 
 def _position_in(document: Mapping[str, Any]) -> Position:
@@ -283,13 +322,13 @@ def _position_in(document: Mapping[str, Any]) -> Position:
 
 def _saved(held: StateTensor) -> Replicated | Shard:
     """Converts a reducer's tensor for the checkpoint: replicated if a rank holds all of it, else a shard."""
-    name = f"updater/{held.name}"
+    name = f"{_UPDATER}{held.name}"
     if tuple(held.tensor.shape) == held.global_shape:
         return Replicated(name=name, tensor=held.tensor)
     return Shard(name=name, tensor=held.tensor, global_shape=held.global_shape, offset=held.offset)
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _under(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """The tensors whose names begin with `prefix`, by the rest of their names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from hpctrain.comm import Collective
+from hpctrain.distributed import is_sharded
 from hpctrain.errors import UsageError
 
 
@@ -222,4 +223,4 @@ def _converted(
 
 def communicates_in_forward(model: torch.nn.Module) -> bool:
     """True if forward and backward are collective, so that a rank without samples must run them too."""
-    return any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    return is_sharded(model) or any(isinstance(module, SyncBatchNorm) for module in model.modules())

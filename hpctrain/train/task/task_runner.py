@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -19,8 +19,10 @@ class TaskRunner:
     """A task with its model on a device.
 
     dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
-    the context in which forward runs.
+    the context in which forward runs. device_s: on a GPU, its time for the last `forward_backward`.
     """
+
+    device_s = 0.0
 
     def __init__(
         self,
@@ -40,11 +42,20 @@ class TaskRunner:
         # If forward is collective, a rank without samples takes part with an empty batch of weight 0.
         self._takes_empty = communicates_in_forward(model)
 
+    @property
+    def communicates(self) -> bool:
+        """True if forward is collective, as with batch normalisation over the ranks."""
+        return self._takes_empty
+
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
         Returns the loss of the share times its weight; over all ranks these add up to the mean loss of the batch.
         """
+        with self._device_timed():
+            return self._forward_backward(batch, updater, micro_batches=micro_batches)
+
+    def _forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int) -> float:
         losses = []
         parts = [p for p in batch.split(micro_batches) if p.num_samples > 0 or self._takes_empty]
         for number, part in enumerate(parts, start=1):
@@ -54,6 +65,19 @@ class TaskRunner:
             if part.num_samples > 0:  # the mean over no samples is NaN
                 losses.append(loss.detach().double() * part.weight)
         return float(torch.stack(losses).sum()) if losses else 0.0  # one device synchronisation for all parts
+
+    @contextmanager
+    def _device_timed(self) -> Iterator[None]:
+        """Sets `device_s` from events before and after the work that the `with` block puts on the GPU's stream."""
+        if self.device.type != "cuda":
+            yield
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(torch.cuda.current_stream(self.device))
+        yield
+        end.record(torch.cuda.current_stream(self.device))
+        end.synchronize()
+        self.device_s = begin.elapsed_time(end) / 1e3
 
     def _loss(self, part: Batch) -> torch.Tensor:
         """Returns the mean loss over the valid samples; a task that takes `valid` leaves out the padding itself."""

@@ -14,8 +14,10 @@ the n-th operation that changes anything (0: every one) meets it.
     die-before, die-after     SIGKILL to this process
     hang         it takes until the process `until_gone` has ended, and nothing else goes on meanwhile
     vanish       the folder `directory` of the filesystem is moved away
+    slow         it takes `delay_s` longer
 
-Reads of files whose path holds TEXT are counted too, and may meet the fault, with `"reads": TEXT`.
+Reads of files whose path holds TEXT are counted too, and may meet the fault, with `"reads": TEXT`. With the further
+argument `direct-io` the kernel keeps nothing of what was read, so every read arrives here.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ STAT_FIELDS = (
 def unmount(place: str) -> None:
     """Take the mount away at once, also when whoever served it is dead or it is still in use."""
     if ctypes.CDLL(None).umount2(os.fsencode(place), _DETACH) != 0:
-        subprocess.run(["fusermount3", "-u", "-z", place], capture_output=True, timeout=20)
+        subprocess.run(["fusermount3", "-u", "-z", place], capture_output=True, timeout=300)
 
 
 @dataclass
@@ -90,8 +92,10 @@ class Control:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if kind == "die-before":
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "slow":
+            time.sleep(self.fault["delay_s"])
         if kind == "hang":
-            end_s = time.monotonic() + 60
+            end_s = time.monotonic() + 300
             while os.path.exists(f"/proc/{self.fault['until_gone']}") and time.monotonic() < end_s:
                 time.sleep(0.05)
         if kind == "vanish":
@@ -313,14 +317,14 @@ def answer_requests(control: Control, mount_point: str) -> None:
     os._exit(0)
 
 
-def main(folder: str, mount_point: str) -> None:
+def main(folder: str, mount_point: str, *options: str) -> None:
     control = Control(root=os.path.realpath(folder))
     threading.Thread(target=answer_requests, args=(control, mount_point), daemon=True).start()
     # One thread: operations are counted in one order. Nothing is remembered by the kernel for longer than a
     # call: two mounts of one folder see each other's changes.
     Served(
         Passthrough(control), mount_point, foreground=True, nothreads=True, attr_timeout=0, entry_timeout=0,
-        negative_timeout=0, hard_remove=True, fsname="hpctrain-faulty",
+        negative_timeout=0, hard_remove=True, fsname="hpctrain-faulty", direct_io="direct-io" in options,
     )  # fmt: skip
     os._exit(0)
 

@@ -32,7 +32,7 @@ from hpctrain.comm.interface.communicator import World
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import hash_of
 
-LIMIT_S = 5.0
+LIMIT_S = 20.0
 MEMORY_BYTES = 512 << 20
 NUM_RANKS = 3
 RUNS_CODE = (
@@ -79,7 +79,7 @@ def make_good(directory: Path, *, files: int) -> Path:
         )  # fmt: skip
         save(state, directory=directory, step=1, comm=world, files=files)
 
-    run_threads(NUM_RANKS, rank_main, timeout_s=60)
+    run_threads(NUM_RANKS, rank_main, timeout_s=300)
     return directory / ("step-00000001" if files > 1 else "step-00000001.h5")
 
 

@@ -10,31 +10,24 @@ import itertools
 import json
 import os
 import random
-import shutil
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 from hpctrain.checkpoint import load_newest_good
-from hpctrain.checkpoint.files.checkpoint_names import finished_newest_first
-from hpctrain.checkpoint.operations.verify import verify
-from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.comm.collectives.agreement import all_gather_json
 from hpctrain.errors import CheckpointError, ExitCode
-from hpctrain.storage.filesystem_type import Filesystem
+from tests.faults.checkpoint.mount_trial import LIMIT_S, Trial
 from tests.faults.checkpoint.mounts import Nodes, own_mounts
-from tests.faults.checkpoint.power_loss import states_after, write_out
-from tests.faults.checkpoint.process_ranks import Ended, in_a_fork
+from tests.faults.checkpoint.power_trials import power_loss, power_loss_recycling
+from tests.faults.checkpoint.process_ranks import Ended
 from tests.faults.checkpoint.saves import (
     NUM_RANKS,
     WAYS,
-    Reports,
     Way,
     left_over,
     newest_step,
@@ -42,51 +35,6 @@ from tests.faults.checkpoint.saves import (
     saver,
     spread,
 )
-
-# "An error within seconds": none of the faults here is one that a rank has to wait for.
-LIMIT_S = 15.0
-
-
-class Trial:
-    """Nodes, where they save, and what they have reported."""
-
-    def __init__(self, nodes: Nodes, directory: Path) -> None:
-        self.nodes = nodes
-        self.reports = Reports(directory / "reported")
-        self.place = nodes.shared / "checkpoints"  # as the ranks see it
-        self.stored = nodes.storage / "checkpoints"  # as it is, whatever has happened to the mounts
-
-    def newest(self) -> int:
-        return int(in_a_fork(lambda: newest_step(self.stored)))
-
-    def check(self, *, before: int) -> int:
-        """After anything: the newest checkpoint is whole, and none that was reported is lost. What it is."""
-        reported, found = max(before, self.reports.newest()), self.newest()
-        assert reported <= found <= reported + 1, (reported, found)
-        return found
-
-    def save(self, step: int, *, way: Way) -> None:
-        assert self.try_to_save(step, way=way) == 0
-
-    def try_to_save(self, step: int, *, way: Way, timeout_s: float = 60) -> int:
-        """The exit code of all ranks: 0, or CHECKPOINT."""
-        ranks = self.nodes.start_ranks(
-            saver(directory=self.place, steps=range(step, step + 1), way=way, reports=self.reports),
-            num_ranks=NUM_RANKS,
-        )
-        ended = ranks.wait(timeout_s=timeout_s)
-        code = ended[0].code
-        assert code in (0, ExitCode.CHECKPOINT), ended
-        assert [each.code for each in ended] == [code] * NUM_RANKS, ended
-        return code
-
-    def cleaned(self) -> dict[str, Any]:
-        """One more save, after which nothing but finished checkpoints is there."""
-        self.nodes.mend()
-        step = self.newest() + 1
-        self.save(step, way=WAYS[0])
-        assert self.newest() == step
-        return {"left": left_over(self.stored), "kept": len(list(self.stored.iterdir()))}
 
 
 def killed_at_random(trial: Trial, count: int) -> dict[str, Any]:
@@ -119,7 +67,7 @@ def killed_at_random(trial: Trial, count: int) -> dict[str, Any]:
                 ranks.kill([place])
             else:
                 trial.nodes.mounts[place].kill()
-        ended = ranks.wait(timeout_s=60)
+        ended = ranks.wait(timeout_s=300)
         slowest_s = max(slowest_s, time.monotonic() - begin_s)
         assert_ended(ended, killed=list(chosen) if "rank" in kind else [])
         half_way += bool(left_over(trial.stored))
@@ -159,17 +107,17 @@ def killed_at_each_operation(trial: Trial, count: int) -> dict[str, Any]:
         found_before = found
         go_read, go_write = os.pipe()
 
-        def save_when_told(world: Any, step: int = found + 1, way: Way = way, go: int = go_read) -> None:
+        def save_on_signal(world: Any, step: int = found + 1, way: Way = way, go: int = go_read) -> None:
             os.read(go, 1)
             save_step(step, directory=trial.place, comm=world, way=way)
             if world.rank == 0:
                 trial.reports.add(step)
 
-        ranks = trial.nodes.start_ranks(save_when_told, num_ranks=NUM_RANKS)
+        ranks = trial.nodes.start_ranks(save_on_signal, num_ranks=NUM_RANKS)
         trial.nodes.mounts[node].fault(kind, at=place, victims=ranks.pids)
         os.write(go_write, b"g" * NUM_RANKS)
         begin_s = time.monotonic()
-        ended = ranks.wait(timeout_s=60)
+        ended = ranks.wait(timeout_s=300)
         assert time.monotonic() - begin_s < LIMIT_S
         os.close(go_read)
         os.close(go_write)
@@ -315,74 +263,6 @@ def short_writes(trial: Trial, count: int) -> dict[str, Any]:
     for mount in trial.nodes.mounts:
         mount.fault()
     return {"saved": saved, "errors": errors, **trial.cleaned()}
-
-
-def power_loss(trial: Trial, count: int) -> dict[str, Any]:
-    """After any operation the power fails, and what was not flushed is lost, all of it or some: the newest
-    reported checkpoint is there, or a newer one, and nothing that looks finished is torn."""
-    # A file, a folder, a file in the folder's place, a folder in its place and in that of a folder, a file.
-    steps = [(1, WAYS[0]), (2, WAYS[3]), (2, WAYS[1]), (2, WAYS[2]), (2, WAYS[3]), (3, WAYS[0])]
-    return power_lost(trial, count, steps=steps)
-
-
-def power_loss_recycling(trial: Trial, count: int) -> dict[str, Any]:
-    """The same where a save takes the room of a checkpoint that was let go of, before and beside others that do not."""
-    ways = [Way(form="file", mode=mode, recycle=True) for mode in ("sync", "async")]
-    steps = [(1, WAYS[0]), (2, ways[0]), (3, ways[1]), (4, ways[0]), (5, WAYS[1])]
-    # This filesystem has no blocks to gain from, but it can declare a file empty.
-    with patch.object(Filesystem, "keeps_blocks", new=True):
-        return power_lost(trial, count, steps=steps)
-
-
-def power_lost(trial: Trial, count: int, *, steps: Sequence[tuple[int, Way]]) -> dict[str, Any]:
-    num_elems = 20_000  # all that the disk holds is written and read again for each case
-    place = trial.nodes.shared / "run" / "checkpoints"
-    mount = trial.nodes.mounts[0]
-    mount.fault(trace=True)
-
-    def rank_main(world: Any) -> None:
-        for number, (step, way) in enumerate(steps):
-            # Only one is kept: deleting it a moment too soon would leave none.
-            save_step(step, directory=place, comm=world, way=way, keep=1, num_elems=num_elems)
-            if world.rank == 0:
-                (trial.nodes.shared / f"reported-{step}-{number}").touch()
-
-    ended = trial.nodes.start_ranks(rank_main, num_ranks=NUM_RANKS, one_node=True).wait()
-    assert [each.code for each in ended] == [0] * NUM_RANKS, ended
-    events = mount.ask(trace=True)["trace"]
-    mount.fault()
-    return in_a_fork(lambda: check_power_loss(events, num_elems=num_elems, samples=count))
-
-
-def check_power_loss(events: list[dict[str, Any]], *, num_elems: int, samples: int) -> dict[str, Any]:
-    outcomes = Counter[str]()
-    with TemporaryDirectory() as folder:
-        for number, (events_before, found) in enumerate(states_after(events, samples=samples)):
-            told = [e["path"] for e in events[:events_before] if e["operation"] == "create"]
-            reported = max(
-                [int(path.split("-")[1]) for path in told if path.startswith("/reported-")], default=0
-            )
-            place = Path(folder) / str(number)
-            place.mkdir()
-            write_out(found, place)
-            checkpoints = place / "run" / "checkpoints"
-            newest = newest_step(checkpoints, num_elems=num_elems)
-            for path in finished_newest_first(checkpoints)[1:]:
-                assert not verify(path, comm=SerialWorld())[0].damage, (path, number)
-            operation = events[events_before - 1]
-            assert reported <= newest <= reported + 1, (
-                reported,
-                newest,
-                operation["operation"],
-                events_before,
-            )
-            outcomes[f"{newest - reported}"] += 1
-            shutil.rmtree(place)
-    return {
-        "events": len(events),
-        "outcomes": dict(outcomes),
-        "operations": Counter(e["operation"] for e in events),
-    }
 
 
 TRIALS = {

@@ -34,11 +34,11 @@ def why_not() -> str | None:
     if shutil.which("fusermount3") is None:
         return "not installed: fuse3"
     tried = subprocess.run(
-        [sys.executable, "-c", "import mfusepy"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", "import mfusepy"], capture_output=True, text=True, timeout=300
     )
     if tried.returncode:
         return f"mfusepy or libfuse is not installed: {tried.stderr.strip().splitlines()[-1]}"
-    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, timeout=60)
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, timeout=300)
     return f"no mount namespaces here: {tried.stderr.strip()}" if tried.returncode else None
 
 

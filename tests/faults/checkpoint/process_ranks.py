@@ -121,7 +121,7 @@ class Ranks:
         for rank in which:
             os.kill(self.pids[rank], signal.SIGKILL)
 
-    def wait(self, *, timeout_s: float = 60) -> list[Ended]:
+    def wait(self, *, timeout_s: float = 300) -> list[Ended]:
         """Wait for all of them. AssertionError, when they are killed, after `timeout_s` from their start."""
         texts = []
         late = []

@@ -82,7 +82,7 @@ def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
     reported = tmp_path / "reported"
     choose = random.Random(f"{engine} {victims}")
     with start_command(2, [sys.executable, "-c", program], cwd=REPOSITORY) as job:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not reported.exists() or int(reported.read_text()) < 2:
             assert time.monotonic() < deadline_s, job.stderr
             assert job.process.poll() is None, job.stderr
@@ -92,7 +92,7 @@ def test_a_killed_job_leaves_the_newest_reported_checkpoint_whole(
         assert set(ranks) == {0, 1}
         for pid in list(ranks.values())[: 1 if victims == "one" else 2]:
             os.kill(pid, signal.SIGKILL)
-        assert job.wait(timeout_s=60).returncode != 0
+        assert job.wait(timeout_s=300).returncode != 0
     newest = int(reported.read_text())
     restored = load_newest_good(directory, comm=SerialWorld())
     assert restored is not None

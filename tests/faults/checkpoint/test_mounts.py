@@ -25,7 +25,7 @@ THOROUGH = TRIALS >= 100
 # .ci/run sets it to `required` where filesystems can be mounted: then a skipped test is an error.
 VARIABLE = "HPCTRAIN_CLUSTER"
 
-pytestmark = pytest.mark.timeout(1800 if THOROUGH else 240)
+pytestmark = pytest.mark.timeout(1800 if THOROUGH else 900)
 
 COUNTS = {
     "killed-at-random": TRIALS,
@@ -58,7 +58,7 @@ def results(can_mount: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1700 if THOROUGH else 220,
+        timeout=1700 if THOROUGH else 800,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout)

@@ -62,7 +62,7 @@ def save_steps(
             if world.rank == 0:
                 report(step)
 
-    run_threads(NUM_RANKS, rank_main, timeout_s=60)
+    run_threads(NUM_RANKS, rank_main, timeout_s=300)
 
 
 def newest_step(directory: Path) -> int:

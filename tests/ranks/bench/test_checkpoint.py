@@ -46,19 +46,20 @@ def test_two_ranks_measure_every_way_and_leave_nothing(tmp_path: Path) -> None:
 def test_a_stop_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     argv = [*BENCH, "--directory", str(tmp_path), "--size", "1MiB", "--repeats", "100000"]
     with start_command(2, argv) as launched:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not list(tmp_path.glob("*/*")):
             assert time.monotonic() < deadline_s, launched.stderr
             assert launched.process.poll() is None, launched.stderr
             time.sleep(0.05)
         for pid in launched.rank_processes().values():
             os.kill(pid, signal.SIGUSR1)
-        result = launched.wait(timeout_s=60)
+        result = launched.wait(timeout_s=300)
     assert result.returncode == 130, result.stderr
     assert "stopped; nothing was written" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path) -> None:
     names = ["dcp", "dcp, no fsync", "torch.save", "safetensors", "h5py mpio"]
     limits = {"free": None, "dcp async": None}
@@ -72,7 +73,7 @@ def test_peers_load_what_they_saved_and_steps_go_on_beside_a_save(tmp_path: Path
         "touched_bytes": 1 << 20,
     }
     found = measured(
-        "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=200,
+        "loads,steps", {**asked, "peers": names, "limits": limits}, num_ranks=2, scratch=tmp_path, timeout_s=300,
     )  # fmt: skip
     assert set(found["loads"]) == {"raw read", "load, verified", *names}
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["loads"].values())

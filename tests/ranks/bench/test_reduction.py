@@ -24,7 +24,7 @@ def test_all_sides_get_what_hpctrain_launch_gives_and_nothing_else() -> None:
     command += ["DIRECTORY/settings.json", "DIRECTORY/result.json"]
     plan = plan_launch(command, num_ranks=2, environ=mine, machine=survey_machine())
     place = OneNode()
-    place.run("nothing", {}, timeout_s=90)
+    place.run("nothing", {}, timeout_s=300)
     (start,) = place.starts
     assert start.launched == without_places(plan.shell_line(), directory=Path("/nowhere"))
     assert start.command == without_places(
@@ -40,6 +40,7 @@ def test_all_sides_get_what_hpctrain_launch_gives_and_nothing_else() -> None:
     }  # the last is all that the benchmark adds
     preload = given.get("LD_PRELOAD", "").replace(":", " ").split()
     assert ranks["preload"] == [Path(name).name for name in preload]
+    del ranks["variables"]["HPCTRAIN_STOP_SIGNAL"]  # from `hpctrain launch`, whatever it starts
     of_mpirun = {name for name, value in ranks["variables"].items() if given.get(name) != value}
     assert all(
         name.startswith(("OMPI_MCA_hwloc", "OMPI_MCA_rmaps", "OMPI_MCA_mpi_over")) for name in of_mpirun
@@ -49,10 +50,10 @@ def test_all_sides_get_what_hpctrain_launch_gives_and_nothing_else() -> None:
 
 def test_a_launch_that_fails_says_why() -> None:
     with pytest.raises(RanksFailed, match="KeyError: 'no such case'"):
-        OneNode().run("no such case", {}, timeout_s=90)
+        OneNode().run("no such case", {}, timeout_s=300)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_plain_mpi_takes_the_mean_in_the_loss_as_ours_does(num_ranks: int) -> None:
     outputs = run_ranks(num_ranks, reduction_cases.plain_mpi_and_ours).outputs
     for found in outputs:

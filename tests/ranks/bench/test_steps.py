@@ -59,6 +59,7 @@ def test_a_cell_is_measured_with_ranks_as_a_user_starts_them(directory: Path) ->
     assert processes_in(directory) == []
 
 
+@pytest.mark.thorough
 def test_horovods_own_loop_trains_in_its_turns_only_and_a_run_that_dies_is_named(directory: Path) -> None:
     peer = next(variant for variant in companions(CELL) if variant.name == PEER)
     failed: dict[str, str] = {}

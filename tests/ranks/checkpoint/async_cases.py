@@ -62,6 +62,6 @@ def _interrupted(world: World, where: Path, *, data: Path) -> dict[str, Any]:
         "same": second["fingerprint"] == whole["fingerprint"] and second["losses"] == whole["losses"],
         "steps": len(whole["losses"]) == STEPS,
         "resumed_from": second["summary"]["resumed_from"],
-        "records": [(record["kind"], record["step"]) for record in records],
+        "records": [(record["kind"], record.get("step")) for record in records],
         "saved": sorted(path.name for path in (where / "run" / "checkpoints").iterdir()),
     }

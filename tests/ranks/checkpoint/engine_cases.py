@@ -64,7 +64,7 @@ def engines_of_every_size(world: Any, directory: str) -> dict[str, Any]:
 
     wrong: on rank 0, which files differ from what was meant. errors, choices: what each rank was told.
     """
-    world = Monitored(world, timeout_s=60)  # as runs have it
+    world = Monitored(world, timeout_s=300)  # as runs have it
     wrong = []
     for num_ranks in range(1, world.num_ranks):
         group = world.split([range(num_ranks)])
@@ -167,7 +167,7 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
     data = np.ones(num_bytes, dtype=np.uint8)
     path = directory / "refused"
 
-    def told(path: Path, *, failing: bool = False) -> str:
+    def reported(path: Path, *, failing: bool = False) -> str:
         world.barrier()
         byte_ranges = element_runs_of(data, pieces, rank=world.rank)
         if failing:
@@ -180,17 +180,17 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
 
     if world.rank == 0:
         path.write_bytes(bytes(num_bytes))
-    found = {"source": told(path, failing=last), "missing": told(directory / "is not there")}
+    found = {"source": reported(path, failing=last), "missing": reported(directory / "is not there")}
     # A write beyond the limit fails with EFBIG, as one to a full disk does with ENOSPC, on whichever rank MPI lets
     # do the writing. Open MPI's collective write does not tell.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes // 2, before[1]))
-    found["too large"] = told(path)
+    found["too large"] = reported(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    found["after all"] = told(path)
+    found["after all"] = reported(path)
     for engine in ("direct", "mpio"):
-        found[f"replica, {engine}"] = _told_of_a_replica(
+        found[f"replica, {engine}"] = _reported_of_a_replica(
             world, directory / f"replica-{engine}", engine=engine
         )
         found[f"changed, {engine}"] = _saved_when_changed(
@@ -199,7 +199,7 @@ def _errors(world: Any, directory: Path) -> dict[str, str]:
     return found
 
 
-def _told_of_a_replica(world: Any, directory: Path, *, engine: str) -> str:
+def _reported_of_a_replica(world: Any, directory: Path, *, engine: str) -> str:
     """Of a later save, in which the last rank's copy of what rank 0 writes has another shape; then one is saved."""
     tensors = {f"t{i}": torch.full((2048,), float(i)) for i in range(world.num_ranks)}
 

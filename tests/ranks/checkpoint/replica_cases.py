@@ -23,12 +23,11 @@ from tests.unit.checkpoint.states import same_bits
 def everything(world: World, directory: str) -> dict[str, Any]:
     """All cases of one launch."""
     where = Path(directory) / f"{world.num_ranks}"
-    found = {
-        "buffers": mixed_buffers(world, where / "buffers"), "drift": drifted(world, where / "drift")
-    }  # fmt: skip
-    if world.num_ranks < 4:
-        found["training"] = trained(world, where / "training", data=Path(directory) / "data")
-    return found
+    return {
+        "buffers": mixed_buffers(world, where / "buffers"),
+        "drift": drifted(world, where / "drift"),
+        "training": trained(world, where / "training", data=Path(directory) / "data"),
+    }
 
 
 def rank_0s(world: World, tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +40,7 @@ def rank_0s(world: World, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def normed() -> nn.Sequential:
-    """Four layers of batch normalisation. Were all of it written in equal parts, then on 2, 3 and 4 ranks two of them
+    """Four layers of batch normalisation. Were all of it written in equal parts, then on 2 and 3 ranks two of them
     would meet inside a running mean or variance of 8 KiB."""
     torch.manual_seed(3)
     wide = [nn.BatchNorm1d(2048) for _ in range(3)]
@@ -102,7 +101,9 @@ def mixed_buffers(world: World, where: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- replicas that drifted
 
 
-def told(world: World, save_it: Callable[[], Any], error: type[HpctrainError] = CheckpointError) -> list[str]:
+def reported(
+    world: World, save_it: Callable[[], Any], error: type[HpctrainError] = CheckpointError
+) -> list[str]:
     """Every rank's error, "" where it had none."""
     text = ""
     try:
@@ -122,26 +123,26 @@ def drifted(world: World, where: Path) -> dict[str, Any]:
     def save_it(step: int, **options: Any) -> Any:
         return save(state, directory=where, step=step, comm=world, keep=None, **options)
 
-    found: dict[str, Any] = {"same": told(world, lambda: save_it(1))}
+    found: dict[str, Any] = {"same": reported(world, lambda: save_it(1))}
     if world.rank == world.num_ranks - 1:
         model[2].weight += 0.25
-    found["sampled"] = told(world, lambda: save_it(2))
-    found["full"] = told(world, lambda: save_it(2, replica_check="full"))
-    found["background"] = told(world, lambda: in_background(state, where, world=world))
-    found["off"] = told(world, lambda: save_it(3, replica_check="off"))
+    found["sampled"] = reported(world, lambda: save_it(2))
+    found["full"] = reported(world, lambda: save_it(2, replica_check="full"))
+    found["background"] = reported(world, lambda: in_background(state, where, world=world))
+    found["off"] = reported(world, lambda: save_it(3, replica_check="off"))
     notes: list[str] = []
-    found["rank0"] = told(world, lambda: notes.append(save_it(4, on_replica_mismatch="rank0").note))
+    found["rank0"] = reported(world, lambda: notes.append(save_it(4, on_replica_mismatch="rank0").note))
     found["note"] = notes
     expected = {name: rank_0s(world, tensor) for name, tensor in model.named_parameters()}
     if world.rank == world.num_ranks - 1:
         model[2].weight -= 0.25
         model[2].weight[1000, 3] += 3e-7
-    found["one element, full"] = told(world, lambda: save_it(5, replica_check="full"))
+    found["one element, full"] = reported(world, lambda: save_it(5, replica_check="full"))
     statistics = State(
         items=[Replicated(name=name, tensor=b + world.rank) for name, b in model.named_buffers()]
     )
-    found["statistics"] = told(world, lambda: save(statistics, directory=where, step=6, comm=world))
-    found["settings"] = told(
+    found["statistics"] = reported(world, lambda: save(statistics, directory=where, step=6, comm=world))
+    found["settings"] = reported(
         world, lambda: save_it(7, replica_check=("off", "full")[world.rank % 2]), UsageError
     )
     _, tensors = load(where / "step-00000004.h5", comm=world)
@@ -189,7 +190,7 @@ def trained(world: World, where: Path, *, data: Path) -> dict[str, Any]:
     stop_after = 8 if world.rank == world.num_ranks - 1 else 0
     train(world, where, "run", task=Normed(), stop_after=stop_after, **options)
     resumed = train(world, where, "run", task=Normed(), resume="auto", **options)
-    drift = told(
+    drift = reported(
         world,
         lambda: train(
             world, where, "drift", task=Normed(drift_after=7 if world.rank == 1 else -1), **options

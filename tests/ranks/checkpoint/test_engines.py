@@ -9,7 +9,7 @@ import pytest
 from tests.ranks.checkpoint.engine_cases import engines_of_every_size
 from tests.ranks_launcher import run_ranks
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launches
 
 
 @pytest.mark.parametrize(("num_ranks", "backend"), [(4, "mpi"), (2, "horovod")])
@@ -35,10 +35,10 @@ def test_both_engines_write_the_same_bytes_and_every_rank_hears_of_an_error(
     assert "File too large (a limit on file sizes is set" in errors["too large"]
     assert errors["after all"] == "nothing"
     for engine in ("direct", "mpio"):
-        told = errors[f"replica, {engine}"]
-        assert told.startswith("CheckpointError: the ranks' replicated tensors differ: ")
-        assert "t0" in told
-        assert told.endswith("; left: ['step-00000001.h5']")
+        reported = errors[f"replica, {engine}"]
+        assert reported.startswith("CheckpointError: the ranks' replicated tensors differ: ")
+        assert "t0" in reported
+        assert reported.endswith("; left: ['step-00000001.h5']")
         assert errors[f"changed, {engine}"] == "[]; left: 3"
 
     assert choices["direct"] == ["direct", "requested"]

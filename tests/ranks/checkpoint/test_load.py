@@ -9,7 +9,7 @@ import pytest
 from tests.ranks.checkpoint import load_cases as cases
 from tests.ranks_launcher import run_ranks
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launches
 
 
 def test_ranks_of_a_node_read_a_part_each(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.ranks.checkpoint_tiers import tiers_cases as cases
 from tests.ranks_launcher import run_ranks
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.launches
 
 
 def test_a_step_that_was_not_drained_survives_the_death_of_all_ranks_and_the_loss_of_a_node(

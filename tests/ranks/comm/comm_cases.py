@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -20,6 +20,8 @@ from hpctrain.run.session import start
 from hpctrain.topology import Topology
 from tests.sessions import session_over
 
+PIECE_ELEMS = 499
+
 
 def one_rank_sleeps(world: World, directory: str, late_rank: int, timeout_s: float) -> None:
     """`late_rank` never comes to the third operation of a group."""
@@ -36,10 +38,12 @@ def one_rank_sleeps(world: World, directory: str, late_rank: int, timeout_s: flo
 
 
 def one_rank_leaves_a_trace_and_stops(world: World, directory: str) -> None:
-    """Rank 0 writes its process id when all are under way; the test stops that process."""
-    monitored = Monitored(world, timeout_s=4, directory=Path(directory) / "positions")
+    """Rank 2, on the second of two emulated nodes, writes its process id; the test stops that process."""
+    monitored = Monitored(world, timeout_s=12)
+    monitored.place(Topology.from_node_names(["here/0", "here/0", "here/1", "here/1"], emulated=True))
+    monitored.publish_in(Path(directory) / "positions")
     monitored.barrier()
-    if world.rank == 0:
+    if world.rank == 2:
         path = Path(directory) / "pid"
         path.with_suffix(".partial").write_text(str(os.getpid()))
         path.with_suffix(".partial").rename(path)
@@ -50,7 +54,7 @@ def one_rank_leaves_a_trace_and_stops(world: World, directory: str) -> None:
 
 def slow_but_in_time(world: World, directory: str) -> list[str]:
     """Monitored ranks of which one is slow, over two levels and a second communicator."""
-    monitored = Monitored(world, timeout_s=6, directory=Path(directory))
+    monitored = Monitored(world, timeout_s=16, directory=Path(directory))
     levels = make_two_level(monitored, Topology.from_node_names(["a", "a", "b"]))
     duplicate = monitored.duplicate()
     for step in range(3):
@@ -61,9 +65,11 @@ def slow_but_in_time(world: World, directory: str) -> list[str]:
         levels.all_reduce(buffer)
         assert buffer.tolist() == [3.0] * 7
         duplicate.barrier()
-    time.sleep(1)  # at least one look of the watcher between two operations
+    time.sleep(2)  # at least one look of the watcher between two operations
+    board = monitored._watcher._board
+    assert board is not None
     monitored.close()
-    return sorted(path.name for path in Path(directory).glob("*.json"))
+    return [*sorted(path.name for path in Path(directory).rglob("*.json")), str(board.folders.local)]
 
 
 def one_rank_is_late_at_the_end(world: World) -> None:
@@ -96,7 +102,25 @@ def all_raise_together(world: World) -> None:
 
 
 def contract_and_totals(world: World) -> dict[str, Any]:
-    return {"contract": small_pieces(world), "totals": totals(world)}
+    found: dict[str, Any] = {"contract": small_pieces(world)}
+    if world.backend == "horovod":
+        found["buffers that differ"] = buffers_that_differ(world)
+    return {**found, "totals": totals(world)}
+
+
+def all_that_opens_worlds(world: World) -> dict[str, Any]:
+    """`world` is MPI's: other worlds are opened and closed while it is there. The first case has not loaded Horovod."""
+    found = {
+        "auto": open_and_describe(world, {}),
+        "missing on ranks 1 and 2": open_and_describe(world, {"horovod": [1, 2]}, "auto", "nccl-torus"),
+        "asked for and missing on rank 1": open_and_describe(world, {"horovod": [1]}, "horovod"),
+    }
+    if importlib.util.find_spec("horovod") is not None:
+        found["when needed"] = horovod_when_needed(world)
+        found["in a session"] = horovod_in_a_session(world)
+        found["beside MPI"] = horovod_beside_mpi(world)
+        found["an algorithm of Horovod's"] = open_and_describe(world, {}, "auto", "nccl-torus")
+    return found
 
 
 def totals(world: World) -> dict[str, Any]:
@@ -124,17 +148,17 @@ def totals(world: World) -> dict[str, Any]:
 
 
 def small_pieces(world: World) -> list[str]:
-    """The contract over a world whose pieces are so short that every buffer takes many."""
+    """The contract over a world whose pieces are so short that buffers of 1000 elements and more take several."""
     from hpctrain.testing.collective_cases import run_all
 
     if world.backend == "horovod":
         from hpctrain.comm.backends.horovod_world import HorovodWorld
 
-        found = run_all(HorovodWorld.open(chunk_elems=211))
+        found = run_all(HorovodWorld.open(chunk_elems=PIECE_ELEMS))
     else:
         from hpctrain.comm.backends.mpi_world import MpiWorld
 
-        found = run_all(MpiWorld.open(chunk_elems=211))
+        found = run_all(MpiWorld.open(chunk_elems=PIECE_ELEMS))
     return [f"{name}: {text}" for name, text in found.items() if text]
 
 
@@ -208,20 +232,20 @@ def different_buffers_in_turn(world: World, directory: str | None) -> list[str]:
             "operation": lambda: monitored.barrier() if odd else monitored.all_reduce(vector(4)),
             "group": lambda: monitored.duplicate() if odd else monitored.split([[0, 1]]),
         }
-    told = []
+    reported = []
     for name, call in calls.items():
         start_s = time.monotonic()
         try:
             call()
-            told.append(f"{name}: nothing raised")
+            reported.append(f"{name}: nothing raised")
         except HpctrainError as error:
-            took = "in time" if time.monotonic() - start_s < 5 else "late"
-            told.append(f"{name}: {type(error).__name__} {error.agreed} {took} {error}")
+            took = "in time" if time.monotonic() - start_s < 200 else "late"
+            reported.append(f"{name}: {type(error).__name__} {error.agreed} {took} {error}")
     right = torch.ones(5)
     monitored.all_reduce(right)  # and the ranks go on
-    told.append(f"{float(right.sum()) / 5:g}")
+    reported.append(f"{float(right.sum()) / 5:g}")
     monitored.close()
-    return told
+    return reported
 
 
 def one_rank_is_in_another_operation(world: World, directory: str) -> None:
@@ -243,7 +267,8 @@ def one_rank_has_a_longer_buffer_in_pieces(world: World, directory: str) -> None
 
 
 def horovod_when_needed(world: World) -> dict[str, Any]:
-    """`world` is MPI's. Whether Horovod runs, before its reductions, with two worlds of them, with one, and after."""
+    """`world` is MPI's. Whether Horovod runs, before its reductions, with two worlds of them, with one, and after; and
+    on two ranks what is wrong with such a world."""
     from hpctrain.testing.collective_cases import run_all
 
     opened = open_world("horovod")
@@ -263,7 +288,7 @@ def horovod_when_needed(world: World) -> dict[str, Any]:
         running.append(horovod.is_initialized())
         second.close()
         running.append(horovod.is_initialized())
-    contract = run_all(opened.world.open_reduction_world())
+    contract = run_all(opened.world.open_reduction_world()) if world.num_ranks == 2 else {}
     opened.world.close()
     wrong = [f"{name}: {text}" for name, text in contract.items() if text]
     return {"running": running, "sums": sums, "groups": groups, "contract": wrong}  # fmt: skip
@@ -271,7 +296,7 @@ def horovod_when_needed(world: World) -> dict[str, Any]:
 
 def horovod_in_a_session(world: World) -> dict[str, Any]:
     """By algorithm: what reduces, and whether Horovod runs, with the backend `horovod`. `world` is MPI's."""
-    session = start(backend="horovod", timeout_s=60)
+    session = start(backend="horovod", timeout_s=300)
     horovod = importlib.import_module("horovod.torch")
     found: dict[str, Any] = {}
     for algorithm in ("hierarchical", "auto", "flat"):
@@ -288,13 +313,15 @@ def open_and_describe(
 ) -> dict[str, Any]:
     """What `open_world` gives when modules cannot be imported on some ranks. Runs along with `world`."""
     rank = world.rank
-    for module, ranks in missing.items():
-        if rank in ranks:
-            sys.modules[module] = None  # type: ignore[assignment]  # makes its import fail
+    gone = [module for module, ranks in missing.items() if rank in ranks and module not in sys.modules]
+    sys.modules.update(dict.fromkeys(gone))  # None there makes an import fail
     try:
         opened = open_world(backend, algorithm=algorithm)
     except HpctrainError as error:
         return {"error": type(error).__name__, "text": str(error)}
+    finally:
+        for module in gone:
+            del sys.modules[module]
     found = {"backend": opened.world.backend, "reductions": opened.world.reduction_backend}
     found |= {"reason": opened.reason, "notes": list(opened.notes)}
     if not missing and algorithm is None:

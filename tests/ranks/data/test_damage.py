@@ -101,8 +101,8 @@ def test_skipped_samples_are_counted_in_metrics_and_summary(
         assert rank["skip"]["skipped"] == skipped
         assert rank["skip"]["summary"]["skipped_samples"] == sum(skipped)
         assert 0.3 < rank["skip"]["summary"]["quality"]["accuracy"] <= 1
-    told = {(d["shard"], d["first_sample"]) for rank in ranks for d in rank["skip"]["damage"]}
-    assert told == {("shard-00000.h5", 0), ("shard-00001.h5", 192), ("shard-00001.h5", 208)}
+    reported = {(d["shard"], d["first_sample"]) for rank in ranks for d in rank["skip"]["damage"]}
+    assert reported == {("shard-00000.h5", 0), ("shard-00001.h5", 192), ("shard-00001.h5", 208)}
 
 
 def test_stopping_at_damage_ends_every_rank_with_the_same_words(

@@ -99,7 +99,7 @@ def test_threads_read_from_each_others_memory_and_read_files_together(
 
 
 def test_a_single_process_reads_as_many_do(dataset: Path, tmp_path: Path) -> None:
-    world = Monitored(SerialWorld(), timeout_s=60)
+    world = Monitored(SerialWorld(), timeout_s=800)
     try:
         check([everything_of_locality(world, *copies(dataset, tmp_path))], backend="serial")
     finally:

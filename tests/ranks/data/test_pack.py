@@ -14,9 +14,9 @@ import pytest
 from hpctrain.comm.backends.serial_world import SerialWorld
 from hpctrain.data import Dataset, Existing, pack_arrays, verify
 from hpctrain.data.packing.pack import pack_documents, pack_iterator
-from hpctrain.data.packing.token_documents import TokenArrays
 from hpctrain.errors import DataError, UsageError
 from tests.ranks_launcher import run_command, run_ranks
+from tests.token_arrays import TokenArrays
 
 pytestmark = pytest.mark.launches
 

@@ -28,6 +28,23 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+# Numbers of ranks: what reads the beginning of an epoch, and what reads the rest of it.
+CHANGES = [(4, 3), (1, 2)]
+
+
+def read_in_two_parts(world: Any, directory: str) -> list[list[dict[str, Any] | None]]:
+    """Both parts of each of CHANGES, read by the first ranks of `world`. None on ranks that do not take part."""
+    found = []
+    for before, after in CHANGES:
+        parts: list[dict[str, Any] | None] = []
+        for num_ranks, start, steps in ((before, 0, 3), (after, 3 * BATCH, 1000)):
+            group = world.split([range(num_ranks)])
+            parts.append(None if group is None else read_epoch(group, directory, start, steps))
+            world.barrier()
+        found.append(parts)
+    return found
+
+
 def read_epoch(world: Any, directory: str, start: int, steps: int) -> dict[str, Any]:
     """`steps` batches from `start` on: the labels of each global batch, and the place after them."""
     loader = Loader(
@@ -46,20 +63,22 @@ def read_epoch(world: Any, directory: str, start: int, steps: int) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 2)])
-def test_an_interrupted_epoch_goes_on_with_just_the_remaining_samples_on_other_ranks(
-    dataset: Path, before: int, after: int
-) -> None:
-    first = run_ranks(before, read_epoch, str(dataset), 0, 3).outputs
-    assert all(output == first[0] for output in first)
-    assert first[0]["position"] == 3 * BATCH
-    rest = run_ranks(after, read_epoch, str(dataset), first[0]["position"], 1000).outputs[0]
+def test_an_interrupted_epoch_goes_on_with_just_the_remaining_samples_on_other_ranks(dataset: Path) -> None:
+    outputs = run_ranks(4, read_in_two_parts, str(dataset)).outputs
     order = EpochOrder(num_samples=NUM_SAMPLES, seed=9, epoch=1).at(0, NUM_SAMPLES).tolist()
     expected = [order[k : k + BATCH] for k in range(0, NUM_SAMPLES, BATCH)]
-    assert first[0]["batches"] + rest["batches"] == expected
-    assert rest["position"] == NUM_SAMPLES
-    # Balanced: no rank has more than one sample a step above another.
-    assert max(rest["counts"]) - min(rest["counts"]) <= len(rest["batches"])
+    for number, (before, after) in enumerate(CHANGES):
+        first, rest = outputs[0][number]
+        for part, (found, num_ranks) in enumerate(((first, before), (rest, after))):
+            assert [output[number][part] for output in outputs] == [found] * num_ranks + [None] * (
+                4 - num_ranks
+            )
+            assert len(found["counts"]) == num_ranks
+        assert first["position"] == 3 * BATCH
+        assert first["batches"] + rest["batches"] == expected
+        assert rest["position"] == NUM_SAMPLES
+        # Balanced: no rank has more than one sample a step above another.
+        assert max(rest["counts"]) - min(rest["counts"]) <= len(rest["batches"])
 
 
 def verify(num_ranks: int | None, directory: Path, *options: str, expect: int) -> Any:

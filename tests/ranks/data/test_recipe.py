@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from tests.ranks_launcher import run_ranks
-from tests.unit.run.test_training import SAMPLES, Task, run
+from tests.unit.run.training_cases import SAMPLES, Task, run
 
 pytestmark = pytest.mark.launches
 
@@ -26,7 +26,7 @@ def train(world: Any, where: str) -> dict[str, list[Any]]:
     }
     for number, (name, data) in enumerate(ways.items()):
         task = Task()
-        told = run(
+        reported = run(
             Path(where),
             task,
             world=world,
@@ -34,7 +34,7 @@ def train(world: Any, where: str) -> dict[str, list[Any]]:
             reduction={"algorithm": "flat"},
             data=data,
         )
-        found[name] = [told["loss"], task.seen]
+        found[name] = [reported["loss"], task.seen]
     return found
 
 

@@ -23,6 +23,7 @@ def main(behaviour: str, directory: Path) -> int:
 
     def note(number: int, frame: object) -> None:
         got.append(signal.Signals(number).name)
+        (directory / f"{got[-1]}-{identity.rank}").touch()
 
     if behaviour != "stubborn":
         signal.signal(signal.SIGUSR1, note)
@@ -37,7 +38,7 @@ def main(behaviour: str, directory: Path) -> int:
         return 0
     if behaviour == "die" and identity.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while behaviour == "fail" and time.monotonic() < deadline_s:
         if len(list(directory.glob("rank-*.json"))) == identity.num_ranks:
             return 7  # not before: the launcher ends the ranks that have not written theirs yet

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks_launcher import CommandResult, run_command
+from tests.ranks_launcher import REPOSITORY, CommandResult, run_command
 
 pytestmark = pytest.mark.launches
 
@@ -83,17 +86,34 @@ def test_ranks_without_any_library_to_meet_through_each_tell_their_own(tmp_path:
     assert "Traceback" not in result.stderr
 
 
-def test_a_launcher_of_another_mpi_is_told_and_not_taken_for_many_ranks() -> None:
-    # What MPICH's mpiexec gives its ranks, while the MPI library here is Open MPI: each rank is alone.
+def test_a_launcher_of_another_mpi_is_reported_and_not_taken_for_many_ranks() -> None:
+    # What MPICH's mpiexec gives its ranks, while the MPI library here is Open MPI: each rank is alone. The same happens
+    # in a container whose MPI does not understand the launcher outside.
     environ = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-    result = run_command(None, DOCTOR, env=environ, expect=5)
+    result = run_command(None, DOCTOR, env={**environ, "APPTAINER_CONTAINER": "/a.sif"}, expect=5)
     assert "rank 1 of 4" in result.stderr
-    assert "do not belong together" in result.stderr
+    assert "The MPI library in the container /a.sif does not understand the launcher" in result.stderr
+    assert "each of the 4 ranks sees a world of one" in result.stderr
+
+
+def test_ranks_whose_container_lets_no_variables_in_learn_that_they_are_not_alone(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
+        pytest.skip("this process may not make a mount namespace")
+    # As `apptainer exec --cleanenv`, whose runtime stays outside of the container as the parent.
+    kept = [f"PATH={os.environ['PATH']}", f"PYTHONPATH={REPOSITORY}", "APPTAINER_CONTAINER=/a.sif"]
+    inside = shlex.join(["unshare", "--mount", "env", "-i", *kept, *DOCTOR, "--json"])
+    run_command(2, ["sh", "-c", f"{inside} > {tmp_path}/$OMPI_COMM_WORLD_RANK; sleep 2; exit 5"], expect=5)
+    for rank in range(2):
+        findings = json.loads((tmp_path / str(rank)).read_text())["findings"]
+        (finding,) = (finding for finding in findings if finding["topic"] == "launcher")
+        assert finding["level"] == "problem"
+        assert "no launcher's variables are set in the container /a.sif" in finding["text"]
+        assert f"Open MPI started this process as rank {rank} of 2" in finding["text"]
 
 
 def test_ranks_that_never_come_are_not_waited_for_for_ever() -> None:
     argv = [*MPIRUN, "-n", "1", *DOCTOR, "--timeout-s", "4", ":", "-n", "1", "sleep", "60"]
-    result = run_command(None, argv, timeout_s=50, expect=5)
+    result = run_command(None, argv, timeout_s=300, expect=5)
     assert "the ranks did not connect" in result.stderr
     assert "no answer within 4 s" in result.stderr
     assert "ok: torch" in result.stderr

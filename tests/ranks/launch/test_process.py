@@ -29,7 +29,7 @@ def ranks_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
 
 
-def wait_for(condition: Callable[[], bool], *, timeout_s: float = 30) -> None:
+def wait_for(condition: Callable[[], bool], *, timeout_s: float = 300) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
@@ -78,20 +78,20 @@ def test_a_stop_reaches_every_rank_as_sigusr1_and_ends_with_75(
 ) -> None:
     with start(3, "wait", tmp_path) as launched:
         launched.process.send_signal(signal.SIGUSR2)  # passed on as it is, and stops nothing
-        time.sleep(0.5)
+        wait_for(lambda: len(list(tmp_path.glob("SIGUSR2-*"))) == 3)
         launched.process.send_signal(number)
-        result = launched.wait(timeout_s=60)
+        result = launched.wait(timeout_s=300)
     assert result.returncode == 75, result.stderr
     got = [json.loads((tmp_path / f"got-{rank}.json").read_text()) for rank in range(3)]
     assert got == [["SIGUSR2", "SIGUSR1"]] * 3
-    assert "stopped early with the state saved" in result.stderr
+    assert "stopped early: the same command resumes" in result.stderr
 
 
 def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
     result = run_command(None, launch_argv(3, "die", tmp_path), expect=137)
     assert "rank 1 on" in result.stderr
     assert "signal 9 (SIGKILL" in result.stderr
-    assert result.wall_s < 30
+    assert result.wall_s < 150  # the other ranks would wait for 300 s
     assert not any(alive(r["pid"]) for r in ranks_of(tmp_path))
 
 
@@ -102,7 +102,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert all(alive(r["pid"]) for r in ranks_of(tmp_path))
         launched.process.send_signal(signal.SIGINT)
-        result = launched.wait(timeout_s=45)
+        result = launched.wait(timeout_s=300)
     assert result.returncode != 0
     assert not any(alive(r["pid"]) for r in ranks_of(tmp_path))
 
@@ -114,8 +114,8 @@ def test_no_rank_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
         mpirun = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
         assert "mpirun" in Path(f"/proc/{mpirun}/cmdline").read_text()
         os.kill(launched.process.pid if victim == "hpctrain launch" else mpirun, signal.SIGKILL)
-        result = launched.wait(timeout_s=30)
-        wait_for(lambda: not any(alive(pid) for pid in [mpirun, *ranks]), timeout_s=15)
+        result = launched.wait(timeout_s=300)
+        wait_for(lambda: not any(alive(pid) for pid in [mpirun, *ranks]), timeout_s=100)
     assert result.returncode == (-9 if victim == "hpctrain launch" else 137)
 
 

@@ -16,12 +16,9 @@ needs_horovod = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=needs_horovod)])
-def test_every_algorithm_and_wire_sums_within_its_bound(backend: str) -> None:
-    run_ranks(3, reducer_cases.all_sums, backend=backend)
-
-
-@needs_horovod
-def test_horovod_tells_every_rank_of_another_plan() -> None:
-    texts = run_ranks(2, reducer_cases.another_plan_is_told_to_all, backend="horovod").outputs
+def test_every_algorithm_and_wire_sums_within_its_bound_and_every_rank_hears_of_another_plan(
+    backend: str,
+) -> None:
+    texts = run_ranks(3, reducer_cases.all_sums_and_another_plan, backend=backend).outputs
     assert len(set(texts)) == 1
-    assert "but rank 1" in texts[0]
+    assert "but rank 2" in texts[0]

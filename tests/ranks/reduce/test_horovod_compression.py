@@ -22,7 +22,7 @@ TRAINED = ["fp16", "fp16 predivided", "int8", "int8 in groups", "int8 in passes"
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     argv = [sys.executable, "-m", "tests.ranks.reduce.plain_horovod_script"]
-    result = run_command(2, argv, timeout_s=120, expect=0)
+    result = run_command(2, argv, timeout_s=800, expect=0)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     return dict(json.loads(lines[-1]))
 

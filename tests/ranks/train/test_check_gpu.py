@@ -31,7 +31,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("archive") / "gpu-check.tar.gz"
     subprocess.run(
         [sys.executable, "scripts/pack_gpu_check.py", "--no-wheels", "--output", str(made)],
-        cwd=REPOSITORY, check=True, timeout=120,
+        cwd=REPOSITORY, check=True, timeout=800,
     )  # fmt: skip
     return made
 
@@ -53,6 +53,7 @@ def test_the_archive_has_all_that_hpctrain_needs_but_torch_and_numpy() -> None:
     assert names - {"torch", "numpy", "tomli"} <= set(packed)
 
 
+@pytest.mark.thorough
 def test_the_archive_checks_what_needs_no_gpu_with_its_own_open_mpi(archive: Path, tmp_path: Path) -> None:
     assert archive.stat().st_size < 60_000_000
     with tarfile.open(archive) as packed:
@@ -64,7 +65,7 @@ def test_the_archive_checks_what_needs_no_gpu_with_its_own_open_mpi(archive: Pat
     environment |= {"PATH": without_mpi(tmp_path / "bin"), "PYTHON": sys.executable}
     done = subprocess.run(
         [str(tmp_path / "gpu-check" / "check-gpu"), "--device", "cpu"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads((tmp_path / "gpu-check" / "gpu.json").read_text())
@@ -76,7 +77,7 @@ def test_the_archive_checks_what_needs_no_gpu_with_its_own_open_mpi(archive: Pat
     assert by_name["digits"]["needs_gpu"] == ["two ranks on one GPU"]
     assert len(made["commit"].removesuffix("+changes")) == 40
     assert "no GPU: only what needs none" in done.stdout
-    assert "numpy makes the sums" not in done.stdout  # the compiled ones of this Python were packed
+    assert "are computed by numpy" not in done.stdout  # the compiled ones of this Python were packed
 
 
 def test_a_check_whose_process_ends_fails_and_the_rest_is_checked() -> None:
@@ -84,7 +85,7 @@ def test_a_check_whose_process_ends_fails_and_the_rest_is_checked() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "--device", "none", "--only", "device,gloo"],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     lines = done.stdout.splitlines()

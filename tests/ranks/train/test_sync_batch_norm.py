@@ -15,7 +15,9 @@ needs_horovod = pytest.mark.skipif(
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("backend", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("mpi", marks=pytest.mark.thorough), pytest.param("horovod", marks=needs_horovod)]
+)
 def test_many_ranks_train_as_one_does(backend: str) -> None:
     found = run_ranks(3, sync_batch_norm_cases.beside_reductions, backend=backend).outputs
     assert max(found) < 1e-10

@@ -179,7 +179,7 @@ def test_what_horovod_was_started_for_is_measured_under_its_name_alone() -> None
         check_runs(Algorithm.NCCL_TORUS, wire="fp32", means=replace(means, nccl=None))
 
 
-def test_reasons_that_are_the_same_are_told_once() -> None:
+def test_reasons_that_are_the_same_are_reported_once() -> None:
     pairs = [("ring", "fp32"), ("ring", "fp16"), ("direct", "fp32"), ("direct", "fp16"), ("flat", "int8")]
     assert notes_of({"too big": pairs}) == ["not measured: ring, direct (fp32, fp16); flat (int8): too big"]
 

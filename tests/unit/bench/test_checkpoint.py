@@ -68,9 +68,9 @@ def test_a_raw_copy_has_the_shares_bytes() -> None:
 def test_every_way_is_measured_and_what_was_written_to_is_removed_but_for_what_is_read(
     tmp_path: Path,
 ) -> None:
-    told: list[float] = []
+    reported: list[float] = []
     measured = measure_checkpoint(
-        asked(engines=("auto", "direct")), comm=SerialWorld(), directory=tmp_path, progress=told.append
+        asked(engines=("auto", "direct")), comm=SerialWorld(), directory=tmp_path, progress=reported.append
     )
     rows = {row.what: row for row in measured.rows}
     assert list(rows) == [
@@ -94,8 +94,8 @@ def test_every_way_is_measured_and_what_was_written_to_is_removed_but_for_what_i
     assert rows["raw write"].share_of_raw is None
     assert measured.rank_bytes == [300_000]
     assert [note for note in measured.notes if "too few to measure a disk:" in note]
-    assert told == sorted(told)
-    assert (told[0], told[-1]) == (0, 1)
+    assert reported == sorted(reported)
+    assert (reported[0], reported[-1]) == (0, 1)
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("[!.]*") if path.is_file())
     # Two to begin with, one round that does not count, and two.
     runs = [f"run-{engine}/step-00000005.h5" for engine in ("auto", "direct")]
@@ -193,7 +193,7 @@ def test_the_command_shows_a_table_writes_json_and_leaves_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["--directory", "nowhere"], "nowhere is not a folder"),
         (["--size", "many"], "'many' is no size"),
@@ -201,7 +201,7 @@ def test_the_command_shows_a_table_writes_json_and_leaves_nothing(tmp_path: Path
         (["--modes", "async,later"], "--modes 'later' is not one of sync, async"),
     ],
 )
-def test_options_that_cannot_be_are_refused(words: list[str], told: str) -> None:
+def test_options_that_cannot_be_are_refused(words: list[str], reported: str) -> None:
     result = CliRunner().invoke(bench_app, ["checkpoint", *words])
     assert isinstance(result.exception, UsageError)
-    assert told in str(result.exception)
+    assert reported in str(result.exception)

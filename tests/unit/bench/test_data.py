@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.bench.data.batch_wait import wait_behind
+from hpctrain.bench.data.batch_wait import time_waits
 from hpctrain.bench.data.measure import DataAsked, Reader, batches_to_read, measure_data
 from hpctrain.bench.data.raw_reads import RawReader
 from hpctrain.bench.data.report import data_document, data_lines, data_table
@@ -57,8 +57,8 @@ def asked(directory: Path, **changes: object) -> DataAsked:
 
 
 def test_every_reader_reads_the_bytes_of_the_same_samples(packed: Path) -> None:
-    told: list[float] = []
-    measured = measure_data(asked(packed), progress=told.append)
+    reported: list[float] = []
+    measured = measure_data(asked(packed), progress=reported.append)
     assert [row.reader for row in measured.rows] == list(Reader)
     for row in measured.rows:
         assert (row.num_samples, row.num_batches) == (SAMPLES, 13)
@@ -73,8 +73,8 @@ def test_every_reader_reads_the_bytes_of_the_same_samples(packed: Path) -> None:
     assert measured.wait is not None
     assert len(measured.wait.waits_s) == 3
     assert measured.notes == []
-    assert told == sorted(told)
-    assert told[-1] <= 1
+    assert reported == sorted(reported)
+    assert reported[-1] <= 1
 
 
 def test_part_of_an_epoch_cold_and_in_order(packed: Path) -> None:
@@ -133,12 +133,12 @@ def test_a_wait_is_that_of_the_steps_behind_the_first() -> None:
         yield from range(4)
 
     seen: list[int] = []
-    wait = wait_behind(batches(), step=seen.append, step_s=0.5, num_steps=10)
+    wait = time_waits(batches(), step=seen.append, step_s=0.5, num_steps=10)
     assert seen == [0, 1, 2, 3]
     assert wait is not None
     assert len(wait.waits_s) == 3
     assert wait.share == pytest.approx(sum(wait.waits_s) / 3 / 0.5)
-    assert wait_behind(iter([1]), step=seen.append, step_s=0.5, num_steps=10) is None
+    assert time_waits(iter([1]), step=seen.append, step_s=0.5, num_steps=10) is None
 
 
 def test_a_file_leaves_the_page_cache_unless_it_is_mapped(tmp_path: Path) -> None:

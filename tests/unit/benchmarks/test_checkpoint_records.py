@@ -47,8 +47,9 @@ def all_records() -> list[results_file.Record]:
     return [
         *figures.save_records(SAVES),
         *figures.small_records(SMALL, SMALL_BESIDE, what="10,000 tensors"),
-        *figures.beside_records(dict.fromkeys(figures.BESIDE, SAVES)),
-        *figures.load_records(LOADS, COLD, LOADS),
+        *figures.other_records(dict.fromkeys(figures.OTHERS, SAVES)),
+        *figures.load_records(LOADS, COLD),
+        figures.load_with_peers_record(LOADS),
         figures.stall_record(STALLS),
         figures.memory_record(MEMORY),
         *figures.steps_records(STEPS, limit_mb_per_s=100.0),
@@ -69,7 +70,7 @@ def test_each_number_is_held_against_its_bar() -> None:
         "checkpoint.1d": (1.5, True),
         "checkpoint.1d.beside": (1.6, False),
         "checkpoint.1.small": (5.0, True),
-        **{f"checkpoint.1.{case}": (4.0, True) for case in figures.BESIDE},
+        **{f"checkpoint.1.{case}": (4.0, True) for case in figures.OTHERS},
         "checkpoint.2a": (0.9, True),
         "checkpoint.2b": (0.6, False),
         "checkpoint.2c": (1.625, True),  # 0.5 / 0.25 and 0.5 / 0.4
@@ -89,8 +90,8 @@ def test_where_the_disk_cannot_be_written_to_past_its_cache_there_is_no_such_rec
     }
 
 
-def test_a_peer_is_never_the_raw_way_nor_one_of_ours() -> None:
-    (record,) = figures.beside_records({"2gib": SAVES})
+def test_a_peer_is_neither_raw_writing_nor_a_save_of_ours() -> None:
+    (record,) = figures.other_records({"2gib": SAVES})
     assert "the fastest peer (dcp, no fsync)" in record.what
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 
-from hpctrain.checkpoint import Replicated, Shard, State
+from hpctrain.checkpoint import Replicated, Shard, State, save
 from hpctrain.checkpoint.format.dtypes import byte_view
+from hpctrain.comm.backends.threads_world import run_threads
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
@@ -27,6 +33,29 @@ def whole_tensors() -> dict[str, torch.Tensor]:
         "grid": torch.randn(12, 10, generator=made, dtype=torch.float64),
         "held_by_one": torch.arange(1000),
     }
+
+
+@functools.cache
+def small_tensors() -> dict[str, torch.Tensor]:
+    """`whole_tensors()`, of which the two largest have fewer rows: for hundreds of loads."""
+    made = whole_tensors()
+    made["large"] = made["large"][:40]
+    made["model/layer.0/weight"] = made["model/layer.0/weight"][:30]
+    return made
+
+
+def save_by_threads(directory: Path, *, num_ranks: int, files: Sequence[int]) -> list[Path]:
+    """Saves `small_tensors()` by ranks that are threads, into so many files each time. Returns the checkpoints."""
+
+    def save_all(world: Any) -> list[Path]:
+        state = state_of(world.rank, world.num_ranks, tensors=small_tensors())
+        places = [directory / f"{world.num_ranks}-ranks-{num_files}-files" for num_files in files]
+        return [
+            save(state, directory=place, step=1, comm=world, files=num_files).path
+            for place, num_files in zip(places, files, strict=True)
+        ]
+
+    return run_threads(num_ranks, save_all, timeout_s=300)[0]
 
 
 SHARDED = ("rows", "columns", "grid", "held_by_one")

@@ -34,7 +34,7 @@ def directory(tmp_path: Path) -> Path:
         for step in (10, 20):
             save(state_of(world.rank, 2), directory=tmp_path, step=step, comm=world)
 
-    run_threads(2, rank_main, timeout_s=60)
+    run_threads(2, rank_main, timeout_s=300)
     return tmp_path
 
 

@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
         state = state_of(world.rank, 2)
         return save(state, directory=tmp_path / "run", step=20, comm=world, files=2).path
 
-    return run_threads(2, rank_main, timeout_s=60)[0]
+    return run_threads(2, rank_main, timeout_s=300)[0]
 
 
 def test_list_and_show_know_folders(folder: Path) -> None:

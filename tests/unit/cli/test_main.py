@@ -14,21 +14,21 @@ HPCTRAIN = str(Path(sys.executable).with_name("hpctrain"))
 GROUPS = ("doctor", "train", "launch", "data", "checkpoint")
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_reported() -> None:
     assert run_command(None, [HPCTRAIN, "--version"], expect=0).stdout == f"hpctrain {__version__}\n"
 
 
 def test_help_shows_every_group_with_an_example() -> None:
-    told = run_command(None, [HPCTRAIN, "--help"], expect=0).stdout
+    reported = run_command(None, [HPCTRAIN, "--help"], expect=0).stdout
     for group in GROUPS:
-        assert f"\n    hpctrain {group} " in told
-        assert f"\n  {group} " in told
+        assert f"\n    hpctrain {group} " in reported
+        assert f"\n  {group} " in reported
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_command_has_help_with_an_example(group: str) -> None:
-    told = run_command(None, [HPCTRAIN, group, "--help"], expect=0).stdout
-    assert f"hpctrain {group}" in told.split("Options:")[0].split("\n", 1)[1]
+    reported = run_command(None, [HPCTRAIN, group, "--help"], expect=0).stdout
+    assert f"hpctrain {group}" in reported.split("Options:")[0].split("\n", 1)[1]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def hpctrain(*words: str) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "SLURM_"))}
     return subprocess.run(
         [sys.executable, "-m", "hpctrain.cli.main", *words],
-        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=120, check=False,
+        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_the_python_of_the_own_loop_guide_runs(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"epoch \d  loss ([\d.]+)", done.stdout)]

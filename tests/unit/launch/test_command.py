@@ -179,6 +179,12 @@ def test_srun_from_an_interactive_step_shares_its_cores() -> None:
     assert "--overlap" in plan(4, machine=CLUSTER, environ=step).argv
 
 
+def test_in_a_heterogeneous_job_it_is_said_where_the_ranks_are() -> None:
+    planned = plan(4, machine=CLUSTER, environ={**JOB, "SLURM_HET_SIZE": "2"})
+    assert "in its first component only" in planned.notes[0]
+    assert not plan(4, machine=CLUSTER, environ=JOB).notes
+
+
 def test_srun_takes_the_type_that_the_mpi_library_knows() -> None:
     hydra = dataclasses.replace(CLUSTER, mpirun=HYDRA)
     assert "--mpi=pmi2" in plan(machine=hydra, environ=JOB).argv
@@ -293,3 +299,22 @@ def test_sruns_list_of_mpi_types_is_read_in_both_layouts() -> None:
 
 def test_a_hostfile_names_each_machine_once() -> None:
     assert read_hosts("a slots=2\n# comment\n\nb:4\na slots=2\n") == ["a", "b"]
+
+
+def test_named_nodes_of_a_job_are_passed_to_srun_and_shared_with_a_step_that_slurm_has_not_given_up() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_CPUS_PER_NODE": "8(x4)"}
+    planned = plan(4, machine=CLUSTER, environ=job, ranks_per_node=2, nodes=["n1", "n3"])
+    assert {"--nodes=2", "--ntasks=4", "--nodelist=n1,n3", "--overlap"} <= {*planned.argv}
+    assert "--overlap" not in plan(4, machine=CLUSTER, environ=job, ranks_per_node=2).argv
+    one = plan(2, machine=CLUSTER, environ=job, ranks_per_node=2, nodes=["n3"])
+    assert {"--nodes=1", "--ntasks=2", "--nodelist=n3"} <= {*one.argv}
+    assert not one.emulated
+    with pytest.raises(LaunchError, match="need 3 nodes"):
+        plan(6, machine=CLUSTER, environ=job, ranks_per_node=2, nodes=["n1", "n3"])
+
+
+def test_named_nodes_are_mpiruns_hosts_where_srun_cannot_start_its_ranks() -> None:
+    old = dataclasses.replace(CLUSTER, srun=Srun(path="/usr/bin/srun", mpi_types=("none", "pmi2")))
+    planned = plan(4, machine=old, environ=JOB, ranks_per_node=2, nodes=["n1", "n3"])
+    assert planned.launcher is Launcher.MPIRUN
+    assert "--host n1:2,n3:2" in " ".join(planned.argv)

@@ -1,92 +1,69 @@
-"""Who am I: from variables recorded from Open MPI 4.1.4, MPICH 4.0.2 and Slurm 22.05 (two nodes)."""
+"""Who am I: from the variables of each launcher, as recorded or composed in tests/fixtures/launchers."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from hpctrain.comm import SerialWorld, open_world
 from hpctrain.errors import LaunchError, TopologyError
 from hpctrain.launch import RankIdentity, cross_check, identify
+from hpctrain.launch.rank_identity.launchers import LAUNCHERS
 from hpctrain.launch.slurm_counts import expand_counts
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "OMPI_UNIVERSE_SIZE": "4",
-    "PMIX_RANK": "1",
-    "PMIX_NAMESPACE": "1299382273",
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "launchers"
+
+
+def recorded(name: str) -> dict[str, str]:
+    """The variables in tests/fixtures/launchers/NAME.env."""
+    lines = (FIXTURES / f"{name}.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+OPEN_MPI = recorded("open-mpi-4")
+SLURM_STEP = recorded("slurm-step")
+ALONE = ("none", 0, 1, 0, 1, 0, "host")
+# File -> launcher, rank, number of ranks, local rank, local size, node's number, node's name.
+EXPECTED: dict[str, tuple[object, ...]] = {
+    "cray-alps": ("Cray ALPS", 5, 8, None, None, None, "host"),
+    "cray-pals": ("Cray PALS", 5, 8, 1, 4, 1, "host"),
+    "flux-batch-shell": ALONE,
+    "flux-run": ("Flux", 5, 8, 1, None, None, "host"),
+    "flux-run-spectrum": ("Flux", 5, 8, 1, None, None, "host"),
+    "intel-mpi": ("Intel MPI", 1, 4, 1, 4, None, "host"),
+    "login-node": ALONE,
+    "lsf-batch-shell": ALONE,
+    "lsf-jsrun": ("jsrun", 5, 8, 1, 4, None, "host"),
+    "mpich": ("MPICH", 1, 4, 1, 4, None, "host"),
+    "mpich-pmi-port": ("PMI port", 1, 4, 1, 4, None, "host"),
+    "mpijob-launcher-pod": ALONE,
+    "mpijob-mpich-rank": ("MPICH", 5, 8, 1, 4, None, "host"),
+    "mpijob-open-mpi-rank": ("Open MPI", 1, 4, 1, 4, None, "host"),
+    "mvapich2": ("MVAPICH2", 5, 8, 1, 4, None, "host"),
+    "open-mpi-4": ("Open MPI", 1, 4, 1, 4, None, "host"),
+    "open-mpi-5": ("Open MPI", 1, 4, 2, 4, None, "host"),
+    "pbs-batch-shell": ALONE,
+    "pbs-mpirun": ("Open MPI", 1, 4, 1, 4, None, "host"),
+    "pmix-prun": ("PMIx", 1, 4, None, None, None, "host"),
+    "slurm-batch-shell": ALONE,
+    "slurm-interactive-step": ALONE,
+    "slurm-mpirun-second-node": ("Open MPI", 3, 4, 1, 2, None, "host"),
+    "slurm-one-task-step": ("Slurm", 0, 1, 0, 1, 0, "hpct0"),
+    "slurm-srun-inside-mpirun": ("Slurm", 1, 2, 1, 2, 0, "hpct0"),
+    "slurm-step": ("Slurm", 2, 3, 0, 1, 1, "hpct1"),
 }
-MPICH = {
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "8",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-    "HYDI_CONTROL_FD": "7",
-}
-BATCH_SHELL = {
-    "ENVIRONMENT": "BATCH",
-    "SLURMD_NODENAME": "n1",
-    "SLURM_CPUS_ON_NODE": "2",
-    "SLURM_GTIDS": "0",
-    "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
-    "SLURM_JOB_ID": "2",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "0",
-    "SLURM_NPROCS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_PROCID": "0",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-}
-SLURM_STEP = {
-    "PMIX_NAMESPACE": "slurm.pmix.1.0",
-    "PMIX_RANK": "2",
-    "SLURMD_NODENAME": "n2",
-    "SLURM_JOB_ID": "1",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_NTASKS": "3",
-    "SLURM_PROCID": "2",
-    "SLURM_STEPID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_TASKS_PER_NODE": "2,1",
-}
-ONE_TASK_STEP = {
-    **BATCH_SHELL,
-    "PMI_FD": "11",
-    "PMI_JOBID": "2.0",
-    "PMI_RANK": "0",
-    "PMI_SIZE": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
-# mpirun in a batch script of two nodes, on the second node: Open MPI started its daemon there with srun.
-MPIRUN_IN_BATCH_REMOTE = {
-    **BATCH_SHELL,
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "SLURMD_NODENAME": "n2",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
+# Launchers that set a rank's number, and the number of ranks in no variable.
+WITHOUT_A_NUMBER = {
+    "cray-pals-pmix": ["Cray PALS", "as rank 5", "mpiexec -n N --env HPCTRAIN_NUM_RANKS=N"],
+    "cray-alps": ["Cray ALPS", "as rank 5", "aprun -n N -e HPCTRAIN_NUM_RANKS=N"],
+    "mpich-pmi-port": ["PMI port", "as rank 1", "mpiexec -genv HPCTRAIN_NUM_RANKS N"],
+    "pmix-prun": ["PMIx", "as rank 1", "HPCTRAIN_NUM_RANKS=N"],
 }
 
 
-def told(identity: RankIdentity) -> tuple[object, ...]:
+def fields_of(identity: RankIdentity) -> tuple[object, ...]:
     return (
         identity.launcher,
         identity.rank,
@@ -98,49 +75,62 @@ def told(identity: RankIdentity) -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        pytest.param({}, ("none", 0, 1, 0, 1, 0, "host"), id="no launcher"),
-        pytest.param(OPEN_MPI, ("Open MPI", 1, 4, 1, 4, None, "host"), id="mpirun of Open MPI"),
-        pytest.param(MPICH, ("MPICH", 1, 2, 1, 2, None, "host"), id="mpiexec of MPICH"),
-        pytest.param(
-            {**MPICH, "I_MPI_HYDRA_HOST_FILE": "x"},
-            ("Intel MPI", 1, 2, 1, 2, None, "host"),
-            id="mpiexec of Intel MPI",
-        ),
-        pytest.param(
-            {
-                "MV2_COMM_WORLD_RANK": "5",
-                "MV2_COMM_WORLD_SIZE": "8",
-                "MV2_COMM_WORLD_LOCAL_RANK": "1",
-                "MV2_COMM_WORLD_LOCAL_SIZE": "4",
-            },
-            ("MVAPICH2", 5, 8, 1, 4, None, "host"),
-            id="MVAPICH2",
-        ),
-        pytest.param(SLURM_STEP, ("Slurm", 2, 3, 0, 1, 1, "n2"), id="srun over two nodes, unequal"),
-        pytest.param(BATCH_SHELL, ("none", 0, 1, 0, 1, 0, "host"), id="plain python in a batch script"),
-        pytest.param(ONE_TASK_STEP, ("Slurm", 0, 1, 0, 1, 0, "n1"), id="srun of one task in a job of four"),
-        pytest.param(
-            MPIRUN_IN_BATCH_REMOTE,
-            ("Open MPI", 3, 4, 1, 2, None, "host"),
-            id="mpirun in a batch script, second node",
-        ),
-        pytest.param(
-            {"PMI_RANK": "3", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_NODEID": "1"},
-            ("PMI", 3, 8, 1, None, 1, "host"),
-            id="Cray PALS",
-        ),
-        pytest.param(
-            {"PMIX_RANK": "3", "PMIX_NAMESPACE": "x", "PMIX_SIZE": "8"},
-            ("PMIx", 3, 8, None, None, None, "host"),
-            id="PMIx alone",
-        ),
-    ],
-)
-def test_each_launchers_variables_are_read(environ: dict[str, str], expected: tuple[object, ...]) -> None:
-    assert told(identify(environ, "host")) == expected
+def test_every_recorded_environment_is_judged_and_names_its_source() -> None:
+    files = {path.stem: path.read_text() for path in FIXTURES.glob("*.env")}
+    assert files.keys() == EXPECTED.keys() | WITHOUT_A_NUMBER.keys()
+    for name, text in files.items():
+        assert "\n# Recorded from " in text or "\n# Composed" in text, name
+    assert {row.name for row in LAUNCHERS} - {"PMI"} == {fields[0] for fields in EXPECTED.values()} - {"none"}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_launchers_variables_are_read(name: str) -> None:
+    assert fields_of(identify(recorded(name), "host")) == EXPECTED[name]
+
+
+def test_a_launcher_with_plain_pmi_variables_is_understood() -> None:
+    assert fields_of(identify({"PMI_RANK": "3", "PMI_SIZE": "8"}, "host")) == (
+        "PMI",
+        3,
+        8,
+        None,
+        None,
+        None,
+        "host",
+    )
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_NUMBER)
+def test_a_launcher_that_does_not_tell_the_number_of_ranks_is_refused_with_what_to_pass(name: str) -> None:
+    environ = {key: text for key, text in recorded(name).items() if key != "HPCTRAIN_NUM_RANKS"}
+    with pytest.raises(LaunchError) as caught:
+        identify(environ, "host")
+    for word in WITHOUT_A_NUMBER[name]:
+        assert word in str(caught.value)
+    assert identify({**environ, "HPCTRAIN_NUM_RANKS": "8"}, "host").num_ranks == 8
+
+
+@pytest.mark.parametrize("inner", ["open-mpi-4", "open-mpi-5", "mpich", "intel-mpi", "mvapich2"])
+@pytest.mark.parametrize("outer", ["slurm-one-task-step", "flux-run", "cray-pals"])
+def test_mpirun_inside_a_step_of_a_resource_manager_is_what_counts(inner: str, outer: str) -> None:
+    # For example in the shell of `srun --pty bash`: the step's variables are inherited.
+    identity = identify({**recorded(outer), **recorded(inner)}, "host")
+    assert (identity.launcher, identity.rank, identity.num_ranks) == EXPECTED[inner][:3]
+
+
+def test_mpirun_inside_a_step_of_jsrun_is_what_counts() -> None:
+    identity = identify({**recorded("lsf-jsrun"), **OPEN_MPI}, "host")
+    assert (identity.launcher, identity.rank, identity.num_ranks) == ("Open MPI", 1, 4)
+
+
+def test_srun_with_one_task_is_no_mpi_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM"))]:
+        monkeypatch.delenv(name)
+    for name, text in recorded("slurm-one-task-step").items():
+        monkeypatch.setenv(name, text)
+    opened = open_world()
+    assert isinstance(opened.world, SerialWorld)
+    assert opened.reason == "one rank"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +156,6 @@ def test_each_launchers_variables_are_read(environ: dict[str, str], expected: tu
             id="tasks",
         ),
         pytest.param({**SLURM_STEP, "SLURM_LOCALID": "1"}, ["local rank 1 of 1"], id="local id"),
-        pytest.param({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, ["PMIX_SIZE"], id="PMIx without a size"),
         pytest.param(
             {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"},
             ["torchrun", "hpctrain launch -n 4"],
@@ -176,7 +165,7 @@ def test_each_launchers_variables_are_read(environ: dict[str, str], expected: tu
             {**OPEN_MPI, "HPCTRAIN_RANKS_PER_NODE": "0"}, ["HPCTRAIN_RANKS_PER_NODE"], id="emulating 0"
         ),
         pytest.param(
-            {**MPIRUN_IN_BATCH_REMOTE, "HPCTRAIN_RANKS_PER_NODE": "2"},
+            {**recorded("slurm-mpirun-second-node"), "HPCTRAIN_RANKS_PER_NODE": "2"},
             ["only 2 of the 4 ranks"],
             id="emulating on real nodes",
         ),
@@ -209,7 +198,7 @@ def test_emulated_nodes_hold_ranks_in_blocks(rank: int, expected: tuple[object, 
     found = (identity.local_rank, identity.local_size, identity.node_rank, identity.node_name)
     assert found == expected
     assert identity.emulated
-    assert (identity.host_rank, identity.host_size) == (rank, 5)  # devices are the real machine's
+    assert (identity.host_rank, identity.host_size) == (rank, 5)  # of the real machine
 
 
 def test_mpi_that_agrees_passes_the_cross_check() -> None:
@@ -222,6 +211,7 @@ def test_mpi_that_agrees_passes_the_cross_check() -> None:
     [
         (OPEN_MPI, (0, 1), ["rank 1 of 4", "MPI reports rank 0 of 1", "do not belong together", "mpirun"]),
         (SLURM_STEP, (0, 1), ["rank 2 of 3", "srun --mpi=TYPE"]),
+        (recorded("flux-run"), (0, 1), ["rank 5 of 8", "flux run", "-o pmi="]),
         (OPEN_MPI, (1, 8), ["MPI reports rank 1 of 8", "another launch"]),
         (OPEN_MPI, (2, 4), ["MPI reports rank 2 of 4", "number the ranks differently"]),
         ({}, (0, 4), ["no launcher's variables", "MPI reports rank 0 of 4"]),
@@ -234,6 +224,17 @@ def test_mpi_that_disagrees_is_told_in_plain_words(
         cross_check(identify(environ, "host"), mpi_rank=mpi[0], mpi_size=mpi[1])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_container_whose_mpi_sees_a_world_of_one_is_told_in_plain_words() -> None:
+    with pytest.raises(TopologyError) as caught:
+        cross_check(identify(SLURM_STEP, "host"), mpi_rank=0, mpi_size=1, container="the container /a.sif")
+    for words in (
+        "The MPI library in the container /a.sif does not understand the launcher outside of it",
+        "each of the 3 ranks sees a world of one",
+        "bind the site's MPI into the container",
+    ):
+        assert words in str(caught.value)
 
 
 def test_slurms_short_counts_are_expanded() -> None:

@@ -92,7 +92,7 @@ class Steps:
 
 
 def on_ranks(num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
-    return run_threads(num_ranks, function, timeout_s=60)
+    return run_threads(num_ranks, function, timeout_s=300)
 
 
 def whole_state(ranks: Sequence[Steps]) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ WIRES = (*CODEC_WIRES, *SPARSE_WIRES)
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("asked", list(Algorithm))
-def test_something_runs_and_what_runs_is_told(asked: Algorithm, wire: str) -> None:
+def test_something_runs_and_what_runs_is_reported(asked: Algorithm, wire: str) -> None:
     for means in MEANS:
         decision = decide(asked, wire=wire, means=means)
         assert (decision.note is None) == (decision.algorithm is asked)
@@ -52,6 +52,21 @@ def test_what_auto_chooses_from_runs_as_itself(wire: str) -> None:
         found = candidates(wire=wire, means=means)
         assert found
         assert all(decide(algorithm, wire=wire, means=means).note is None for algorithm in found)
+
+
+@pytest.mark.parametrize(("num_nodes", "tried"), [(17, True), (18, False)])
+def test_auto_does_not_try_messages_to_every_rank_of_many_nodes(num_nodes: int, tried: bool) -> None:
+    topology = Topology.from_node_names([f"n{rank // 4}" for rank in range(4 * num_nodes)])
+    means = Means(backend="mpi", topology=topology, messages=True, shared_memory=True)
+    found = candidates(wire="fp32", means=means)
+    assert (Algorithm.DIRECT in found) is tried
+    assert Algorithm.HIERARCHICAL in found
+
+
+def test_auto_tries_messages_to_every_rank_where_nothing_else_runs() -> None:
+    topology = Topology.from_node_names([f"n{rank}" for rank in range(100)])
+    means = Means(backend="mpi", topology=topology, messages=True, shared_memory=True)
+    assert Algorithm.DIRECT in candidates(wire="fp32", means=means)
 
 
 def test_without_messages_or_memory_bytes_go_by_the_backends_exchange() -> None:

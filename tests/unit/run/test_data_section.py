@@ -18,7 +18,7 @@ from hpctrain.errors import CheckpointError, DataError, RecipeError, StoppedEarl
 from hpctrain.run import parse_recipe
 from hpctrain.run.data import default_block, order_of
 from hpctrain.run.recipe.schema import DataSection
-from tests.unit.run.test_training import SAMPLES, Task, run, where  # noqa: F401
+from tests.unit.run.training_cases import SAMPLES, Task, run
 
 ORDERS: dict[str, dict[str, Any]] = {
     "shuffle": {},
@@ -30,7 +30,7 @@ ORDERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_a_run_stopped_and_resumed_sees_the_samples_of_an_uninterrupted_one(where: Path, name: str) -> None:  # noqa: F811
+def test_a_run_stopped_and_resumed_sees_the_samples_of_an_uninterrupted_one(where: Path, name: str) -> None:
     data = {**ORDERS[name], "global_batch": 18, "last_batch": "pad", "held_out": None}
     data = {key: value for key, value in data.items() if value is not None}
     whole = Task()
@@ -73,7 +73,7 @@ class Mean(Seeded):
         return (losses * valid).sum() / valid.sum()
 
 
-def test_a_filled_last_batch_trains_as_a_smaller_one_does_on_one_rank_and_on_three(where: Path) -> None:  # noqa: F811
+def test_a_filled_last_batch_trains_as_a_smaller_one_does_on_one_rank_and_on_three(where: Path) -> None:
     found = {}
     for ranks in (1, 3):
         for last, kind in (("keep", Seeded), ("pad", Seeded), ("pad", Mean)):
@@ -81,16 +81,16 @@ def test_a_filled_last_batch_trains_as_a_smaller_one_does_on_one_rank_and_on_thr
 
             def one(world: Any, place: str = place, last: str = last, kind: type[Task] = kind) -> Any:
                 task = kind()
-                told = run(
+                reported = run(
                     where,
                     task,
                     world=world,
                     run={"directory": str(where / place), "epochs": 2, "steps": None},
                     data={"global_batch": 48, "last_batch": last},
                 )
-                return told["loss"], getattr(task, "sizes", None)
+                return reported["loss"], getattr(task, "sizes", None)
 
-            losses = [one(None)] if ranks == 1 else run_threads(ranks, one, timeout_s=60)
+            losses = [one(None)] if ranks == 1 else run_threads(ranks, one, timeout_s=300)
             found[place] = losses[0][0]
             if kind is Mean:
                 assert losses[0][1] == {48 // ranks}
@@ -163,7 +163,7 @@ def halve(arrays: dict[str, Any]) -> dict[str, Any]:
     return {**arrays, "image": arrays["image"] / 2}
 
 
-def test_data_are_read_as_the_recipe_says(where: Path) -> None:  # noqa: F811
+def test_data_are_read_as_the_recipe_says(where: Path) -> None:
     def loss(place: str, **data: Any) -> float:
         return float(run(where, Task(), run={"directory": str(where / place), "steps": 3}, data=data)["loss"])
 
@@ -176,7 +176,7 @@ def test_data_are_read_as_the_recipe_says(where: Path) -> None:  # noqa: F811
     assert loss("workers", transform=name, held_out_transform=name, workers=1) == halved
 
 
-def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where: Path) -> None:  # noqa: F811
+def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where: Path) -> None:
     entry = Dataset.open(where / "data").manifest.shards[0]
     offset = entry.fields["label"].offset
     with (where / "data" / entry.file).open("r+b") as file:
@@ -189,8 +189,8 @@ def test_a_damaged_block_ends_a_run_that_checks_or_is_counted_and_left_out(where
         run(where, Task(), data=data)
     with pytest.raises(DataError, match="are damaged: restore the dataset"):
         run(where, Task(), run={"directory": str(where / "skip")}, data={**data, "on_damage": "skip"})
-    told = run(where, Task(), run={"directory": str(where / "off")}, data={"check": "off"})
-    assert told["step"] == 10
+    reported = run(where, Task(), run={"directory": str(where / "off")}, data={"check": "off"})
+    assert reported["step"] == 10
 
 
 @pytest.mark.parametrize(

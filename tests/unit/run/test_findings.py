@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpctrain.run.doctor.findings import Finding, Severity, judge_rank, worst_severity
+from hpctrain.launch import RankCores
+from hpctrain.run.doctor.finding import Finding, Severity, worst_severity
+from hpctrain.run.doctor.findings import judge_rank
 from hpctrain.run.doctor.merge_findings import merge_findings
 from hpctrain.run.doctor.probes import identity_of, inspect_rank
 
@@ -17,6 +20,12 @@ MPIRUN = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
+
+
+def share(cpus: Iterable[int], limit: float | None = None) -> list[Any]:
+    """A rank's cores, as its facts hold them."""
+    numbers = frozenset(cpus)
+    return RankCores(host="host", cpus=numbers, cores=numbers, limit=limit).to_json()
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +36,7 @@ def facts_of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     for rank in range(4):
         environ = {**MPIRUN, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
         found = inspect_rank(run_directory=directory, environ=environ, hostname="host")
-        found["cores"].update(usable=list(range(8)), of_machine=8)
+        found["cores"].update(usable=list(range(8)), of_machine=8, num_numa_nodes=1, share=share(range(8)))
         found["torch"]["threads"] = 2
         found["mpi"] = {
             "version": "4.1.2",
@@ -37,7 +46,14 @@ def facts_of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
         }
         found["horovod"] = {"version": "0.28.1", "built": ["mpi"]}
         found["hdf5"] = {"h5py": "3.16.0", "hdf5": "1.10.8", "parallel": True}
-        found["run_directory"].update(kind="lustre", free_bytes=10**12)
+        found["run_directory"].update(kind="lustre", free_bytes=10**12, lfs=True, stripe_count=4)
+        found["limits"] = {
+            "open_files": [65536, 65536],
+            "locked_bytes": [None, None],
+            "memory_bytes": 10**11,
+        }
+        found["network"] = {"ports": [], "may_open": False, "variables": {}, "kernel": "6.1.0"}
+        found["start"] = {"seconds": 3.0, "kind": "ext4", "is_shared": False, "prefix": "/env"}
         found["scratch"].update(shm_free_bytes=10**9)
         found["tcp"] = {"congestion_control": "cubic"}
         found["yielding"] = {"library": "/site/_yield_by_sleep.so", "in_effect": False}
@@ -54,7 +70,7 @@ def of_topic(findings: list[Finding], topic: str) -> list[Finding]:
     return [finding for finding in findings if finding.topic == topic]
 
 
-def test_ranks_that_are_alike_are_told_once(facts: list[dict[str, Any]]) -> None:
+def test_ranks_that_are_alike_are_reported_once(facts: list[dict[str, Any]]) -> None:
     findings = merge_findings(facts)
     assert worst_severity(findings) is Severity.OK, findings
     assert len({finding.topic for finding in findings}) == len(findings)
@@ -131,7 +147,7 @@ def test_an_hdf5_that_is_not_parallel_is_no_fault(facts: list[dict[str, Any]]) -
     assert "not parallel" in found.text
 
 
-def test_a_fault_of_one_rank_is_told_with_its_rank(facts: list[dict[str, Any]]) -> None:
+def test_a_fault_of_one_rank_is_reported_with_its_rank(facts: list[dict[str, Any]]) -> None:
     facts[2]["run_directory"] = {"path": facts[0]["run_directory"]["path"], "error": "cannot be written (x)"}
     found = [finding for finding in merge_findings(facts) if finding.level is Severity.PROBLEM]
     assert any(finding.text.startswith("rank 2 (host): ") for finding in found)
@@ -190,8 +206,29 @@ def test_other_congestion_control_and_systems_that_do_not_tell_are_fine(facts: l
 
 def test_ranks_bound_to_cores_of_their_own_are_fine(facts: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(facts):
-        rank["cores"]["usable"] = [2 * number, 2 * number + 1]
-    assert of_topic(merge_findings(facts), "cores")[0].level is Severity.OK
+        mine = [2 * number, 2 * number + 1]
+        rank["cores"].update(usable=mine, share=share(mine), num_numa_nodes=2)
+    (found,) = of_topic(merge_findings(facts), "cores")
+    assert found.level is Severity.OK
+    assert found.text == "4 ranks on 8 cores, 2 threads each, a rank may run on 2 NUMA nodes"
+
+
+def test_ranks_that_share_cores_while_others_are_free_are_named(facts: list[dict[str, Any]]) -> None:
+    for rank, mine in zip(facts, ([0], [0], [2, 3], [4, 5, 6]), strict=True):
+        rank["cores"].update(usable=mine, share=share(mine))
+        rank["torch"]["threads"] = 1
+    (found,) = of_topic(merge_findings(facts), "cores")
+    assert found.level is Severity.WARNING
+    assert "ranks 0-1 share cores while others are free" in found.text
+    assert "--bind-to core" in found.remedy
+
+
+def test_a_control_groups_limit_is_compared_with_the_threads(facts: list[dict[str, Any]]) -> None:
+    for rank in facts:
+        rank["cores"]["share"] = share(range(8), limit=4.0)
+    (found,) = of_topic(merge_findings(facts), "cores")
+    assert found.level is Severity.WARNING
+    assert "their control group allows 4 cores' time" in found.text
 
 
 def test_contradictory_variables_are_a_fact_and_not_an_exception(tmp_path: Path) -> None:

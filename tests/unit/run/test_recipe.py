@@ -75,6 +75,10 @@ def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> No
         (minimal(run={"ranks": 16}), "data.global_batch = 8 cannot be split over run.ranks = 16"),
         ({"run": {"directory": "x", "epochs": 1}, "task": {"target": "a:b"}}, "data: missing"),
         (minimal(task={"target": "no colon"}), "task.target"),
+        (minimal(stop={"signals": ["SIGKILL"]}), "found \"SIGKILL\": input should be 'SIGTERM', 'SIGUSR1'"),
+        (minimal(stop={"signals": []}), "stop.signals: found []"),
+        (minimal(stop={"signals": ["SIGHUP", "SIGHUP"]}), "names SIGHUP, SIGHUP: each signal once"),
+        (minimal(stop={"signals": ["SIGUSR2"]}), "SIGUSR2 is checkpoint.signal and one of stop.signals"),
     ],
 )
 def test_a_faulty_recipe_is_refused_in_plain_words(document: dict[str, Any], expected: str) -> None:
@@ -84,7 +88,7 @@ def test_a_faulty_recipe_is_refused_in_plain_words(document: dict[str, Any], exp
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(minimal(run={"seed": -1}, data={"global_batch": "x"}, optimizer={"lrr": 1}))
     assert {"run.seed", "data.global_batch", "optimizer.lrr"} <= {

@@ -53,8 +53,39 @@ def test_reductions_run_beside_backward_where_that_gains(
     def on_rank(world: World) -> bool:
         here.rank = world.rank
         session = session_over(world, nodes=case.nodes, device=case.device)
-        found = session.reductions.overlap()
+        found = session.reductions.overlap(spare_core=session.reductions.has_spare_core())
         session.close()
         return found
 
-    assert run_threads(len(case.nodes), on_rank, timeout_s=60) == [expected] * len(case.nodes)
+    assert run_threads(len(case.nodes), on_rank, timeout_s=300) == [expected] * len(case.nodes)
+
+
+CROWDED = {
+    "two ranks on two cores": (Case(nodes="aa", cores=[{0, 1}] * 2), False),
+    "three ranks on two cores": (Case(nodes="aaa", cores=[{0, 1}] * 3), True),
+    "more threads than cores": (Case(nodes="aa", cores=[{0, 1}] * 2, num_threads=2), True),
+    "a node is crowded, another is not": (Case(nodes="aab", cores=[{0}, {0}, {0}]), True),
+    "two nodes of one rank": (Case(nodes="ab", cores=[{0}, {0}]), False),
+    "nodes made up on one machine": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), True),
+}
+
+
+@pytest.mark.parametrize("preloaded", [False, True], ids=["", "as the launcher found"])
+@pytest.mark.parametrize(("case", "expected"), CROWDED.values(), ids=CROWDED)
+def test_ranks_know_whether_they_outnumber_their_cores(
+    monkeypatch: pytest.MonkeyPatch, case: Case, expected: bool, preloaded: bool
+) -> None:
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: (case.hosts or case.nodes)[here.rank])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: case.cores[here.rank])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: case.num_threads)
+    monkeypatch.setattr("hpctrain.run.reductions.in_effect", lambda: preloaded)
+
+    def on_rank(world: World) -> bool:
+        here.rank = world.rank
+        session = session_over(world, nodes=case.nodes, device=case.device)
+        found = session.reductions.crowded()
+        session.close()
+        return found
+
+    assert run_threads(len(case.nodes), on_rank, timeout_s=300) == [expected or preloaded] * len(case.nodes)

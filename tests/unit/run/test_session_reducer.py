@@ -20,7 +20,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_name_sums_and_what_runs_instead_is_told(layout: str) -> None:
+def test_every_name_sums_and_what_runs_instead_is_reported(layout: str) -> None:
     two_levels, why = LAYOUTS[layout]
 
     def case(world: World) -> dict[str, list[str]]:
@@ -39,13 +39,13 @@ def test_every_name_sums_and_what_runs_instead_is_told(layout: str) -> None:
         session.close()
         return notes
 
-    for notes in run_threads(len(layout), case, timeout_s=60):
+    for notes in run_threads(len(layout), case, timeout_s=300):
         assert notes.pop("auto") == notes.pop("flat") == []
         if two_levels == "hierarchical-flat":
             assert notes.pop("hierarchical-flat") == []
-        for name, told in notes.items():
+        for name, reported in notes.items():
             runs = two_levels if name.startswith("hierarchical") else "flat"
-            (text,) = told
+            (text,) = reported
             assert text.startswith(f"reduction: {name} was asked for, {runs} is used: ")
             if name.startswith("hierarchical"):
                 assert why in text

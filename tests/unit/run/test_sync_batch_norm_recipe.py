@@ -13,7 +13,7 @@ from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.data import pack_arrays
 from hpctrain.train.task.sync_batch_norm import communicates_in_forward
-from tests.unit.run.test_training import Task, run
+from tests.unit.run.training_cases import Task, run
 
 NUM_SAMPLES = 44  # 3 batches of 14, and one of 2: on three ranks the last has none
 
@@ -65,7 +65,7 @@ def train(directory: Path, num_ranks: int, *, micro_batches: int = 1) -> list[No
         run(directory, task, world=world, **sections)
         return task
 
-    return run_threads(num_ranks, case, timeout_s=60)
+    return run_threads(num_ranks, case, timeout_s=300)
 
 
 def state_of(task: Normalised) -> dict[str, torch.Tensor]:

@@ -247,12 +247,12 @@ def test_by_advice_the_first_is_due_after_a_minute_and_the_next_as_its_cost_says
     assert not CheckpointPolicy(directory=Path(), failures_per_day=1.0).due_by_time(1e9, advice=advice)
 
 
-def test_the_interval_that_loses_least_is_told_and_recorded(
+def test_the_interval_that_loses_least_is_reported_and_recorded(
     where: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(where, Classifier(), checkpoint={"every_steps": 3, "failures_per_day": 2.0})
-    told = capsys.readouterr().out
-    assert told.count("a failure comes every 12 h: save every") == 1
+    reported = capsys.readouterr().out
+    assert reported.count("a failure comes every 12 h: save every") == 1
     assert all(record["advised_interval_s"] > 0 for record in records_of(where, "checkpoint"))
 
 

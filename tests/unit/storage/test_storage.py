@@ -18,7 +18,7 @@ from hpctrain.storage import (
     split_evenly,
     write_fully,
 )
-from hpctrain.storage.filesystem_type import kind_in
+from hpctrain.storage.filesystem_type import on_mount
 
 MOUNTS = [
     ("/", "ext4"), ("/home", "autofs"), ("/home", "nfs4"), ("/lustre/my scratch", "lustre"),
@@ -41,9 +41,9 @@ MOUNTS = [
 def test_the_innermost_and_last_mount_says_what_filesystem_a_path_is_on(
     path: str, kind: str, shared: bool
 ) -> None:
-    found = kind_in(MOUNTS, path=Path(path))
+    found = on_mount(MOUNTS, path=Path(path))
     assert found == kind
-    assert Filesystem(kind=found).is_shared is shared
+    assert Filesystem(kind=kind).is_shared is shared
 
 
 def test_a_directory_that_is_not_there_yet_is_on_its_parents_filesystem(

@@ -1,4 +1,4 @@
-"""Schedule, generators, records, progress line, task import, stop request: the parts around the loop."""
+"""Schedule, generators, records, progress line, task import: the parts around the loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import tracemalloc
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 from hpctrain.errors import RecipeError
-from hpctrain.resilience import StopRequest
-from hpctrain.telemetry import RecordWriter, StepClock, read_records, write_json
+from hpctrain.telemetry import PARTS, RecordWriter, StepClock, read_records, write_json
 from hpctrain.train.loop.progress import ProgressLine
 from hpctrain.train.loop.settings import CheckpointPolicy
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
@@ -121,6 +119,36 @@ def test_records_after_a_torn_line_are_read_too(tmp_path: Path) -> None:
     assert [record["step"] for record in read_records(path)] == [1, 2]
 
 
+def test_steps_are_collected_and_other_records_written_at_once(tmp_path: Path) -> None:
+    path, now = tmp_path / "rank-00000.jsonl", [0.0]
+    writer = RecordWriter(path, every_s=1.0, clock=lambda: now[0])
+
+    def write(kind: str, step: int, *, at_s: float) -> list[int]:
+        now[0] = at_s
+        writer.write({"kind": kind, "step": step})
+        return [record["step"] for record in read_records(path)]
+
+    assert write("step", 1, at_s=0.4) == []
+    assert write("step", 2, at_s=0.9) == []
+    assert write("step", 3, at_s=1.1) == [1, 2, 3]
+    assert write("step", 4, at_s=2.0) == [1, 2, 3]
+    assert write("checkpoint", 4, at_s=2.0) == [1, 2, 3, 4, 4]
+    assert write("step", 5, at_s=2.1) == [1, 2, 3, 4, 4]
+    writer.close()
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3, 4, 4, 5]
+
+
+def test_a_rank_that_records_no_steps_makes_its_file_with_its_first_record(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00037.jsonl"
+    writer = RecordWriter(path, kinds=["damage"])
+    writer.write({"kind": "step", "step": 1})
+    writer.write({"kind": "evaluation", "step": 1})
+    assert not path.exists()
+    writer.write({"kind": "damage", "step": 1})
+    assert [record["kind"] for record in read_records(path)] == ["damage"]
+    writer.close()
+
+
 def bytes_read_by_this_process() -> int:
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["rchar"])
@@ -178,7 +206,9 @@ def test_the_clock_adds_up_spans_until_the_lap() -> None:
     lap = clock.lap()
     assert lap["input"] == 1.5
     assert 0 <= lap["compute"] <= lap["step"]
-    assert set(clock.lap()) == {"step"}
+    again = clock.lap()
+    assert again["step"] == again["other"] > 0.0  # nothing is left of the lap before
+    assert [again[part] for part in (*PARTS, "after_sync")] == [0.0] * (len(PARTS) + 1)
 
 
 # ---------------------------------------------------------------------- progress
@@ -189,7 +219,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def told(
+def reported(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, on_terminal: bool, silent: bool = False
 ) -> str:
     monkeypatch.setattr("sys.stdout", stream)
@@ -201,7 +231,7 @@ def told(
 
 
 def test_progress_is_one_renewed_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = told(monkeypatch, Terminal(), on_terminal=True)
+    text = reported(monkeypatch, Terminal(), on_terminal=True)
     assert text.count("\n") == 1  # only the line that `say` adds
     assert text.count("\r") == 5
     assert "step 3/3" in text
@@ -212,13 +242,13 @@ def test_progress_is_one_renewed_line_on_a_terminal(monkeypatch: pytest.MonkeyPa
 def test_progress_is_plain_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, on_terminal: bool
 ) -> None:
-    text = told(monkeypatch, stream, on_terminal=on_terminal)
+    text = reported(monkeypatch, stream, on_terminal=on_terminal)
     assert "\r" not in text
     assert text.count("\n") == 4
 
 
 def test_progress_is_silent_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, io.StringIO(), on_terminal=False, silent=True) == ""
+    assert reported(monkeypatch, io.StringIO(), on_terminal=False, silent=True) == ""
 
 
 def test_a_reader_that_has_gone_does_not_end_the_program() -> None:
@@ -256,41 +286,3 @@ def test_a_task_is_found_beside_the_recipe(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=r".") as caught:
             import_task(target, options=options, search=[tmp_path])
         assert expected in str(caught.value)
-
-
-# ---------------------------------------------------------------------- stop
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_signal_is_remembered_and_the_handlers_come_back(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    stop = StopRequest().install()
-    try:
-        assert not stop.requested
-        os.kill(os.getpid(), number)
-        assert stop.signal_name == number.name
-    finally:
-        stop.restore()
-    assert signal.getsignal(number) is before
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop = StopRequest().install()
-    try:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert not stop.requested
-    finally:
-        stop.restore()
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_a_second_ctrl_c_ends_at_once_whatever_came_before() -> None:
-    stop = StopRequest().install()
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        stop.restore()

@@ -146,7 +146,7 @@ def test_every_byte_of_a_window_is_dealt_to_one_writer(num_writers: int, block_b
         assert sum(view.nbytes for part in parts for _, view in part) == sum(v.nbytes for _, v in byte_ranges)
 
 
-def test_one_rank_writes_directly_and_is_told_that_it_has_no_mpi(tmp_path: Path) -> None:
+def test_one_rank_writes_directly_with_a_note_that_it_has_no_mpi(tmp_path: Path) -> None:
     world = SerialWorld()
     choice = choose_engine(Engine.AUTO, directory=tmp_path, comm=world)
     assert (choice.engine, choice.note) == (Engine.DIRECT, "there is only one rank")
@@ -192,7 +192,7 @@ def test_other_filesystems_are_not_striped(tmp_path: Path, lfs: Path) -> None:
     assert alignment_of(Filesystem(kind="nfs4")) == 4096
 
 
-def test_lustre_without_its_program_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lustre_without_its_program_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "lfs is not in PATH" in str(
         set_stripes(tmp_path / "x", stripes=Stripes(count=1), filesystem=LUSTRE)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, strategies as st
 
-from hpctrain.checkpoint.format.link_names import escape, unescape
+from hpctrain.checkpoint.format.link_names import escape
+
+
+def unescape(link: str) -> str:
+    """The tensor name that `escape` encoded as `link`."""
+    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), link.encode("utf-8"))
+    return "" if link == "%" else raw.decode("utf-8", "surrogatepass")
+
 
 any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=30)
 

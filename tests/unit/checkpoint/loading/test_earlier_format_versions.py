@@ -30,7 +30,7 @@ def test_a_kept_checkpoint_loads_bit_for_bit(path: Path, num_ranks: int) -> None
     def rank_main(world: World) -> Restored | None:
         return load_newest_good(path.parent, comm=world)
 
-    for restored in run_threads(num_ranks, rank_main, timeout_s=60):
+    for restored in run_threads(num_ranks, rank_main, timeout_s=300):
         assert restored is not None
         assert restored.rejected == ()
         assert restored.checkpoint.step == expected["step"]

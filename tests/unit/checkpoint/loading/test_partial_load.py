@@ -40,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return save(State(items=items), directory=directory, step=1, comm=world, files=2).path
 
     directory = tmp_path_factory.mktemp("checkpoints")
-    return run_threads(2, rank_main, timeout_s=60)[0]
+    return run_threads(2, rank_main, timeout_s=300)[0]
 
 
 def test_weights_alone_are_loaded_into_a_model(path: Path) -> None:
@@ -50,7 +50,7 @@ def test_weights_alone_are_loaded_into_a_model(path: Path) -> None:
         return models[world.rank], load_weights(models[world.rank], path, comm=world)
 
     expected = network().state_dict()
-    for model, report in run_threads(2, rank_main, timeout_s=60):
+    for model, report in run_threads(2, rank_main, timeout_s=300):
         assert report.fits
         assert "9 tensors of " in report.describe()
         assert list(report.tensors) == sorted(expected)
@@ -82,7 +82,7 @@ def test_differences_are_an_error_that_lists_them_and_changes_nothing(path: Path
         assert caught.value.agreed
         return str(caught.value)
 
-    texts = run_threads(2, rank_main, timeout_s=60)
+    texts = run_threads(2, rank_main, timeout_s=300)
     assert texts[0] == texts[1]
     assert "2 missing there: 3.bias, 3.weight" in texts[0]
     assert "0.bias is float32 [4] there, float32 [5] here" in texts[0]
@@ -150,7 +150,7 @@ def test_of_a_directory_the_newest_that_is_good_in_what_is_read_is_taken(
         ).checkpoint.step
 
     models = [network(seed=2), network(seed=3)]
-    assert run_threads(2, rank_main, timeout_s=60) == [(2, 1), (2, 1)]
+    assert run_threads(2, rank_main, timeout_s=300) == [(2, 1), (2, 1)]
     assert capfd.readouterr().err.count("CHECKPOINT REJECTED") == 1
     # That it does not fit is no damage: an older one is not tried.
     with pytest.raises(CheckpointError, match=r"step-00000002\.h5 does not fit; 1 missing there: nowhere"):

@@ -31,7 +31,7 @@ def saved_by(ranks: int, directory: Path, tensors: dict[str, torch.Tensor], **op
             state_of(world.rank, ranks, tensors=tensors), directory=directory, step=1, comm=world, **options
         ).path
 
-    return run_threads(ranks, rank_main, timeout_s=60)[0]
+    return run_threads(ranks, rank_main, timeout_s=300)[0]
 
 
 def difference(first: Path, second: Path, **options: object) -> Difference:
@@ -82,7 +82,7 @@ def test_how_much_is_said_in_numbers_and_is_the_same_at_any_number_of_ranks(
     second[39] -= 0.5
     one = saved(tmp_path / "one", {"x": first, "y": first}, epoch=1)
     two = saved(tmp_path / "two", {"x": second, "y": first}, step=2, epoch=1)
-    results = run_threads(num_ranks, lambda world: compare(one, two, comm=world), timeout_s=60)
+    results = run_threads(num_ranks, lambda world: compare(one, two, comm=world), timeout_s=300)
     for found in results:
         assert found.num_same == 1
         assert not found.entries  # another step is no difference

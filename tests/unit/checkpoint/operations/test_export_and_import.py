@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     def rank_main(world: World) -> Path:
         return save(state_of(world.rank, 3), directory=tmp_path / "run", step=50, comm=world, files=2).path
 
-    return run_threads(3, rank_main, timeout_s=60)[0]
+    return run_threads(3, rank_main, timeout_s=300)[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -63,12 +63,12 @@ def test_a_safetensors_file_has_every_bit_and_makes_the_same_checkpoint(
         "hpctrain.checkpoint.operations.export.REGION_BYTES", 1 << 16
     )  # several regions a tensor
     target = tmp_path / "all.safetensors"
-    run_threads(num_ranks, lambda world: export_safetensors(folder, target, comm=world), timeout_s=60)
+    run_threads(num_ranks, lambda world: export_safetensors(folder, target, comm=world), timeout_s=300)
     assert_same(safetensors.torch.load_file(target), whole_tensors())
     with safe_open(target, framework="pt") as file:
         assert file.metadata()["step"] == "50"
     made = run_threads(
-        num_ranks, lambda world: import_tensors(target, tmp_path / "back", comm=world), timeout_s=60
+        num_ranks, lambda world: import_tensors(target, tmp_path / "back", comm=world), timeout_s=300
     )[0]
     assert made.path == tmp_path / "back" / "step-00000050.h5"
     assert compare(folder, made.path, comm=SERIAL).is_empty  # the document, too
@@ -302,5 +302,5 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, folder: Path, num_
         file.write(b"\xff\xff")
     for name, export in (("x.safetensors", export_safetensors), ("x.pt", export_state_dict)):
         with pytest.raises(CheckpointError, match="damaged: tensor 'large'"):
-            run_threads(num_ranks, lambda w, e=export, n=name: e(folder, tmp_path / n, comm=w), timeout_s=60)  # type: ignore[misc]
+            run_threads(num_ranks, lambda w, e=export, n=name: e(folder, tmp_path / n, comm=w), timeout_s=300)  # type: ignore[misc]
     assert os.listdir(tmp_path) == ["run"]

@@ -88,7 +88,7 @@ def test_one_element_is_found_when_its_turn_comes(
             world.barrier()
         return found
 
-    found, _ = run_threads(2, rank_main, timeout_s=120)
+    found, _ = run_threads(2, rank_main, timeout_s=300)
     assert 1 <= sum(found) <= 3  # its row lies in as many parts
 
 
@@ -113,10 +113,10 @@ def test_of_each_ranks_own_tensors_rank_0s_are_saved(tmp_path: Path, num_ranks: 
             for name, tensor in {**own(0), "weight": weight}.items():
                 assert same_bits(tensors[name], tensor), name
 
-    run_threads(num_ranks, rank_main, timeout_s=60)
+    run_threads(num_ranks, rank_main, timeout_s=300)
 
 
-def test_ranks_that_list_a_tensor_differently_are_told(tmp_path: Path) -> None:
+def test_ranks_that_list_a_tensor_differently_are_reported(tmp_path: Path) -> None:
     def rank_main(world: ThreadsWorld) -> None:
         kind = FromRank0 if world.rank else Replicated
         with pytest.raises(
@@ -124,7 +124,7 @@ def test_ranks_that_list_a_tensor_differently_are_told(tmp_path: Path) -> None:
         ):
             save(State(items=[kind(name="w", tensor=torch.ones(3))]), directory=tmp_path, step=1, comm=world)
 
-    run_threads(2, rank_main, timeout_s=60)
+    run_threads(2, rank_main, timeout_s=300)
 
 
 def test_a_tensor_that_becomes_rank_0s_is_planned_anew(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_tensor_that_becomes_rank_0s_is_planned_anew(tmp_path: Path) -> None:
         _, loaded = load(path, comm=world)
         assert same_bits(loaded["b"], torch.full((4096,), 2.0))
 
-    run_threads(2, rank_main, timeout_s=60)
+    run_threads(2, rank_main, timeout_s=300)
 
 
 def test_the_items_of_a_model_are_its_state_dict() -> None:

@@ -11,9 +11,11 @@ from hypothesis import given, strategies as st
 
 from hpctrain.checkpoint.format.boxes import Box, runs_of
 from hpctrain.checkpoint.format.state import Header
+from hpctrain.checkpoint.planning.division import CUT_BYTES
+from hpctrain.checkpoint.planning.shards import EvenShards
 from hpctrain.checkpoint.planning.write_plan import (
-    CUT_BYTES,
     EXTENT_BYTES,
+    Extent,
     Files,
     WritePlan,
     explain_difference,
@@ -38,10 +40,14 @@ def rows(name: str, shape: tuple[int, ...], num_ranks: int, dtype: str = "float3
     return [[shard(name, shape, box, dtype)] for box in boxes]
 
 
+def all_extents(plan: WritePlan) -> list[list[Extent]]:
+    return [plan.extents_of(rank) for rank in range(plan.num_ranks)]
+
+
 def times_written(plan: WritePlan) -> list[np.ndarray]:
     """How often each element of each tensor is written."""
     counts = [np.zeros(math.prod(tensor.shape), dtype=int) for tensor in plan.tensors]
-    for extents in plan.extents_by_rank:
+    for extents in all_extents(plan):
         for extent in extents:
             runs = runs_of(extent.box, shape=plan.tensors[extent.tensor].view)
             for start in runs.starts.tolist():
@@ -97,7 +103,7 @@ def test_rank_0_writes_its_own_tensors_and_that_much_less_of_the_replicated_ones
     plan = make_plan(replicated=headers, shards_by_rank=[[]] * num_ranks, file_of_rank=file_of_rank)
     for counts in times_written(plan):
         assert (counts == 1).all()
-    for rank, extents in enumerate(plan.extents_by_rank):
+    for rank, extents in enumerate(all_extents(plan)):
         for extent in extents:
             assert plan.tensors[extent.tensor].name == headers[extent.source].name
             assert rank == 0 or not headers[extent.source].from_rank_0
@@ -113,16 +119,16 @@ def test_rank_0_writes_its_own_tensors_and_that_much_less_of_the_replicated_ones
 def test_large_tensors_are_cut_into_extents_at_whole_pages() -> None:
     headers = [replicated("a", 3_000_000), replicated("b", 700, 4001)]
     plan = make_plan(replicated=headers, shards_by_rank=[[]] * 3)
-    for extents in plan.extents_by_rank:
+    for extents in all_extents(plan):
         for extent in extents:
             assert extent.box.num_elems * 4 <= EXTENT_BYTES
             assert extent.box.offset[0] * 4 % CUT_BYTES == 0
-    assert len(plan.extents_by_rank[0]) >= 2
+    assert len(plan.extents_of(0)) >= 2
 
 
 def test_extents_of_a_shard_follow_each_other_in_its_memory() -> None:
     plan = make_plan(replicated=[], shards_by_rank=rows("w", (4099, 1024), 3))
-    for rank, extents in enumerate(plan.extents_by_rank):
+    for rank, extents in enumerate(all_extents(plan)):
         position = 0
         for extent in extents:
             assert extent.source_start == position
@@ -133,7 +139,7 @@ def test_extents_of_a_shard_follow_each_other_in_its_memory() -> None:
 
 def test_tensors_larger_than_two_billion_elements_are_planned() -> None:
     plan = make_plan(replicated=[replicated("w", 3 * 2**31, dtype="uint8")], shards_by_rank=[[]] * 4)
-    ends = [extents[-1].box for extents in plan.extents_by_rank]
+    ends = [extents[-1].box for extents in all_extents(plan)]
     assert ends[-1].offset[0] + ends[-1].shape[0] == 3 * 2**31
     assert {plan.bytes_of(rank) for rank in range(4)} == {3 * 2**29}
 
@@ -188,3 +194,61 @@ def test_each_file_is_made_by_the_lowest_rank_that_writes_to_it() -> None:
     files = Files(of_rank=(0, 1, 0, 2, 1))
     assert files.count == 3
     assert files.leaders == (0, 1, 3)
+
+
+@given(
+    st.lists(st.tuples(sizes, dtypes, st.booleans()), max_size=8),
+    st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    st.integers(1, 3),
+)
+def test_pieces_hold_their_extents_and_each_file_lists_its_own(
+    tensors: list[tuple[int, str, bool]], files: list[int], num_rows: int
+) -> None:
+    present = sorted(set(files))
+    file_of_rank = [present.index(file) for file in files]
+    num_ranks = len(files)
+    headers = [
+        Header(name=f"t{i:03}", dtype=dtype, shape=(n,), box=None, from_rank_0=own)
+        for i, (n, dtype, own) in enumerate(tensors)
+    ]
+    listed = rows("even", (num_rows * num_ranks, 3), num_ranks)
+    even = EvenShards.of(listed[-1], rank=num_ranks - 1, num_ranks=num_ranks)
+    assert even is not None
+    assert [list(shards) for shards in even] == listed
+    plan = make_plan(replicated=headers, shards_by_rank=even, file_of_rank=file_of_rank)
+    same = make_plan(replicated=headers, shards_by_rank=listed, file_of_rank=file_of_rank)
+    assert all_extents(plan) == all_extents(same)
+    pieces = plan.pieces()
+    assert pieces == same.pieces()
+    for counts in times_written(plan):
+        assert (counts == 1).all()
+    for rank, extents in enumerate(all_extents(plan)):
+        own = plan.pieces_in(file_of_rank[rank])
+        assert list(own) == sorted(own)
+        for extent in extents:
+            piece = own[extent.tensor, extent.piece]
+            assert piece == pieces[extent.tensor][extent.piece]
+            assert piece.file == file_of_rank[rank]
+            begin = [e - p for e, p in zip(extent.box.offset, piece.box.offset, strict=True)]
+            assert Box(offset=tuple(begin), shape=extent.box.shape).lies_within(piece.box.shape)
+    for file in range(len(present)):
+        datasets = [piece.dataset for piece in plan.pieces_in(file).values()]
+        assert len(set(datasets)) == len(datasets)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box(offset=(2, 0), shape=(2, 3)),  # rank 1's rows of 3 ranks, but not of all columns
+        Box(offset=(1, 0), shape=(2, 4)),
+        Box(offset=(2, 0), shape=(3, 4)),
+        Box(offset=(0, 0), shape=(0, 4)),
+    ],
+)
+def test_shards_that_are_not_even_are_not_taken_for_even(box: Box) -> None:
+    assert (
+        EvenShards.of([shard("w", (6, 4), Box(offset=(2, 0), shape=(2, 4)))], rank=1, num_ranks=3) is not None
+    )
+    assert EvenShards.of([shard("w", (6, 4), box)], rank=1, num_ranks=3) is None
+    two = [shard("w", (6, 4), Box(offset=(2, 0), shape=(2, 4)))] * 2
+    assert EvenShards.of(two, rank=1, num_ranks=3) is None

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hpctrain.checkpoint.retention.save_interval import Costs, advise, daly_interval_s, in_words
+from hpctrain.checkpoint.retention.save_interval import Costs, advise, daly_interval_s
 from hpctrain.checkpoint.saving.save_requests import FILE_NAME, SaveRequests, ask_for_save
 from hpctrain.errors import UsageError
 from hpctrain.resilience import SaveSignal
+from hpctrain.telemetry import in_words
 
 
 def test_for_cheap_checkpoints_it_is_youngs() -> None:
@@ -65,8 +66,8 @@ def test_in_a_simulation_no_much_shorter_or_longer_interval_loses_less() -> None
     at_best = lost(1.0)
     assert at_best < lost(0.4)
     assert at_best < lost(2.5)
-    told = advise(cost_s=cost_s, write_s=cost_s, failures_per_day=24).lost_share
-    assert told == pytest.approx(at_best, abs=0.02)
+    reported = advise(cost_s=cost_s, write_s=cost_s, failures_per_day=24).lost_share
+    assert reported == pytest.approx(at_best, abs=0.02)
 
 
 def test_it_is_never_shorter_than_a_background_write_takes() -> None:
@@ -83,13 +84,16 @@ def test_it_follows_the_median_of_what_was_measured() -> None:
     found = costs.advice(failures_per_day=1)
     assert found is not None
     assert found == advise(cost_s=0.5, write_s=0.5, failures_per_day=1)
-    told = found.describe()
-    assert "stops training for 0.5 s and a failure comes every 24 h: save every 4.89 min (Young/Daly)" in told
+    reported = found.describe()
+    assert (
+        "stops training for 0.5 s and a failure comes every 24 h: save every 4.89 min (Young/Daly)"
+        in reported
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(cost_s=st.floats(0, 1e6), write_s=st.floats(0, 1e6), failures_per_day=st.floats(1e-3, 1e4))
-def test_it_is_finite_positive_or_zero_and_told_for_all_costs(
+def test_it_is_finite_positive_or_zero_and_reported_for_all_costs(
     cost_s: float, write_s: float, failures_per_day: float
 ) -> None:
     found = advise(cost_s=cost_s, write_s=write_s, failures_per_day=failures_per_day)
@@ -103,7 +107,7 @@ def test_it_is_finite_positive_or_zero_and_told_for_all_costs(
     [(0.123, "0.12 s"), (9.6, "9.6 s"), (45, "45 s"), (119, "119 s"), (294, "4.9 min"), (86_400, "24 h"),
      (10 * 86_400, "10 days")],
 )  # fmt: skip
-def test_times_are_told_in_units_that_fit(seconds: float, text: str) -> None:
+def test_times_are_reported_in_units_that_fit(seconds: float, text: str) -> None:
     assert in_words(seconds) == text
 
 
@@ -133,6 +137,7 @@ def test_the_directory_is_looked_at_no_more_often_than_said(tmp_path: Path) -> N
     assert not requests.asked()
 
 
+@pytest.mark.timing
 def test_a_signal_asks_once_also_where_it_reaches_the_ranks_at_different_moments() -> None:
     save_signal = SaveSignal().install()
     try:

@@ -56,8 +56,8 @@ def saver_into(
 ) -> Saver:
     comm = comm or SerialWorld()
     begin = saving_into(directory, comm=comm, options=options)
-    told: list[Saved] = saved if saved is not None else []
-    return Saver(begin, comm=comm, mode=mode, when_busy=when_busy, on_saved=told.append)
+    reported: list[Saved] = saved if saved is not None else []
+    return Saver(begin, comm=comm, mode=mode, when_busy=when_busy, on_saved=reported.append)
 
 
 def steps_in(directory: Path) -> list[str]:
@@ -86,7 +86,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, num_ranks:
         assert saver.in_flight_step is None
         return saved[0]
 
-    found = run_threads(num_ranks, rank_main, timeout_s=60)
+    found = run_threads(num_ranks, rank_main, timeout_s=300)
     assert content_of(tmp_path / "step-00000005.h5") == 1.0
     for saved in found:
         assert saved.step == 5
@@ -95,6 +95,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path, num_ranks:
         assert saved.mb_per_s == pytest.approx(saved.result.bytes / 1e6 / saved.write_s)
 
 
+@pytest.mark.timing
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     saved: list[Saved] = []
     saver = saver_into(tmp_path, options=SaveOptions(limit_mb_per_s=4.0), saved=saved)
@@ -126,7 +127,7 @@ def test_the_vote_commits_it_while_the_ranks_go_on(tmp_path: Path) -> None:
         saver.close()
         return steps
 
-    steps = run_threads(3, rank_main, timeout_s=60)
+    steps = run_threads(3, rank_main, timeout_s=300)
     assert len(set(steps)) == 1  # after the same step on all
     assert steps[0] > 2
     assert steps_in(tmp_path) == ["step-00000001.h5"]
@@ -141,7 +142,7 @@ def test_memory_for_the_copy_is_the_ranks_share_and_is_used_again(tmp_path: Path
                 found.add(saver.buffer_bytes)
         return found
 
-    for sizes in run_threads(2, rank_main, timeout_s=60):
+    for sizes in run_threads(2, rank_main, timeout_s=300):
         (num_bytes,) = sizes
         assert num_bytes <= 1.05 * weights(0).nbytes / 2
 
@@ -207,7 +208,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_on_all_ranks(
         saver.close()
         return str(caught.value)
 
-    texts = run_threads(num_ranks, rank_main, timeout_s=60)
+    texts = run_threads(num_ranks, rank_main, timeout_s=300)
     assert len(set(texts)) == 1
     assert "step-00000002" in texts[0] or "checkpoints" in texts[0]
     assert steps_in(directory) == ["step-00000001.h5", "step-00000003.h5"]
@@ -226,7 +227,7 @@ def test_an_error_that_all_ranks_share_still_commits_what_is_in_flight(tmp_path:
     assert steps_in(tmp_path) == ["step-00000001.h5"]
 
 
-def test_where_that_fails_too_it_is_told_and_the_first_error_stays(
+def test_where_that_fails_too_it_is_reported_and_the_first_error_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saver = saver_into(tmp_path / "checkpoints")
@@ -244,10 +245,10 @@ def test_where_that_fails_too_it_is_told_and_the_first_error_stays(
 
 def test_an_error_of_one_ranks_own_does_not_wait_for_the_others(tmp_path: Path) -> None:
     started = time.monotonic()
-    options = SaveOptions(limit_mb_per_s=0.2)  # ten seconds
+    options = SaveOptions(limit_mb_per_s=0.01)  # 200 seconds
     with pytest.raises(KeyError):
         save_and_fail(saver_into(tmp_path, options=options), KeyError("a bug"))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 100
     assert finished_newest_first(tmp_path) == []
 
 
@@ -279,7 +280,7 @@ assert not saver.ready()
 def run_script(directory: Path, end: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-W", "error", "-c", SCRIPT.format(end=end), str(directory)]
-    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_end_of_a_program_waits_for_the_checkpoint(tmp_path: Path) -> None:
@@ -341,7 +342,7 @@ def test_the_best_by_its_metric_stays_and_files_and_folders_go(tmp_path: Path, f
             for step, accuracy in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.7)):
                 save_with_quality(saver, step, accuracy)
 
-    run_threads(2, rank_main, timeout_s=60)
+    run_threads(2, rank_main, timeout_s=300)
     assert steps_in(tmp_path) == [name.format(2), name.format(4)]
     for path in finished_newest_first(tmp_path):
         open_checkpoint(path, comm=SerialWorld())

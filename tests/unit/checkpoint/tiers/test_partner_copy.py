@@ -23,6 +23,8 @@ from hpctrain.checkpoint.tiers.partner_copy import Offer, PartnerServer, greet, 
 from hpctrain.checkpoint.tiers.partner_protocol import PartnerAddress, PartnerError, connect, send_message
 from hpctrain.errors import CheckpointError
 
+pytestmark = pytest.mark.timing
+
 TOKEN = secrets.token_bytes(32)
 
 
@@ -152,7 +154,7 @@ def test_strangers_that_drip_are_sent_away_in_time_and_the_partner_comes_in_mean
         send_file(source, offer=offer_of(source), partner=partner, token=TOKEN)
         assert time.monotonic() - begin_s < 5
         assert [held.offer for held in held_under(store.base)] == [offer_of(source)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while not all(stranger.held_s for stranger in strangers) and time.monotonic() < deadline:
             time.sleep(0.05)
         # The timeout of 1 s, and two drips until a stranger notices; with room for a busy machine.
@@ -200,18 +202,23 @@ def test_a_stranger_that_accepts_gets_no_file(tmp_path: Path, source: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def answer() -> None:
-            connection, _ = stranger.accept()
-            with connection:
-                connection.sendall(bytes(16))
-                got.append(connection.recv(1 << 20))
-                connection.sendall(bytes(32))
+            while True:  # every attempt: the last one's reason is the one reported
+                connection, _ = stranger.accept()
+                with connection:
+                    connection.sendall(bytes(16))
+                    got.append(connection.recv(1 << 20))
+                    if not got[-1]:
+                        return
+                    connection.sendall(bytes(32))
 
         thread = threading.Thread(target=answer)
         thread.start()
         partner = PartnerAddress(node="right", addresses=("127.0.0.1",), port=stranger.getsockname()[1])
         with pytest.raises(PartnerError, match="another server than this run's partner"):
-            connect(partner, token=TOKEN, timeout_s=2, within_s=0.2)
-        thread.join()
+            connect(partner, token=TOKEN, timeout_s=2, within_s=2)
+        with socket.create_connection(stranger.getsockname()) as last:
+            last.shutdown(socket.SHUT_WR)
+            thread.join()
     assert len(got[0]) == 48  # a random number and a proof: nothing of ours
 
 
@@ -310,7 +317,7 @@ def test_a_sender_that_dies_leaves_nothing(tmp_path: Path, source: Path) -> None
         connection.recv(1024)
         connection.sendall(bytes(1 << 20))
         connection.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 300
         while list(store.partner.glob("*/*")) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert list(store.partner.glob("*/*")) == []

@@ -81,8 +81,8 @@ def test_an_exception_on_one_rank_ends_the_others_and_reaches_the_caller() -> No
 
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="in the middle"):
-        run_threads(3, rank, timeout_s=30)
-    assert time.monotonic() - started < 20
+        run_threads(3, rank, timeout_s=300)
+    assert time.monotonic() - started < 150  # and not by the limit
 
 
 def test_different_buffers_raise_on_every_rank() -> None:
@@ -132,15 +132,16 @@ def test_abort_becomes_the_error_of_its_exit_code() -> None:
         run_threads(3, rank)
 
 
+@pytest.mark.timing
 def test_a_late_rank_is_named_with_its_stack() -> None:
     done = threading.Event()
 
     def rank(world: World) -> None:
         if world.rank == 1:
-            done.wait(20)
+            done.wait(300)
 
-    with pytest.raises(CommunicationError, match=r"ranks \[1\] have not ended after 0.3 s[\s\S]*done.wait"):
-        run_threads(2, rank, timeout_s=0.3)
+    with pytest.raises(CommunicationError, match=r"ranks \[1\] have not ended after 2 s[\s\S]*done.wait"):
+        run_threads(2, rank, timeout_s=2)
     done.set()
 
 

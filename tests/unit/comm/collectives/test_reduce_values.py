@@ -52,7 +52,7 @@ def test_a_maximum_with_nan_is_nan_on_every_rank() -> None:
     assert all(math.isnan(x) for x in run_threads(3, case))
 
 
-def test_other_names_and_other_shapes_are_told_to_every_rank() -> None:
+def test_other_names_and_other_shapes_are_reported_to_every_rank() -> None:
     def names(world: World) -> str:
         with pytest.raises(BufferMismatch) as caught:
             all_reduce_values(world, {"loss": 1.0} if world.rank < 2 else {"lost": 1.0})

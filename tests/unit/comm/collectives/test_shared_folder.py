@@ -25,7 +25,7 @@ def test_only_rank_0_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         make(path, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "mkdir", noted)
-    names = run_threads(3, lambda world: _made_and_seen(tmp_path / "a" / "b", world), timeout_s=30)
+    names = run_threads(3, lambda world: _made_and_seen(tmp_path / "a" / "b", world), timeout_s=300)
     assert set(made) == {names[0]}
 
 
@@ -73,7 +73,7 @@ def test_one_that_other_ranks_do_not_see_is_an_error_on_all(
             make_shared_folder(tmp_path / str(world.rank), comm=world)
         errors[world.rank] = str(caught.value)
 
-    run_threads(3, rank_main, timeout_s=30)
+    run_threads(3, rank_main, timeout_s=300)
     assert len(set(errors.values())) == 1
     assert (
         f"rank 1 ({platform.node()}): the folder {tmp_path / '1'} that rank 0 made is not visible"
@@ -89,4 +89,4 @@ def test_one_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None:
         with pytest.raises(LaunchError, match="Not a directory"):
             make_shared_folder(tmp_path / "file" / "folder", comm=world)
 
-    run_threads(2, rank_main, timeout_s=30)
+    run_threads(2, rank_main, timeout_s=300)

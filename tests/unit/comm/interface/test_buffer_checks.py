@@ -1,10 +1,6 @@
-"""The pure parts of communication: counts, windows, rows, names of ranks, positions."""
+"""The pure parts of communication: counts, windows, rows, names of ranks."""
 
 from __future__ import annotations
-
-import time
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +16,6 @@ from hpctrain.comm.interface.buffer_checks import (
     sum_in_order,
     windows_of,
 )
-from hpctrain.comm.watchdog.rank_status import (
-    GroupPosition,
-    RankPosition,
-    find_absent,
-    find_silent,
-    position_path,
-    read_positions,
-    write_position,
-)
-from hpctrain.comm.watchdog.timeout_report import describe_finding
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import RankIdentity, identify
 from hpctrain.launch.yielding import YIELD_VARIABLE
@@ -88,7 +74,7 @@ def test_ranks_are_named_in_spans(ranks: list[int], text: str) -> None:
     assert describe_ranks(ranks) == text
 
 
-def test_what_the_user_told_horovod_stays() -> None:
+def test_what_the_user_set_for_horovod_stays() -> None:
     environ = {"HOROVOD_FUSION_THRESHOLD": "1024", "HOROVOD_DYNAMIC_PROCESS_SETS": "0"}
     apply_settings(environ)
     assert environ["HOROVOD_FUSION_THRESHOLD"] == "1024"
@@ -127,98 +113,6 @@ def test_open_mpi_yields_to_the_computation_where_each_rank_has_a_core(
     environ = dict(variables)
     yield_while_idle(environ, identity=identity, num_cores=4)
     assert environ.get(YIELD_VARIABLE) == yields
-
-
-def position(rank: int, *, written: float = 100.0, **groups: GroupPosition) -> RankPosition:
-    return RankPosition(rank=rank, host="node7", pid=1, written=written, step=12, groups=groups)
-
-
-def absent_texts(positions: dict[int, RankPosition]) -> dict[int, str]:
-    found = find_absent(
-        positions, members=[0, 1, 2, 3], group="world", sequence=5, now=101.0, usual_silence_s=3.0
-    )
-    return {absence.rank: absence.text for absence in found}
-
-
-def test_a_rank_that_has_begun_the_operation_is_not_absent() -> None:
-    waits = GroupPosition(sequence=5, operation="all_reduce", waiting_s=2.0)
-    past = GroupPosition(sequence=9, operation="barrier", waiting_s=None)
-    behind = GroupPosition(sequence=4, operation="all_reduce", waiting_s=None)
-    texts = absent_texts({r: position(r, world=p) for r, p in enumerate([waits, past, behind, waits])})
-    assert set(texts) == {2}
-    assert "node7" in texts[2]
-    assert "past all_reduce number 4" in texts[2]
-    assert "step 12" in texts[2]
-    assert "last heard" not in texts[2]
-
-
-def test_an_absent_rank_is_found_in_another_communicator_or_silent_or_without_trace() -> None:
-    waits = GroupPosition(sequence=5, operation="all_reduce", waiting_s=2.0)
-    behind = GroupPosition(sequence=4, operation="all_reduce", waiting_s=None)
-    elsewhere = GroupPosition(sequence=2, operation="broadcast", waiting_s=1.0)
-    texts = absent_texts(
-        {
-            0: position(0, world=waits),
-            1: position(1, world=behind, other=elsewhere),
-            2: position(2, world=behind, written=41.0),
-        }
-    )
-    assert set(texts) == {1, 2, 3}
-    assert "waits in broadcast number 2 of other" in texts[1]
-    assert "last heard of 60 s ago" in texts[2]
-    assert "no position file" in texts[3]
-
-
-def test_a_rank_outside_the_group_that_went_silent_is_found() -> None:
-    waits = GroupPosition(sequence=5, operation="all_reduce", waiting_s=2.0)
-    positions = {2: position(2, world=waits, written=41.0), 3: position(3, world=waits)}
-    found = find_silent(positions, now=101.0, usual_silence_s=10.0)
-    assert [absence.rank for absence in found] == [2]
-    assert "last heard of 60 s ago" in found[0].text
-
-
-def test_a_rank_whose_file_is_from_the_start_is_said_to_have_come_to_the_operation_before() -> None:
-    at_start = GroupPosition(sequence=1, operation="all_reduce", waiting_s=None)
-    found = find_absent(
-        {1: position(1, world=at_start, written=10.0)}, members=[1], group="world", sequence=5, now=9000.0,
-        usual_silence_s=30.0, silent_at_most_s=70.0,
-    )  # fmt: skip
-    assert [absence.text for absence in found] == [
-        "rank 1 on node7 (process 1) came to number 4 of it and not to this one, and is silent, last heard of 70 s ago"
-    ]
-
-
-def test_ten_thousand_absences_are_folded() -> None:
-    waits = GroupPosition(sequence=4, operation="all_reduce", waiting_s=3.0)
-    positions = {rank: position(rank, world=waits, written=80.0 + rank % 10) for rank in range(10_000)}
-    positions[17] = position(17, world=GroupPosition(sequence=4, operation="all_reduce", waiting_s=None))
-    for rank in range(5000, 5040):  # each in a state of its own
-        place = GroupPosition(sequence=rank, operation="broadcast", waiting_s=1.0)
-        positions[rank] = position(rank, world=replace(waits, waiting_s=None), other=place)
-    del positions[9999]
-    start_s = time.perf_counter()
-    found = find_absent(
-        positions, members=range(10_000), group="world", sequence=5, now=100.0, usual_silence_s=5.0
-    )
-    report = describe_finding([], found, waits=True, num_asked=0)
-    assert time.perf_counter() - start_s < 2
-    assert len(found) == 10_000
-    lines = report.splitlines()
-    assert len(lines) < 40
-    assert max(map(len, lines)) < 400
-    assert any(line.startswith("  rank 17 on node7") for line in lines)
-    assert "ranks in 28 other states" in lines[-1]
-    assert any(
-        "waits in all_reduce number 4" in line and "last heard of 11 to 20 s ago" in line for line in lines
-    )
-
-
-def test_positions_are_read_back_and_damaged_ones_left_out(tmp_path: Path) -> None:
-    written = position(3, world=GroupPosition(sequence=1, operation="barrier", waiting_s=0.5))
-    write_position(written, directory=tmp_path)
-    position_path(tmp_path, rank=4).write_text('{"rank": 4')
-    position_path(tmp_path, rank=5).write_text('{"rank": 5, "groups": {"world": {"unknown": 1}}}')
-    assert read_positions(tmp_path, ranks=[3, 4, 5, 6]) == {3: written}
 
 
 def test_unknown_backends_and_serial_with_many_ranks_are_refused() -> None:

@@ -14,16 +14,22 @@ import pytest
 
 from tests.ranks_launcher import REPOSITORY
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.timing]
 
 _RANK = """
 import ctypes, sys, time
 from pathlib import Path
+from hpctrain.comm.watchdog.board.node_files import WatchFolders
+from hpctrain.comm.watchdog.board.rank_status import Placement
 from hpctrain.comm.watchdog.watcher import Watcher, exit_now
 watcher = Watcher(rank=0, timeout_s=float(sys.argv[2]), abort=exit_now, leave=exit_now)
 watcher.lock_may_be_held()
 track = watcher.track(group="world", members=(0, 1))
-watcher.publish_in(Path(sys.argv[1]))
+shared = Path(sys.argv[1])
+placement = Placement(node_of_rank=[0, 0], node_names=["here"])
+folders = WatchFolders(rank=0, shared=shared, local=shared / "local", placement=placement)
+watcher.prepare(folders)
+watcher.publish_in(folders)
 time.sleep(1)
 Path(sys.argv[1], "ready").touch()
 with watcher.during(track, "all_reduce"):
@@ -49,7 +55,7 @@ def start(directory: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while not path.exists():
         assert time.monotonic() < deadline_s
         assert process.poll() is None
@@ -60,7 +66,7 @@ def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path)
     process = start(tmp_path, "2", "hold", "0")
     wait_for(tmp_path / "ready", process)
     start_s = time.monotonic()
-    _, told = process.communicate(timeout=40)
+    _, told = process.communicate(timeout=300)
     assert time.monotonic() - start_s < 15
     assert process.returncode == 6, told
     assert "rank 0 on" in told
@@ -69,7 +75,7 @@ def test_a_rank_whose_python_is_held_ends_with_code_6_and_a_word(tmp_path: Path)
 
 def test_a_rank_that_holds_the_lock_outside_any_operation_lives_on(tmp_path: Path) -> None:
     process = start(tmp_path, "4", "hold outside", "0")
-    stdout, told = process.communicate(timeout=60)
+    stdout, told = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (0, "done\n"), told
     assert told == ""
 
@@ -80,6 +86,6 @@ def test_a_suspended_rank_goes_on(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(8)  # longer than _SUSPENDED_AFTER_S and the limit
     os.kill(process.pid, signal.SIGCONT)
-    stdout, told = process.communicate(timeout=40)
+    stdout, told = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (0, "done\n"), told
     assert told == ""

@@ -12,16 +12,14 @@ import pytest
 
 from hpctrain.comm.watchdog.host_probe import (
     HostReachability,
-    ProbeTarget,
     ReservedPort,
     host_addresses,
-    probe,
-    ranks_to_read,
-    targets_of,
     targets_of_others,
 )
 from hpctrain.comm.watchdog.network_partition import find_cut, name_hosts
-from hpctrain.comm.watchdog.rank_status import RankPosition
+from hpctrain.comm.watchdog.tcp_probe import ProbeTarget, probe_hosts
+
+pytestmark = pytest.mark.timing
 
 
 def all_to_all(hosts: str, *, cut: str = "") -> dict[str, dict[str, bool]]:
@@ -125,7 +123,7 @@ def test_a_reserved_port_is_reached_at_all_addresses_and_nothing_listens() -> No
     with reserved() as made:
         port = made.target.port
         targets = [target(port), target(port, host="c", addresses=(*host_addresses(), "127.0.0.1"))]
-        assert probe(targets, timeout_s=5) == {"b": True, "c": True}
+        assert probe_hosts(targets, timeout_s=5) == {"b": True, "c": True}
         listening = [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
         assert port not in listening
         with pytest.raises(OSError, match="in use"):
@@ -135,51 +133,55 @@ def test_a_reserved_port_is_reached_at_all_addresses_and_nothing_listens() -> No
 def test_a_host_whose_rank_has_ended_is_reached() -> None:
     with reserved() as made:
         port = made.target.port
-    assert probe([target(port)], timeout_s=5) == {"b": True}
+    assert probe_hosts([target(port)], timeout_s=5) == {"b": True}
 
 
 def test_a_port_where_something_listens_by_now_is_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        assert probe([target(other.getsockname()[1])], timeout_s=5) == {"b": True}
+        assert probe_hosts([target(other.getsockname()[1])], timeout_s=5) == {"b": True}
 
 
 def test_many_hosts_that_do_not_answer_cost_no_more_than_one() -> None:
     with reserved() as made, unanswered_port() as silent:
         targets = [target(silent, host=f"h{n}") for n in range(40)]
         start_s = time.monotonic()
-        found = probe([*targets, target(made.target.port)], timeout_s=0.5)
+        found = probe_hosts([*targets, target(made.target.port)], timeout_s=0.5)
         assert time.monotonic() - start_s < 5
         assert [host for host, answered in found.items() if answered] == ["b"]
 
 
 def test_addresses_that_this_host_has_too_are_left_out() -> None:
     with reserved() as made:
-        assert probe([target(made.target.port)], timeout_s=5, own=("127.0.0.1",)) == {}
-
-
-def position(rank: int, host: str, *, port: int | None = 1, address: str = "10.0.0.1") -> RankPosition:
-    return RankPosition(rank=rank, host=host, pid=1, written=0.0, addresses=[address], port=port)
+        assert probe_hosts([target(made.target.port)], timeout_s=5, own=("127.0.0.1",)) == {}
 
 
 def test_one_target_a_host_and_none_of_this_host() -> None:
-    positions = [position(rank, f"h{rank // 2}") for rank in range(6)]
-    assert [found.host for found in targets_of_others(targets_of(positions), here="h1")] == ["h0", "h2"]
-    assert targets_of([position(0, "b", port=None)]) == []
+    targets = [target(1, host=f"h{rank // 2}") for rank in range(6)]
+    assert [found.host for found in targets_of_others(targets, here="h1")] == ["h0", "h2"]
+    assert targets_of_others([target(1, addresses=())], here="h1") == ()
 
 
 def test_of_many_hosts_so_many_are_drawn() -> None:
-    positions = [position(rank, f"h{rank}") for rank in range(300)]
-    assert len(targets_of_others(targets_of(positions), here="h0", max_hosts=64)) == 64
-    assert ranks_to_read(range(5)) == [0, 1, 2, 3, 4]
-    assert len(set(ranks_to_read(range(1000), max_ranks=256))) == 256
+    targets = [target(1, host=f"h{host}") for host in range(300)]
+    assert len(targets_of_others(targets, here="h0", max_hosts=64)) == 64
+
+
+def test_a_host_cut_off_from_a_thousand_others_is_named_in_a_second() -> None:
+    """Each of these has asked as many as it may."""
+    found = {
+        f"h{host}": {f"h{(host + step) % 1250}": (host + step) % 1250 != 17 != host for step in range(1, 65)}
+        for host in range(1250)
+    }
+    start_s = time.thread_time()
+    (line,) = find_cut(found, here="h0")
+    assert time.thread_time() - start_s < 1
+    assert line.startswith("h17 cannot be reached from ")
 
 
 def test_a_host_that_never_answered_is_not_asked_again() -> None:
     reach = HostReachability()
     with reserved() as made, unanswered_port() as silent:
-        there = position(1, "b", port=made.target.port, address="127.0.0.1")
-        behind_a_firewall = position(2, "c", port=silent, address="127.0.0.1")
-        reach.others = tuple(targets_of([there, behind_a_firewall]))
+        reach.others = (target(made.target.port), target(silent, host="c"))
         assert not reach.learn(timeout_s=0.3)
         assert [known.host for known in reach.targets] == ["b"]
         reach.probe(timeout_s=1)

@@ -92,7 +92,7 @@ def verified(path: Path) -> None:
 def staged(path: Path) -> None:
     original = Dataset.open(path.with_suffix(".hashed"))
     with StagedDataset.open(original, directory=path.with_suffix(".local"), max_bytes=1 << 30) as copies:
-        assert copies.wait_until_staged(timeout_s=20) == 1
+        assert copies.wait_until_staged(timeout_s=300) == 1
         assert copies.problems == {}
         right(copies)
 

@@ -50,7 +50,7 @@ def each_way(directory: Path, *words: str) -> dict[str, dict[str, str]]:
         *words,
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, env=environ, cwd=REPOSITORY
+        command, capture_output=True, text=True, timeout=300, check=False, env=environ, cwd=REPOSITORY
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, str]] = json.loads(done.stdout)
@@ -98,12 +98,12 @@ def test_a_table_of_pytables_is_indexed_with_hashes_by_the_command(tmp_path: Pat
         "    file.create_table('/', 't', obj=np.array([(n, n / 2) for n in range(60)], 'i4,f8'))\n"
     )
     path = tmp_path / "a.h5"
-    subprocess.run([sys.executable, "-c", program, str(path)], timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", program, str(path)], timeout=300, check=True)
     environ = {**os.environ, "HDF5_PLUGIN_PATH": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
 
     def hpctrain(*words: str) -> str:
         command = [sys.executable, "-m", "hpctrain.cli.main", "data", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environ)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

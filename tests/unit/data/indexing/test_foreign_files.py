@@ -107,7 +107,7 @@ def pandas_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("pandas")
     directory = tmp_path_factory.mktemp("pandas")
     # PyTables has an HDF5 of its own, which is better kept out of this process.
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PANDAS, str(directory)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PANDAS, str(directory)], check=True, timeout=300)
     return directory
 
 

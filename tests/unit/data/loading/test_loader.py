@@ -165,7 +165,7 @@ def test_prefetching_is_bounded_in_bytes(num_threads: int, depth: int) -> None:
     assert loader.prefetch_batches == depth
     with loader.epoch(0) as batches:
         for taken in range(20):
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 300
             while source.gathered < taken + depth and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(0.005)  # room for one too many
@@ -220,7 +220,7 @@ def test_a_program_that_ends_with_an_open_iterator_ends(tmp_path: Path) -> None:
         "print(next(batches).num_samples)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert (result.stdout, result.stderr) == ("4\n", "")
 
 

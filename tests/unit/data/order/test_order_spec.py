@@ -5,53 +5,29 @@ from __future__ import annotations
 import itertools
 import json
 import tracemalloc
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
-from numpy.typing import NDArray
+from hypothesis import given, settings, strategies as st
 
 from hpctrain.data import (
     Batch,
     Blocks,
     Dataset,
-    FieldSpec,
-    Fixed,
     LastBatch,
     Loader,
-    OrderSpec,
-    Sequential,
-    Shuffled,
     Stratified,
     Weighted,
-    pack_arrays,
 )
 from hpctrain.data.order.batch_plan import plan_batch
 from hpctrain.data.order.block_shuffle import BlockOrder
 from hpctrain.data.order.epoch_order import EpochOrder, Order, batch_spans, rank_share
-from hpctrain.data.order.permutation import Direction, epoch_key, permute
 from hpctrain.data.order.stratified import Strata, StratifiedOrder
 from hpctrain.data.order.weighted import WeightedOrder, cumulative_weights
 from hpctrain.errors import DataError, RecipeError
-
-KINDS = ("shuffle", "sequential", "blocks", "stratified", "weighted", "fixed")
-ONCE = tuple(kind for kind in KINDS if kind != "weighted")  # every sample exactly once per epoch
-
-
-def spec_of(kind: str, num_samples: int, *, block: int = 7, window: int = 3) -> OrderSpec:
-    """An order of each kind; weights and classes are odd functions of the sample."""
-    numbers = np.arange(num_samples)
-    return {
-        "shuffle": Shuffled(),
-        "sequential": Sequential(),
-        "blocks": Blocks(block_samples=block, window_blocks=window),
-        "stratified": Stratified(classes=numbers * 7919 % 11 // 3),
-        "weighted": Weighted(weights=(numbers + 1) % 4 + 0.25),
-        "fixed": Fixed(of=Shuffled()),
-    }[kind]
+from tests.unit.data.order.order_cases import KINDS, ONCE, Numbers, spec_of
 
 
 def global_batches(
@@ -110,17 +86,6 @@ def test_any_interruption_on_any_ranks_leaves_the_global_batches_as_they_were(
         )
     else:
         assert not any(alone_padded)
-
-
-@pytest.fixture(scope="module")
-def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Dataset]:
-    """The same 97 numbers in 1, 4 and 14 shards."""
-    opened = {}
-    for shard_samples in (97, 26, 7):
-        directory = tmp_path_factory.mktemp("data")
-        pack_arrays(directory, {"label": np.arange(97)}, shard_samples=shard_samples)
-        opened[shard_samples] = Dataset.open(directory)
-    return opened
 
 
 @settings(max_examples=25)
@@ -214,142 +179,6 @@ GOLDEN_NAMES = {
 }
 
 
-@given(st.integers(1, 2**62), st.integers(0, 2**32), st.integers(0, 2**62))
-def test_a_permutation_can_be_turned_round(num_values: int, seed: int, first: int) -> None:
-    values = np.unique((first + np.arange(50)) % num_values)
-    key = epoch_key(seed, 1)
-    moved = permute(values, num_values=num_values, key=key)
-    back = permute(moved, num_values=num_values, key=key, direction=Direction.INVERSE)
-    assert np.array_equal(back, values)
-
-
-# ------------------------------------------------------------------ blocks
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 400), st.integers(1, 70), st.integers(1, 9), st.integers(0, 100))
-@example(num_samples=65, block=64, window=1, seed=0)
-def test_a_window_of_the_epoch_holds_its_whole_blocks_and_nothing_else(
-    num_samples: int, block: int, window: int, seed: int
-) -> None:
-    order = BlockOrder(num_samples=num_samples, block_samples=block, window_blocks=window, seed=seed)
-    position = 0
-    for number in range(order.num_windows):
-        blocks = order.blocks_of(number)
-        inside = np.concatenate([np.arange(*span) for span in blocks])
-        assert len(blocks) == window or number == order.num_windows - 1
-        assert order.windows_of(position, position + len(inside)) == range(number, number + 1)
-        assert np.array_equal(np.sort(order.at(position, position + len(inside))), inside)
-        position += len(inside)
-    assert position == num_samples
-    assert list(order.windows_of(0, num_samples)) == list(range(order.num_windows))
-
-
-def mixing(order: Order) -> tuple[float, float]:
-    """Mean displacement as a share of the epoch, and the share of neighbours in the files kept side by side."""
-    found = order.at(0, order.num_samples)
-    displacement = float(np.abs(found - np.arange(order.num_samples)).mean()) / order.num_samples
-    return displacement, float((np.abs(np.diff(found)) == 1).mean())
-
-
-@pytest.mark.parametrize(("block", "window"), [(128, 4), (128, 16), (512, 16)])
-def test_blocks_move_samples_as_far_as_a_full_shuffle_and_part_neighbours_within_the_window(
-    block: int, window: int
-) -> None:
-    order = BlockOrder(num_samples=100_000, block_samples=block, window_blocks=window, seed=1)
-    displacement, kept = mixing(order)
-    blocks = 100_000 / block
-    assert displacement == pytest.approx(1 / 3, abs=0.6 / np.sqrt(blocks))  # as of `blocks` random places
-    # Two samples that follow each other are neighbours in the file with chance 2 / (samples of the window).
-    expected = 2 / (block * window)
-    assert kept == pytest.approx(expected, abs=5 * np.sqrt(expected / 100_000))
-
-
-def test_a_batch_of_a_window_draws_from_many_of_its_blocks() -> None:
-    order = BlockOrder(num_samples=2**15, block_samples=128, window_blocks=16, seed=3)
-    batches = [order.at(first, first + 64) // 128 for first in range(0, 2**15, 64)]
-    # 64 draws without replacement from 16 blocks of 128 miss one with chance (15/16)**64, about 0.015.
-    assert np.mean([len(set(batch)) for batch in batches]) == pytest.approx(
-        16 * (1 - (15 / 16) ** 64), abs=0.05
-    )
-
-
-# ------------------------------------------------------------------ weighted
-
-
-def test_samples_are_drawn_as_often_as_their_weights_say_and_never_without() -> None:
-    weights = np.array([0, 1, 2, 0, 5, 0.5, 0])
-    order = WeightedOrder(sums=cumulative_weights(weights), num_samples=200_000, seed=2)
-    drawn = np.bincount(order.at(0, 200_000), minlength=7)
-    expected = weights / weights.sum() * 200_000
-    assert (drawn[weights == 0] == 0).all()
-    alive = weights > 0
-    assert (((drawn - expected)[alive] ** 2) / expected[alive]).sum() < 3 + 4 * np.sqrt(6)
-
-
-def test_an_epoch_of_draws_has_the_length_that_was_asked(datasets: dict[int, Dataset]) -> None:
-    spec = Weighted(weights=np.arange(97), num_draws=250)
-    loader = Loader(datasets[26], global_batch=100, order=spec)
-    batches = list(loader.epoch(0))
-    assert [batch.num_samples for batch in batches] == [100, 100, 50]
-    assert loader.position == 250
-    assert 0 not in torch.cat([batch["label"] for batch in batches])
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (np.array([1.0, -2.0]), "the weight of sample 1 is -2.0"),
-        (np.array([np.nan]), "the weight of sample 0 is nan"),
-        (np.zeros(3), "add up to 0.0"),
-        (np.ones((2, 2)), r"float64 of shape \(2, 2\)"),
-        (np.array(["a"]), "one number per sample"),
-    ],
-)
-def test_weights_that_mean_nothing_are_refused(weights: NDArray[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Weighted(weights=weights)
-
-
-# ------------------------------------------------------------------ stratified
-
-
-@given(
-    st.lists(st.integers(1, 200), min_size=1, max_size=20),
-    st.integers(1, 300),
-    st.integers(0, 1000),
-    st.data(),
-)
-def test_any_stretch_of_a_stratified_epoch_has_the_datasets_proportions(
-    counts: list[int], length: int, seed: int, data: st.DataObject
-) -> None:
-    classes = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
-    total = len(classes)
-    length = min(length, total)
-    start = data.draw(st.integers(0, total - length))
-    order = StratifiedOrder(strata=Strata.of(classes), seed=seed, epoch=1)
-    drawn = np.bincount(classes[order.at(start, start + length)], minlength=len(counts))
-    due = length * np.array(counts) / total
-    assert (np.abs(drawn - due) <= 1 + len(counts) * np.array(counts) / total).all()
-
-
-def test_the_members_of_a_class_are_shuffled_each_by_itself() -> None:
-    classes = np.arange(40_000) % 4
-    order = StratifiedOrder(strata=Strata.of(classes), seed=5)
-    displacement, kept = mixing(order)
-    assert displacement == pytest.approx(1 / 3, abs=0.01)
-    assert kept < 0.001
-    found = order.at(0, 40_000)
-    ranks_in_class = [found[classes[found] == c] // 4 for c in range(4)]
-    assert len({tuple(ranks[:10]) for ranks in ranks_in_class}) == 4
-
-
-def test_strata_that_are_no_classes_are_refused() -> None:
-    for classes in (np.zeros(3), np.zeros((2, 2), int), np.zeros(0, int)):
-        with pytest.raises(DataError, match="one integer per sample is needed"):
-            Stratified(classes=classes)
-
-
 # ------------------------------------------------------------------ the last batch, padded
 
 
@@ -398,7 +227,7 @@ def test_a_place_is_refused_by_another_order_and_by_other_data(datasets: dict[in
         with pytest.raises(DataError, match="this is not a state of a loader"):
             Loader(datasets[26], global_batch=8).load_state_dict(broken)
     other = Loader(datasets[26], global_batch=8, order=Weighted(weights=np.ones(97)))
-    with pytest.raises(DataError, match="a position is another sample in another order"):
+    with pytest.raises(DataError, match="in which the same position means another sample"):
         other.load_state_dict(
             Loader(datasets[26], global_batch=8, order=Weighted(weights=np.arange(97))).state_dict()
         )
@@ -424,22 +253,6 @@ def test_what_an_order_cannot_be_is_refused() -> None:
     for kind in KINDS:
         with pytest.raises(DataError, match="positions 5 to 11 were requested from an epoch of 10 samples"):
             spec_of(kind, 10).for_epoch(0, num_samples=10, seed=0).at(5, 11)
-
-
-class Numbers:
-    """Samples that are their own index, and are nowhere."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self.fields = {"number": FieldSpec(dtype="int64", shape=(1,))}
-
-    def gather(
-        self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
-    ) -> dict[str, NDArray[Any]]:
-        array = indices[:, None]
-        if out is not None:
-            out["number"][...] = array
-        return {"number": array}
 
 
 # ------------------------------------------------------------------ figure 3 of the plan: 10^9 samples, 65,536 ranks

@@ -51,7 +51,7 @@ def test_shards_are_ordinary_hdf5_that_h5py_reads(tmp_path: Path) -> None:
 def test_h5dump_reads_a_shard(tmp_path: Path) -> None:
     pack_arrays(tmp_path, {"label": np.array([3, 1, 4, 1, 5])})
     command = ["h5dump", "-d", "/label", str(tmp_path / "shard-00000.h5")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "H5T_STD_I64LE" in text
     assert "(0): 3, 1, 4, 1, 5" in text
 

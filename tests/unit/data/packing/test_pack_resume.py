@@ -18,8 +18,8 @@ from hpctrain.data import Dataset, Existing, pack_arrays, read_manifest, verify
 from hpctrain.data.format.field_statistics import Moments, moments_of
 from hpctrain.data.hdf5.encode import ChunkCodec, ShardCompression
 from hpctrain.data.packing.pack import pack_documents, pack_iterator
-from hpctrain.data.packing.token_documents import TokenArrays
 from hpctrain.errors import DataError, UsageError
+from tests.token_arrays import TokenArrays
 
 
 def some_fields(num_samples: int = 100) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from hpctrain.data import Dataset, Verify, pack_arrays, pack_tokens, read_manife
 from hpctrain.data.format.manifest import _checksum
 from hpctrain.data.indexing.index_files import index_files
 from hpctrain.data.reading.decode_pool import Task
-from hpctrain.data.reading.shared_descriptor import OpenFile
+from hpctrain.data.reading.field_reader import OpenFile
 from hpctrain.errors import DataError, ExitCode
 
 NUM_SAMPLES = 100
@@ -75,7 +75,7 @@ def test_gather_fills_the_arrays_it_is_given(shared: Path) -> None:
 def repack(directory: Path, *options: str) -> None:
     for path in sorted(directory.glob("shard-*.h5")):
         target = path.with_suffix(".new")
-        subprocess.run(["h5repack", *options, str(path), str(target)], check=True, timeout=30)
+        subprocess.run(["h5repack", *options, str(path), str(target)], check=True, timeout=300)
         target.rename(path)
 
 

@@ -1,64 +1,39 @@
-"""Calibration over threads, with reducers whose cost is known and a clock that only they move."""
+"""Trials over threads, with reducers whose cost is known and a clock that only they move."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
-from hpctrain.errors import BufferMismatch, CheckpointError, CommunicationError, UsageError
-from hpctrain.reduce import AllReduceUpdater
-from hpctrain.reduce.algorithms import Algorithm
-from hpctrain.reduce.autotune.cost_model import Candidate, Measurement
+from hpctrain.errors import CommunicationError, UsageError
+from hpctrain.reduce.autotune.cost_model import Candidate
 from hpctrain.reduce.autotune.decision import Choice
 from hpctrain.reduce.autotune.link_bound import LinkFloor
 from hpctrain.reduce.autotune.trials import MAX_ROUNDS_COMPARED, ROUNDS_OF_ALL, Calibration, calibrate
-from hpctrain.reduce.autotune.tune import (
-    AutoChoice,
-    CalibrationFiles,
-    TrialResults,
-    bucket_sizes,
-    find_choice,
-)
-from hpctrain.reduce.autotune.tuned_reducer import AutoReducer
-from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
-from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, plan_buckets
+from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, StateTensor
-from hpctrain.reduce.contract.polling import run_to_end
-from hpctrain.reduce.factory import ReducerMaker
-from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
-from hpctrain.topology import Topology
+from tests.unit.reduce.autotune.real_reducers import CANDIDATES, CPU, NODES, make_real
 
-CPU = torch.device("cpu")
 CostOf = Callable[[int, int], float]  # rank, bytes -> seconds
 
 
 class FakeClock:
     def __init__(self) -> None:
         self.now_s = 0.0
+        self._lock = threading.Lock()
+
+    def advance(self, seconds: float) -> None:
+        with self._lock:
+            self.now_s += seconds
 
     def __call__(self) -> float:
         return self.now_s
-
-
-class TickingClock:
-    """One millisecond passes between two readings, however long the machine takes."""
-
-    def __init__(self) -> None:
-        self._readings = 0
-
-    def __call__(self) -> float:
-        self._readings += 1
-        return self._readings * 1e-3
 
 
 class FakeReducer:
@@ -88,7 +63,7 @@ class FakeReducer:
 
     def reduce(self, number: int) -> Iterator[bool]:
         self.reduced[self._sizes[number]] += 1
-        self._clock.now_s += self._cost(self._world.rank, self._sizes[number])
+        self._clock.advance(self._cost(self._world.rank, self._sizes[number]))
         yield True
 
     def settle(self, *, applied: bool, rescale: float) -> None: ...
@@ -99,7 +74,12 @@ class FakeReducer:
     def state(self) -> list[StateTensor]:
         return []
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None: ...
+    def rows_to_load(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[range]]:
+        return {}
+
+    def load_state(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None: ...
 
     def close(self) -> None:
         self.closed = True
@@ -115,8 +95,12 @@ def run(
     num_ranks: int = 3,
     room: dict[str, int] | None = None,
     floor: LinkFloor | None = None,
+    unit_s: float | None = None,
 ) -> tuple[list[Calibration], list[list[FakeReducer]], list[float]]:
-    """Calibrate over `costs` by name: what each rank found, its reducers, and its clock at the end."""
+    """Calibrate over `costs` by name: what each rank found, its reducers, and its clock at the end.
+
+    unit_s: of a computation beside which the reductions run, on one core that both share; None for none.
+    """
 
     def on_rank(world: World) -> tuple[Calibration, list[FakeReducer], float]:
         clock = FakeClock()
@@ -130,7 +114,10 @@ def run(
             return made[-1]
 
         candidates = [Candidate(name, "fp32") for name in costs]
-        found = calibrate(world, make=make, candidates=candidates, device=CPU, floor=floor, clock=clock)
+        found = calibrate(
+            world, make=make, candidates=candidates, device=CPU, floor=floor, clock=clock,
+            compute=None if unit_s is None else lambda units: clock.advance(units * unit_s),
+        )  # fmt: skip
         return found, made, clock.now_s
 
     results = run_threads(num_ranks, on_rank)
@@ -254,361 +241,48 @@ def test_sizes_end_where_one_node_has_no_memory_for_them() -> None:
         assert "b found no memory" in one.notes[0]
 
 
-# ---------------------------------------------------------------------- the file
+def beside(*, alone: CostOf, busy: CostOf) -> CostOf:
+    """The cost of a reduction by itself, and what it takes of a core on which its thread runs beside computation."""
 
-NODES = Topology.from_node_names(["a", "a", "b"])
-CANDIDATES = (Candidate("flat", "fp32"), Candidate("direct", "fp32"))
+    def cost(rank: int, num_bytes: int) -> float:
+        on_thread = threading.current_thread().name == "hpctrain-reduce"
+        return (busy if on_thread else alone)(rank, num_bytes)
 
-
-def make_real(world: World, topology: Topology, *, made: list[str]) -> Callable[[str, str], BucketReducer]:
-    from hpctrain.reduce.codecs.registry import codec_named
-
-    def make(algorithm: str, wire: str) -> BucketReducer:
-        made.append(algorithm)
-        comm = world.duplicate()
-        if algorithm == "flat":
-            return CollectiveReducer.flat(comm, topology=topology, wire=wire)
-        return CollectiveReducer.direct(comm, topology=topology, codec=codec_named(wire))
-
-    return make
+    return cost
 
 
-def find(
-    files: CalibrationFiles, *, topology: Topology = NODES, versions: dict[str, str] | None = None
-) -> tuple[TrialResults, list[str], list[str]]:
-    """`find_choice` on threads: what all ranks found, which reducers were made, and rank 0's notes."""
-
-    def on_rank(world: World) -> tuple[TrialResults, list[str], list[str]]:
-        made: list[str] = []
-        notes: list[str] = []
-        found = find_choice(
-            world, make=make_real(world, topology, made=made), candidates=CANDIDATES, topology=topology,
-            device=CPU, files=files, versions=versions or {"hpctrain": "1"}, note=notes.append, budget_s=0.2,
-            clock=TickingClock(),
-        )  # fmt: skip
-        return found, made, notes
-
-    results = run_threads(topology.num_ranks, on_rank)
-    assert all(result == results[0] for result in results)
-    return results[0]
+# As on slow links: one waits little but polls, the other waits longer and needs less of the processor.
+POLLS = beside(alone=link(1e-3, 4e-9), busy=link(2e-3, 8e-9))
+WAITS = beside(alone=link(2e-3, 6e-9), busy=link(1e-3, 2e-9))
 
 
-def test_a_second_start_takes_the_numbers_of_the_first(tmp_path: Path) -> None:
-    files = CalibrationFiles(run=tmp_path / "reduction.json")
-    first, made, notes = find(files)
-    assert sorted(made) == ["direct", "flat"]
-    assert notes == []
-    assert first.source.startswith("measured in ")
-    assert {level.axis for level in first.levels} == {"local", "node"}
-    second, made, notes = find(files)
-    assert made == []
-    assert notes == []
-    assert second.source == f"from {tmp_path / 'reduction.json'}"
-    assert second.choice == first.choice
-    assert second.levels == first.levels
-
-
-def test_other_ranks_or_versions_measure_anew_and_keep_what_was_there(tmp_path: Path) -> None:
-    files = CalibrationFiles(run=tmp_path / "reduction.json")
-    first, _, _ = find(files)
-    for options, name in (
-        ({"topology": Topology.from_node_names(["a", "b"])}, "ranks by node"),
-        ({"versions": {"hpctrain": "2"}}, "versions"),
-    ):
-        _, made, notes = find(files, **options)
-        assert sorted(made) == ["direct", "flat"]
-        assert len(notes) == 1
-        assert f"measurements of other {name}" in notes[0]
-    assert len(json.loads((tmp_path / "reduction.json").read_text())["entries"]) == 3
-    again, made, _ = find(files)
-    assert made == []
-    assert again.choice == first.choice
-
-
-def _without(path: Path, *names: str) -> None:
-    content = json.loads(path.read_text())
-    place: Any = content
-    for name in names[:-1]:
-        place = place[int(name)] if name.isdigit() else place[name]
-    del place[names[-1]]
-    path.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_text(path.read_text()[:100]),
-        lambda path: path.write_bytes(b"\xff\x00"),
-        lambda path: path.write_text("[]"),
-        lambda path: _without(path, "schema"),
-        lambda path: _without(path, "entries", "0", "found"),
-        lambda path: _without(path, "entries", "0", "found", "levels"),
-        lambda path: path.write_text(path.read_text().replace('"seconds": 0', '"seconds": -1')),
-        lambda path: path.write_text(path.read_text().replace('"algorithm": "flat"', '"algorithm": "x"')),
-    ],
-)
-def test_a_damaged_file_is_measured_anew_and_replaced(
-    tmp_path: Path, damage: Callable[[Path], object]
+@pytest.mark.parametrize(("unit_s", "best"), [(None, "polls"), (5e-4, "waits")], ids=["by itself", "beside"])
+def test_beside_computation_what_needs_less_of_the_processor_is_chosen(
+    unit_s: float | None, best: str
 ) -> None:
-    path = tmp_path / "reduction.json"
-    files = CalibrationFiles(run=path)
-    find(files)
-    damage(path)
-    _, made, notes = find(files)
-    assert sorted(made) == ["direct", "flat"]
-    assert len(notes) == 1
-    assert f"{path} cannot be read" in notes[0]
-    assert find(files)[1:] == ([], [])
+    found, made, clocks = run({"polls": POLLS, "waits": WAITS}, unit_s=unit_s)
+    choice = Choice.of_measurements(found[0].measurements)
+    assert found[0] == found[1] == found[2]
+    assert choice.candidates == (Candidate(best, "fp32"),)
+    assert all(reducer.closed for reducers in made for reducer in reducers)
+    assert max(clocks) < 2.0
 
 
-def test_a_file_that_runs_share_is_copied_into_the_run(tmp_path: Path) -> None:
-    shared = tmp_path / "cluster.json"
-    find(CalibrationFiles(shared=shared, run=tmp_path / "one" / "reduction.json"))
-    files = CalibrationFiles(shared=shared, run=tmp_path / "two" / "reduction.json")
-    second, made, _ = find(files)
-    assert made == []
-    assert second.source == f"from {shared}"
-    shared.unlink()
-    third, made, _ = find(files)
-    assert made == []
-    assert third.choice == second.choice
+def test_what_computation_takes_itself_is_no_part_of_a_measurement() -> None:
+    found, _, _ = run({"polls": POLLS, "waits": WAITS}, unit_s=5e-4)
+    choice = Choice.of_measurements(found[0].measurements)
+    for size in (1 << 12, 1 << 18, 1 << 20):
+        assert choice.costs[Candidate("waits", "fp32")].at(size) == pytest.approx(
+            1e-3 + size * 2e-9, rel=1e-3
+        )
 
 
-def test_a_file_that_cannot_be_written_is_a_note(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("no folder")
-    found, made, notes = find(CalibrationFiles(run=tmp_path / "taken" / "reduction.json"))
-    assert made
-    assert found.choice.costs
-    assert any("cannot be written" in note for note in notes)
-
-
-def test_one_rank_or_one_candidate_measures_nothing() -> None:
-    def on_rank(world: World) -> TrialResults:
-        def make(algorithm: str, wire: str) -> BucketReducer:
-            raise AssertionError("a reducer was made")
-
-        candidates = CANDIDATES if world.num_ranks == 1 else CANDIDATES[1:]
-        topology = Topology.from_node_names(["a"] * world.num_ranks)
-        return find_choice(world, make=make, candidates=candidates, topology=topology, device=CPU)
-
-    alone = run_threads(1, on_rank)[0]
-    assert alone.source == "not measured: one rank"
-    assert alone.choice.choose(1000) == CANDIDATES[0]
-    together = run_threads(2, on_rank)[0]
-    assert together.source == "not measured: no other algorithm is available"
-    assert together.settle(gradient_bytes=10**9).choice.choose(1000) == CANDIDATES[1]
-
-
-# ---------------------------------------------------------------------- the reducer
-
-
-def by_size(*, wires: Sequence[str] = ("fp32",)) -> TrialResults:
-    """flat below 10 KB, direct above."""
-    measurements = [
-        Measurement(algorithm=name, wire=wire, num_bytes=n, seconds=(latency_s + n * per_byte_s) * factor)
-        for wire, factor in zip(wires, (1.0, 0.6), strict=False)
-        for name, latency_s, per_byte_s in (("flat", 1e-5, 2e-9), ("direct", 2e-5, 1e-9))
-        for n in (1 << 12, 1 << 18)
-    ]
-    return TrialResults(choice=Choice.of_measurements(measurements), source="told")
-
-
-def test_the_faster_wire_is_settled_before_anything_is_made() -> None:
-    auto = by_size(wires=("fp32", "fp16")).settle(gradient_bytes=100_000)
-    assert auto.wire == "fp16"
-    assert {candidate.wire for candidate in auto.choice.candidates} == {"fp16"}
-    assert by_size().settle(gradient_bytes=100_000, bucket_bytes=777).bucket_bytes == 777
-
-
-def test_a_wire_that_remembers_has_one_algorithm_for_all_sizes() -> None:
-    auto = by_size(wires=("int8",)).settle(gradient_bytes=10**6)
-    assert auto.wire == "int8"
-    assert [r.candidate for r in auto.choice.ranges] == [Candidate("direct", "int8")]
-    assert len(auto.record()["candidates"]) == 2
-
-
-def test_buckets_for_a_prediction_hold_all_gradients() -> None:
-    assert bucket_sizes(10, bucket_bytes=4) == [4, 4, 2]
-    assert bucket_sizes(8, bucket_bytes=4) == [4, 4]
-    assert bucket_sizes(0, bucket_bytes=4) == [0]
-
-
-def test_each_bucket_goes_to_the_reducer_of_its_size_and_sums_right() -> None:
-    auto = by_size().settle(gradient_bytes=10**6)
-    assert auto.describe() == "auto: flat up to 10 KB, then direct"
-    numels = (100, 50_000, 7, 20_000)
-    buckets = plan_buckets([GradientSpec(n, torch.float32) for n in numels], bucket_bytes=1)
-    used: list[list[str]] = []
-    lock = threading.Lock()
-
-    def on_rank(world: World) -> None:
-        topology = Topology.from_node_names(["a"] * world.num_ranks)
-        made: list[str] = []
-        reducer = AutoReducer(auto, comm=world.duplicate(), make=make_real(world, topology, made=made))
-        for chosen in (buckets, buckets[:1], buckets[::-1]):
-            memory = reducer.plan(chosen, device=CPU)
-            for number, bucket in enumerate(chosen):
-                assert memory[number].numel() == bucket.numel
-                memory[number].fill_(float(world.rank + number))
-                for _ in reducer.reduce(number):
-                    pass
-            for number in range(len(chosen)):
-                expected = sum(rank + number for rank in range(world.num_ranks))
-                assert torch.equal(memory[number], torch.full_like(memory[number], expected))
-        reducer.settle(applied=True, rescale=1.0)
-        with pytest.raises(UsageError, match="no bucket 4"):
-            reducer.reduce(4)
-        assert reducer.wire == "fp32"
-        assert reducer.state() == []
-        reducer.close()
-        with lock:
-            used.append(made)
-
-    run_threads(3, on_rank)
-    assert used == [["flat", "direct"]] * 3 or used == [["direct", "flat"]] * 3
-
-
-def test_what_is_filled_is_told_to_its_buckets_reducer_and_only_one_that_has_all_multiplies() -> None:
-    """Reducers that know nothing of it are not told."""
-    auto = by_size().settle(gradient_bytes=10**6)
-    buckets = plan_buckets(
-        [GradientSpec(n, torch.float32) for n in (70_000, 100, 50_000, 7, 20_000)], bucket_bytes=1
-    )
-
-    def on_rank(world: World) -> None:
-        topology = Topology.from_node_names(["a"] * world.num_ranks)
-        made = make_real(world, topology, made=[])
-        nodes = ReducerMaker(world, topology=topology)
-        told: list[tuple[int, int]] = []
-
-        def make(algorithm: str, wire: str) -> BucketReducer:
-            if algorithm == "flat":
-                return made(algorithm, wire)
-            reducer = nodes.make(Algorithm.HIERARCHICAL, wire=wire)
-            assert isinstance(reducer, EngineReducer)
-            reducer.filled = lambda number, num_elems: told.append((number, num_elems))  # type: ignore[method-assign]
-            return reducer
-
-        reducer = AutoReducer(auto, comm=world.duplicate(), make=make)
-        reducer.plan(buckets, device=CPU)
-        sizes = [bucket.numel for bucket in buckets]
-        for number, size in enumerate(sizes):
-            reducer.filled(number, size)
-        large = [size for size in sizes if size > 10_000]
-        assert len(large) == 3
-        assert told == list(enumerate(large))
-        # What one of two reducers cannot do, neither does; alone it does, and the next plan begins anew.
-        for chosen, multiplied in ((buckets, False), (buckets[:1], True), (buckets, False)):
-            buffers = reducer.plan(chosen, device=CPU)
-            assert reducer.begin_step(0.25) == (0.25 if multiplied else 1.0)
-            for number, buffer in enumerate(buffers):
-                buffer.fill_(2.0)
-                run_to_end([reducer.reduce(number)])
-                assert buffer.eq(1.0 if multiplied else 4.0).all()
-        reducer.close()
-
-    run_threads(2, on_rank)
-
-
-def updater_with(
-    world: World, auto: AutoChoice, *, made: list[str]
-) -> tuple[torch.nn.Module, AllReduceUpdater]:
-    topology = Topology.from_node_names(["a"] * world.num_ranks)
-    reducer = AutoReducer(auto, comm=world.duplicate(), make=make_real(world, topology, made=made))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(30, 200), torch.nn.Linear(200, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, AllReduceUpdater(optimizer, comm=world, reducer=reducer, bucket_bytes=auto.bucket_bytes)
-
-
-def train(world: World, model: torch.nn.Module, updater: AllReduceUpdater, *, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(100 * step + world.rank))
-        updater.backward(model(x).square().mean(), weight=1 / world.num_ranks)
-        updater.step()
-
-
-def test_a_resumed_run_reduces_as_the_one_that_saved_whatever_it_would_choose_itself() -> None:
-    key = {"ranks": 5}
-    first = replace(by_size(), key=key).settle(gradient_bytes=30_000)
-    measured = [
-        replace(m, seconds=m.seconds * (1 if m.algorithm == "flat" else 100))
-        for m in by_size().choice.measurements
-    ]
-    own = TrialResults(choice=Choice.of_measurements(measured), source="told", key=key)
-    second = replace(own.settle(gradient_bytes=30_000), bucket_bytes=1_000)
-    assert second.choice.candidates != first.choice.candidates
-
-    def on_rank(world: World) -> tuple[bool, list[str], str, int]:
-        model, updater = updater_with(world, first, made=[])
-        train(world, model, updater, steps=range(2))
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        saved = json.loads(json.dumps(updater.state()))
-        num_buckets = len(updater.buckets)
-        train(world, model, updater, steps=range(2, 4))
-        updater.close()
-        made: list[str] = []
-        resumed, its_updater = updater_with(world, second, made=made)
-        resumed.load_state_dict(weights)
-        its_updater.load_state(saved)
-        assert len(its_updater.buckets) == num_buckets
-        train(world, resumed, its_updater, steps=range(2, 4))
-        its_updater.close()
-        pairs = zip(model.parameters(), resumed.parameters(), strict=True)
-        same = all(torch.equal(a, b) for a, b in pairs)
-        return same, made, its_updater.state()["reduction"]["ranges"][-1]["algorithm"], num_buckets
-
-    for same, made, algorithm, _ in run_threads(5, on_rank):
-        assert same
-        assert made == ["flat", "direct"]
-        assert algorithm == "direct"
-
-
-def test_a_choice_for_other_ranks_or_another_wire_is_not_taken_over() -> None:
-    first = replace(by_size(), key={"ranks": 5}).settle(gradient_bytes=30_000)
-    for other in (
-        replace(by_size(), key={"ranks": 4}),
-        replace(by_size(wires=("fp16",)), key={"ranks": 5}),
-        replace(by_size(), key=None),
-    ):
-        own = other.settle(gradient_bytes=30_000)
-        assert own.recalled(first.state()) is own
-    with pytest.raises(CheckpointError, match="damaged"):
-        first.recalled({"key": {"ranks": 5}, "ranges": "?", "bucket_bytes": 3})
-
-
-def test_where_libraries_differ_between_nodes_all_ranks_decide_as_rank_0() -> None:
-    def on_rank(world: World) -> TrialResults:
-        return find_choice(
-            world, make=make_real(world, NODES, made=[]), candidates=CANDIDATES, topology=NODES, device=CPU,
-            versions={"mpi": f"of node {NODES.node_of(world.rank)}"}, budget_s=0.1,
-        )  # fmt: skip
-
-    ranks = run_threads(3, on_rank)
-    assert ranks[0].key is not None
-    assert ranks[0].key["versions"] == {"mpi": "of node 0"}
-    own = [rank.settle(gradient_bytes=30_000) for rank in ranks]
-    for node, source in enumerate(("from the checkpoint", own[0].source)):
-        saved = {**own[0].state(), "key": {**ranks[0].key, "versions": {"mpi": f"of node {node}"}}}
-        assert {one.recalled(json.loads(json.dumps(saved))).source for one in own} == {source}
-
-
-def test_a_bucket_size_that_was_asked_for_stays_after_resume() -> None:
-    measured = replace(by_size(), key={"ranks": 5})
-    saved = measured.settle(gradient_bytes=30_000).state()
-    assert measured.settle(gradient_bytes=1, bucket_bytes=77).recalled(saved).bucket_bytes == 77
-    assert measured.settle(gradient_bytes=10**9).recalled(saved).bucket_bytes == saved["bucket_bytes"]
-
-
-def test_ranks_with_other_buckets_are_told_before_they_part() -> None:
-    auto = by_size().settle(gradient_bytes=10**6)
-
-    def on_rank(world: World) -> None:
-        topology = Topology.from_node_names(["a"] * world.num_ranks)
-        reducer = AutoReducer(auto, comm=world.duplicate(), make=make_real(world, topology, made=[]))
-        numel = 100 if world.rank == 0 else 100_000
-        bucket = Bucket(torch.float32, (Slot(0, 0, numel - 1, numel - 1),), numel)
-        reducer.plan([bucket], device=CPU)
-
-    with pytest.raises(BufferMismatch, match="rank 0"):
-        run_threads(3, on_rank)
+def test_beside_computation_the_links_still_limit_what_is_chosen() -> None:
+    """A reduction whose bytes take the link longer than another one's processor time is not chosen."""
+    floor = LinkFloor(num_ranks=8, num_nodes=4, ranks_per_node=2, bytes_per_s=2e8)
+    costs = {"hierarchical": POLLS, "flat": WAITS}  # 7.5 and 8.75 ns a byte on the link
+    found, _, _ = run(costs, floor=floor, unit_s=5e-4)
+    cheap, fast = Candidate("flat", "fp32"), Candidate("hierarchical", "fp32")
+    choice = Choice.of_measurements(found[0].measurements, floor=floor)
+    assert choice.choose(1 << 15) == cheap  # latency
+    assert choice.choose(1 << 23) == fast

@@ -43,8 +43,8 @@ def test_a_bucket_is_cut_into_pieces_with_an_owner_for_each_element() -> None:
             assert all(p.offsets[-1] - p.offsets[0] <= 10 for p in pieces)
 
 
-def test_every_rank_is_told_of_a_rank_that_plans_another_bucket() -> None:
-    texts = run_threads(3, reducer_cases.another_plan_is_told_to_all)
+def test_a_rank_that_plans_another_bucket_is_reported_on_every_rank() -> None:
+    texts = run_threads(3, reducer_cases.another_plan_is_reported_to_all)
     assert len(set(texts)) == 1
     assert "but rank 2" in texts[0]
 

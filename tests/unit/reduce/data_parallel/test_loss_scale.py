@@ -31,7 +31,8 @@ def test_the_scale_stays_within_its_limits() -> None:
 def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
     scale = LossScale(max_skipped_in_row=2).after_overflow().after_overflow()
     assert scale.after_good_step().after_overflow().skipped_in_row == 1
+    scale.check(used_value=1.0)
     with pytest.raises(DivergedError, match="3 steps in a row") as caught:
-        scale.after_overflow()
+        scale.after_overflow().check(used_value=1.0)
     assert caught.value.exit_code == ExitCode.DIVERGED
     assert caught.value.agreed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.checkpoint import Checkpoint, load, save
+from hpctrain.checkpoint import Checkpoint, load, open_checkpoint, save
 from hpctrain.comm import World
 from hpctrain.reduce import AllReduceUpdater
 from hpctrain.reduce.codecs.registry import codec_named
@@ -115,3 +115,32 @@ def test_residuals_of_two_ranks_are_offered_to_any_number_and_any_wire(
     for parameters, offered in found:
         assert offered
         assert all(map(torch.equal, parameters, found[0][0]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_each_rank_reads_its_share_of_the_residuals_and_no_more(tmp_path: Path, num_ranks: int) -> None:
+    def first(world: World) -> tuple[Path, torch.Tensor]:
+        run = Run(world, reducer_with_feedback(world))
+        run.train(range(3))
+        path = run.save(tmp_path, step=3)
+        total = sum(load(path, comm=world)[1]["updater/residual"].double())
+        run.updater.close()
+        return path, total
+
+    path, total = on_threads(2, first)[0]
+
+    def second(world: World) -> tuple[int, torch.Tensor]:
+        run = Run(world, reducer_with_feedback(world))
+        checkpoint = open_checkpoint(path, comm=world)
+        regions = run.state.regions(checkpoint, rank=world.rank)
+        checkpoint, tensors = load(path, comm=world, regions=regions)
+        run.state.restore(checkpoint, tensors, comm=world, identity=IDENTITY)
+        (kept,) = run.reducer.state()
+        num_rows = tensors["updater/residual"].shape[0]
+        residual = kept.tensor.double().clone()
+        run.updater.close()
+        return num_rows, residual
+
+    found = on_threads(num_ranks, second)
+    assert [rows for rows, _ in found] == [1, 1, 0, 0][:num_ranks]
+    torch.testing.assert_close(sum(residual.sum(0) for _, residual in found), total, rtol=1e-5, atol=1e-7)

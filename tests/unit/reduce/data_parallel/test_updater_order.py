@@ -194,7 +194,7 @@ def test_state_loaded_in_the_middle_of_a_step_is_refused() -> None:
         on_threads(1, case)
 
 
-def test_the_reducer_is_told_how_each_step_ended_and_given_its_tensors_back() -> None:
+def test_the_reducer_learns_how_each_step_ended_and_gets_its_tensors_back() -> None:
     def case(world: World) -> tuple[Any, Any, Any]:
         model, updater, reducer = make(world)
         updater.backward(model(torch.ones(1, 5)), weight=1.0)

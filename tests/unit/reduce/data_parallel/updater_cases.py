@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,9 +79,11 @@ class Watched:
         self.settled.append((applied, rescale))
         self._reducer.settle(applied=applied, rescale=rescale)
 
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.loaded.append(tensors)
-        self._reducer.load_state(tensors)
+    def load_state(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        self.loaded.append(dict(tensors))
+        self._reducer.load_state(tensors, shapes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
@@ -97,7 +99,7 @@ def make(
 
 
 def on_threads(num_ranks: int, function: Callable[[World], Any]) -> list[Any]:
-    return run_threads(num_ranks, function, timeout_s=60)
+    return run_threads(num_ranks, function, timeout_s=300)
 
 
 def train(

@@ -287,7 +287,7 @@ def test_a_state_of_another_model_or_kind_is_refused(kind: str) -> None:
 
 
 @every_kind
-def test_parameters_are_told_apart_in_any_order(kind: str) -> None:
+def test_parameters_are_distinguished_in_any_order(kind: str) -> None:
     """Equal shapes, and an order that changes from step to step, as with unused parameters."""
     model = {f"layer{i}": torch.zeros(4) for i in range(5)}
     compression = KINDS[kind](model.items(), num_ranks=1)

@@ -23,7 +23,7 @@ from hpctrain.reduce.contract.polling import result_of, run_to_end
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.shared_buckets import MAX_NUMBERS
 from hpctrain.reduce.shared_memory.summation import PIECE_ELEMS
-from tests.unit.reduce.shared_memory.test_engine_reducer import CPU, engine, sum_all, topology_of, values_of
+from tests.unit.reduce.shared_memory.engine_cases import CPU, engine, sum_all, topology_of, values_of
 
 SIZES = [1, 2, 5, ROW_ELEMS - 1, ROW_ELEMS, 3 * ROW_ELEMS + 17, PIECE_ELEMS + 1, 4 * PIECE_ELEMS + ROW_ELEMS]
 
@@ -174,7 +174,7 @@ def test_numbers_are_summed_in_the_order_of_the_ranks(num_ranks: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_a_rank_with_another_count_of_numbers_is_told_on_every_rank() -> None:
+def test_a_rank_with_another_count_of_numbers_is_reported_on_every_rank() -> None:
     def rank_main(world: ThreadsWorld) -> str:
         reducer = within(world, 3)
         reducer.plan([Bucket(torch.float32, (), 10)], device=CPU)
@@ -185,8 +185,8 @@ def test_a_rank_with_another_count_of_numbers_is_told_on_every_rank() -> None:
         assert caught.value.agreed
         return str(caught.value)
 
-    for told in run_threads(3, rank_main):
-        assert "rank 0: 2, rank 1: 3, rank 2: 2" in told
+    for reported in run_threads(3, rank_main):
+        assert "rank 0: 2, rank 1: 3, rank 2: 2" in reported
 
 
 def test_numbers_between_nodes_and_too_many_of_them_go_another_way() -> None:
@@ -250,7 +250,7 @@ def test_numbers_are_carried_by_the_reductions_of_a_step(num_ranks: int, bucket_
         assert number == pytest.approx(sum(rank + 0.1 * step for rank in range(num_ranks)), rel=1e-12)
 
 
-def test_a_rank_that_carries_another_count_of_numbers_is_told_on_every_rank() -> None:
+def test_a_rank_that_carries_another_count_of_numbers_is_reported_on_every_rank() -> None:
     def rank_main(world: ThreadsWorld) -> str:
         reducer = within(world, 3)
         reducer.keep_squares()
@@ -261,8 +261,8 @@ def test_a_rank_that_carries_another_count_of_numbers_is_told_on_every_rank() ->
         assert caught.value.agreed
         return str(caught.value)
 
-    for told in run_threads(3, rank_main):
-        assert "rank 0: 2, rank 1: 3, rank 2: 2" in told
+    for reported in run_threads(3, rank_main):
+        assert "rank 0: 2, rank 1: 3, rank 2: 2" in reported
 
 
 def test_numbers_are_not_carried_between_nodes_nor_without_squares_nor_too_many() -> None:

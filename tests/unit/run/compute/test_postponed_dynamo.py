@@ -64,6 +64,6 @@ assert torch._inductor.config.deterministic
 def test_the_compiler_is_loaded_when_it_is_needed(case: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TRAIN + case + "\nsession.close()"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -49,14 +49,14 @@ def test_a_run_resumes_from_a_folder_named_or_found_and_its_checkpoints_have_a_p
         state.updater.close()
         return save(captured, directory=tmp_path, step=2, comm=world, files=2).path
 
-    path = run_threads(2, first, timeout_s=60)[0]
+    path = run_threads(2, first, timeout_s=300)[0]
     assert path == tmp_path / "step-00000002"
 
     def second(world: World) -> list[tuple[Resumed, float]]:
         return [go_on(world, path, named=True), go_on(world, tmp_path, named=False)]
 
     parent = {"step": 2, "id": open_checkpoint(path, comm=SerialWorld()).metadata.id}
-    for outcomes in run_threads(3, second, timeout_s=60):
+    for outcomes in run_threads(3, second, timeout_s=300):
         for resumed, value in outcomes:
             assert (resumed.position.step, resumed.path, resumed.parent, value) == (2, path, parent, 4.0)
 
@@ -66,7 +66,7 @@ def test_a_run_resumes_from_a_folder_named_or_found_and_its_checkpoints_have_a_p
         state.updater.close()
         return save(captured, directory=tmp_path, step=3, comm=world).path
 
-    newest = open_checkpoint(run_threads(2, third, timeout_s=60)[0], comm=SerialWorld())
+    newest = open_checkpoint(run_threads(2, third, timeout_s=300)[0], comm=SerialWorld())
     assert newest.metadata.parent == parent
     assert newest.metadata.id != parent["id"]
 

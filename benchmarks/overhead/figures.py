@@ -1,0 +1,105 @@
+"""Converts measurements to records and defines their bars. Pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.results_file import Record
+
+# Of the project's goals: all parts together add less than this to a step of 50 ms.
+MOST_PERCENT = 0.5
+STEP_S = 0.05
+WINDOW_S = 10.0  # after so long a run compares its ranks
+WITHOUT, ALL = "none", "all"
+# Kind of step -> letter of its records, what it is.
+KINDS = {
+    "stop": ("a", "the agreement on a stop"),
+    "stragglers": ("b", "the comparison of the ranks"),
+    "guards": ("c", "the guards"),
+    ALL: ("d", "all three"),
+}
+# Each 50 ms step with one of these bears its share of what comes once in ten seconds of steps.
+WINDOWS_OF = {"stragglers": ("stragglers",), "guards": ("guards",), ALL: ("stragglers", "guards")}
+_RESAMPLES = 2000
+_SEED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """Seconds that a part adds to a step: median of the rounds' differences, and its interval of 95%."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+
+
+def added(with_it: Sequence[Sequence[float]], without: Sequence[Sequence[float]]) -> Added:
+    """Returns what the blocks of steps `with_it` take longer than those `without`, of the same rounds.
+
+    The interval is by resampling the rounds (percentile bootstrap: Efron and Tibshirani 1993, chapter 13).
+    """
+    pairs = [median(a) - median(b) for a, b in zip(with_it, without, strict=True)]
+    draw = random.Random(_SEED)
+    medians = sorted(median(draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    edge = _RESAMPLES // 40
+    return Added(median_s=median(pairs), low_s=medians[edge], high_s=medians[-edge - 1])
+
+
+def per_step_s(windows: Mapping[str, Sequence[float]], kind: str) -> float:
+    """Returns a step's share of what a kind of step does once in ten seconds: the mean, so that slow ones count."""
+    return sum(fmean(windows[name]) for name in WINDOWS_OF.get(kind, ())) * STEP_S / WINDOW_S
+
+
+def step_records(found: Mapping[str, Any]) -> list[Record]:
+    """Returns the records of figures 1 and 2. found: see `ranks.steps`."""
+    steps, windows = found["steps"], found["windows"]
+    records = []
+    for kind, (letter, what) in KINDS.items():
+        difference = added(steps[kind]["step"], steps[WITHOUT]["step"])
+        share_s = per_step_s(windows, kind)
+        samples: dict[str, Any] = {
+            "step_s": steps[kind]["step"], "median_s": difference.median_s, "low_s": difference.low_s,
+            "high_s": difference.high_s, "windows_s": share_s,
+        }  # fmt: skip
+        if kind == ALL:
+            samples |= {"without_s": steps[WITHOUT]["step"], "windows": windows}
+        records.append(
+            _record(f"1{letter}", f"{what}: added to a step of 50 ms, upper end of the interval",
+                    seconds=difference.high_s + share_s, samples=samples)
+        )  # fmt: skip
+    for kind, (letter, what) in KINDS.items():
+        own = {
+            name: fmean(_flat(steps[kind][name])) - fmean(_flat(steps[WITHOUT][name]))
+            for name in ("wall", "cpu")
+        }
+        share_s = per_step_s(windows, kind)
+        records.append(
+            _record(f"2{letter}", f"{what}: time in its own calls, mean of the steps",
+                    seconds=own["wall"] + share_s,
+                    samples={"wall_s": own["wall"], "cpu_s": own["cpu"], "windows_s": share_s})
+        )  # fmt: skip
+    return records
+
+
+def judging_records(found: Mapping[str, Sequence[float]]) -> list[Record]:
+    """Returns the records of figure 3. found: see `ranks.judging`."""
+    return [
+        _record(f"3.{num_ranks}", f"judging {int(num_ranks):,} ranks on rank 0, every ten seconds",
+                seconds=fmean(seconds) * STEP_S / WINDOW_S, samples={"seconds": list(seconds)})
+        for num_ranks, seconds in found.items()
+    ]  # fmt: skip
+
+
+def _record(name: str, what: str, *, seconds: float, samples: Any) -> Record:
+    return Record(
+        id=f"overhead.{name}", what=what, value=100 * seconds / STEP_S, bar=MOST_PERCENT, sense="at most",
+        unit="% of a step of 50 ms", samples=samples,
+    )  # fmt: skip
+
+
+def _flat(blocks: Sequence[Sequence[float]]) -> list[float]:
+    return [value for block in blocks for value in block]

@@ -1,0 +1,1 @@
+"""Predictions of `hpctrain.scaling` against measured steps on a cluster of four nodes."""

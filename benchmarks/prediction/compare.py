@@ -1,0 +1,173 @@
+"""Calibrates the model with one node and a pair of nodes, and compares predictions with measurements. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.results_file import Record
+from hpctrain.scaling import (
+    Fit,
+    Layout,
+    Node,
+    ReadyBucket,
+    Scenario,
+    Setup,
+    Workload,
+    binding,
+    fit_machine,
+    machine_of,
+    spread_of_times,
+    step_of,
+    timed_of,
+)
+
+CORES = 2  # of the machine, which all nodes of the cluster share
+MEDIAN_BAR, WORST_BAR = 10.0, 20.0  # percent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A start of ranks. rate: of the links, as tc writes it; None: not limited. found: what the ranks returned."""
+
+    layout: Layout
+    rate: str | None
+    found: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A cell. calibrated: whether its step was used for the calibration."""
+
+    name: str
+    layout: Layout
+    rate: str | None
+    measured_s: float
+    predicted_s: float
+    binds: str
+    calibrated: bool
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, in percent of the measured time."""
+        return 100 * (self.predicted_s / self.measured_s - 1)
+
+
+def bytes_per_s(rate: str) -> float:
+    units = {"mbit": 1e6, "gbit": 1e9}
+    return float(rate[:-4]) * units[rate[-4:]] / 8
+
+
+def calibrated(launches: Sequence[Launch]) -> tuple[Fit, Node]:
+    """Fits the machine to the all-reduces of the launches on one node and on pairs, and to what processors took for the
+    bytes of a pair's link."""
+    node = Node(cores=CORES, cores_shared_by=64, threads=1)
+    documents = [launch.found["reductions"] for launch in launches if launch.layout.nodes <= 2]
+    timed = [one for document in documents if document is not None for one in timed_of(document)]
+    return fit_machine(timed, node=node, known=_moving(launches)), node
+
+
+def _moving(launches: Sequence[Launch]) -> dict[str, float]:
+    """Returns the rate of a core that moves bytes through a shaped link, each of which it sends and receives, and the
+    share of the link's rate that was reached, where nothing takes turns."""
+    for launch in launches:
+        one = launch.found.get("moving")
+        if one is not None and launch.rate is not None:
+            each_s = one["bytes"] / launch.layout.nodes / bytes_per_s(launch.rate)
+            return {
+                "wire_bytes_per_s": 2 * one["bytes"] / one["processor_s"],
+                "link_share": min(1.0, each_s / one["seconds"]),
+            }
+    return {}
+
+
+def workload_from(alone: Mapping[str, Any], busy: Mapping[str, Any] | None) -> Workload:
+    """Returns the workload of steps on one rank. busy: the same on all cores of one node."""
+    compute_s = median(alone["rank_0_step_s"])
+    slowdown = 1.0
+    if busy is not None:
+        both = [
+            step - exposed for step, exposed in zip(busy["rank_0_step_s"], busy["exposed_s"], strict=True)
+        ]
+        slowdown = max(1.0, median(both) / compute_s)
+    backward_s = min(alone["backward_s"], 0.95 * compute_s)
+    update_s = min(alone["update_s"], compute_s - backward_s)
+    return Workload(
+        forward_s=compute_s - backward_s - update_s, backward_s=backward_s, update_s=update_s,
+        samples=alone["samples"], sigma=spread_of_times(alone["rank_0_step_s"]), busy_slowdown=slowdown,
+        buckets=tuple(
+            ReadyBucket(size, min(1.0, ready_s / alone["backward_s"]))
+            for size, ready_s in zip(alone["bytes"], alone["ready_s"], strict=True)
+        ),
+    )  # fmt: skip
+
+
+def compared(launches: Sequence[Launch]) -> list[Compared]:
+    """Returns each measured cell of several ranks with its prediction."""
+    fit, node = calibrated(launches)
+    one_node = {launch.layout.ranks: launch.found["steps"] for launch in launches if launch.layout.nodes == 1}
+    found = []
+    for launch in launches:
+        if launch.layout.ranks == 1:
+            continue
+        for cell, steps in launch.found["steps"].items():
+            model, algorithm = cell.split()
+            workload = workload_from(one_node[1][cell], one_node.get(2, {}).get(cell))
+            rate = None if launch.rate is None else bytes_per_s(launch.rate)
+            scenario = Scenario(
+                machine=machine_of(fit.values, node=node, link_bytes_per_s=rate), workload=workload,
+                setup=Setup(algorithm=algorithm, wire="fp32"),
+            )  # fmt: skip
+            found.append(
+                Compared(
+                    name=f"{model}, {algorithm}", layout=launch.layout, rate=launch.rate,
+                    measured_s=median(steps["step_s"]), predicted_s=step_of(scenario, launch.layout).step_s,
+                    binds=binding(scenario, launch.layout)[0], calibrated=launch.layout.nodes == 1,
+                )
+            )  # fmt: skip
+    return found
+
+
+def records_of(cells: Sequence[Compared], fit: Fit) -> list[Record]:
+    """Returns the records of the errors' median and largest, over the cells that the calibration did not see."""
+    unseen = [cell for cell in cells if not cell.calibrated]
+    errors = [abs(cell.error) for cell in unseen]
+    samples = {
+        "cells": [
+            {
+                "cell": cell.name, "nodes": cell.layout.nodes, "ranks_per_node": cell.layout.ranks_per_node,
+                "rate": cell.rate, "measured_s": cell.measured_s, "predicted_s": cell.predicted_s,
+                "error_percent": cell.error, "binds": cell.binds, "calibrated": cell.calibrated,
+            }
+            for cell in cells
+        ],
+        "constants": dict(fit.values),
+        "relative_standard_errors": fit.standard_errors(),
+        "residual": fit.residual,
+    }  # fmt: skip
+    worst = max(unseen, key=lambda cell: abs(cell.error))
+    at = f"{worst.name}, {worst.layout.nodes} x {worst.layout.ranks_per_node} at {worst.rate}"
+    return [
+        Record(id="prediction.1.median", what=f"median error of {len(unseen)} predicted steps", value=median(errors),
+               bar=MEDIAN_BAR, sense="at most", unit="%", samples=samples),
+        Record(id="prediction.1.worst", what=f"largest error: {at}", value=max(errors), bar=WORST_BAR, sense="at most",
+               unit="%", samples={}),
+    ]  # fmt: skip
+
+
+def table_of(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the page's table of all cells."""
+    rows = [
+        "| nodes x ranks | link | model, algorithm | measured, ms | predicted, ms | error | binds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for cell in cells:
+        seen = " (calibration)" if cell["calibrated"] else ""
+        rows.append(
+            f"| {cell['nodes']} x {cell['ranks_per_node']} | {cell['rate'] or 'none'} | {cell['cell']}{seen} "
+            f"| {1e3 * cell['measured_s']:.0f} | {1e3 * cell['predicted_s']:.0f} | {cell['error_percent']:+.0f}% "
+            f"| {cell['binds']} |"
+        )
+    return "\n".join(rows)

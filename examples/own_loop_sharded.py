@@ -1,0 +1,35 @@
+"""`own_loop.py` with a model that is split over the ranks: each holds a part of its parameters and optimizer state.
+
+hpctrain launch -n 4 --ranks-per-node 2 -- python examples/own_loop_sharded.py
+
+It saves its state at the end; run it again, on any number of ranks, and it goes on from there.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn import functional
+
+import hpctrain
+
+session = hpctrain.start()
+torch.manual_seed(0)
+images, labels = load_digits(return_X_y=True)
+image, label = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+mine = torch.arange(len(label)) % session.num_ranks == session.rank
+share = float(mine.sum()) / len(label)
+
+blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)]
+model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 10))
+session.parallelize(model, hpctrain.ParallelPlan(shard="parameters", activation_checkpointing="blocks"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # of the parameters as they are now
+updater = session.updater(model, optimizer)
+
+begin = session.load_state("sharded", updater).step
+for step in range(begin, begin + 10):
+    loss = functional.cross_entropy(model(image[mine]), label[mine])
+    updater.backward(loss, weight=share)
+    outcome = updater.step(sums={"loss": loss.item() * share})
+    if session.rank == 0:
+        print(f"step {step} loss {outcome.sums['loss']:.6f}", flush=True)
+session.save_state("sharded", updater, hpctrain.Position(step=begin + 10))
+session.close()

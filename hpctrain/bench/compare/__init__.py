@@ -1,0 +1,1 @@
+"""`hpctrain bench compare`: whether the figures of a second measurement are lower than those of a first."""

@@ -1,0 +1,129 @@
+"""Implementation of `hpctrain bench compare`: from two documents to a table, lines and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hpctrain.bench.compare.figures import MeasuredRounds, alternate, read_rounds
+from hpctrain.errors import UsageError
+from hpctrain.scaling import Comparison, FigureComparison, compare_rounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedDocuments:
+    """rounds: of old and new. notes: what a reader must know to believe the figures."""
+
+    old: str
+    new: str
+    rounds: tuple[int, int]
+    comparison: Comparison
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "schema": "hpctrain.bench.compare/1",
+            "old": self.old,
+            "new": self.new,
+            "rounds": list(self.rounds),
+            "fell": [figure.name for figure in self.comparison.fell],
+            **self.comparison.as_json(),
+            "notes": list(self.notes),
+        }
+
+
+def compare_documents(
+    old: Path, new: Path, *, threshold: float = 0.0, alpha: float = 0.05, seed: int = 0
+) -> ComparedDocuments:
+    """Compares the figures that both documents have. Raises UsageError if they have too little in common."""
+    first, second = read_rounds(old), read_rounds(new)
+    names = [name for name in first.figures if name in second.figures]
+    if not names:
+        raise UsageError(
+            f"{old} and {new} have no size in common: {'; '.join(first.figures) or 'none'} against "
+            f"{'; '.join(second.figures) or 'none'}"
+        )
+    rounds = (len(first.figures[names[0]]), len(second.figures[names[0]]))
+    if min(rounds) < 2:
+        raise UsageError(
+            f"{old} has {rounds[0]} whole rounds and {new} has {rounds[1]}: each needs at least two"
+        )
+    paired = alternate(first, second)
+    comparison = compare_rounds(
+        {name: first.figures[name] for name in names}, {name: second.figures[name] for name in names},
+        paired=paired, threshold=threshold, alpha=alpha, seed=seed,
+    )  # fmt: skip
+    notes = _notes(first, second, comparison=comparison, rounds=rounds)
+    return ComparedDocuments(
+        old=str(old), new=str(new), rounds=rounds, comparison=comparison, notes=tuple(notes)
+    )
+
+
+def comparison_table(found: ComparedDocuments) -> Table:
+    """Returns the compared figures as a table for the terminal, one line each."""
+    table = Table(title=f"{found.new} / {found.old}", title_justify="left")
+    table.add_column("figure", no_wrap=True)
+    for name in ("new / old", "95% interval", "p fell", "p rose", "noise", "would find", "verdict"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for figure in found.comparison.figures:
+        low, high = figure.ratio.low, figure.ratio.high
+        table.add_row(
+            figure.name,
+            f"{figure.ratio.value:.3f}",
+            "" if low is None or high is None else f"{low:.3f}-{high:.3f}",
+            f"{figure.p_fell:.3g}",
+            f"{figure.p_rose:.3g}",
+            f"{figure.noise:.1%}",
+            f"-{figure.detectable:.1%}",
+            _verdict(figure),
+        )
+    return table
+
+
+def comparison_lines(found: ComparedDocuments) -> list[str]:
+    """Lines below the table: how it was compared, what makes it doubtful, the verdict."""
+    comparison = found.comparison
+    arrangements = f"{'all' if comparison.exact else 'a sample of'} {comparison.arrangements:,} arrangements"
+    order = "measured in turns" if comparison.paired else "not measured in turns"
+    how = f"{found.rounds[1]} and {found.rounds[0]} rounds, {order}; permutation test over {arrangements}, p adjusted"
+    fell = [f"{figure.name} by {1 - figure.ratio.value:.1%}" for figure in comparison.fell]
+    verdict = f"fell by more than noise: {'; '.join(fell)}" if fell else "nothing fell by more than its noise"
+    return [f"{how} for all figures", *found.notes, verdict]
+
+
+def _verdict(figure: FigureComparison) -> str:
+    return "fell" if figure.fell else "rose" if figure.rose else ""
+
+
+def _notes(
+    old: MeasuredRounds, new: MeasuredRounds, *, comparison: Comparison, rounds: tuple[int, int]
+) -> list[str]:
+    notes = []
+    left_out = sorted(old.figures.keys() ^ new.figures.keys())
+    if left_out:
+        notes.append(f"only one of the two has: {'; '.join(left_out)}")
+    differs = [name for name in old.facts if old.facts[name] != new.facts.get(name)]
+    if differs:
+        notes.append(f"they differ in more than the code: {', '.join(differs)}")
+    if old.commit is not None and old.commit == new.commit and not old.commit.endswith("+changes"):
+        notes.append(f"both measured commit {old.commit}")
+    if not comparison.paired:
+        notes.append(
+            "one was measured after the other: a change of the machine in between looks like a change of the code; "
+            "measure in turns with --at-most 1 --resume"
+        )
+    if comparison.least_p > comparison.alpha:
+        notes.append(
+            f"{rounds[0]} and {rounds[1]} rounds cannot show any decrease: the smallest possible p is "
+            f"{comparison.least_p:.2g}; measure at least 5 rounds of each"
+        )
+    coarse = [figure for figure in comparison.figures if figure.detectable > 0.1 and not figure.fell]
+    if coarse:
+        notes.append(
+            f"a decrease of 10% could stay unseen ({', '.join(f.name for f in coarse)}): with this noise more rounds "
+            "are needed (column `would find`)"
+        )
+    return notes

@@ -1,0 +1,75 @@
+"""Writes files with which other people's benchmark harnesses run `hpctrain bench scaling` on their cluster.
+
+Both start one job for each number of ranks; in it hpctrain starts the ranks and repeats the measurement. Pure, but for
+reading the templates.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import jinja2
+
+from hpctrain.bench.scaling.document import SweepSettings
+from hpctrain.errors import UsageError
+
+
+class Harness(str, Enum):
+    """REFRAME: a Python file of one test (https://reframe-hpc.readthedocs.io). JUBE: an XML file
+    (https://apps.fz-juelich.de/jsc/jube/docu)."""
+
+    REFRAME = "reframe"
+    JUBE = "jube"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedSweep:
+    """What the harness runs. name: of the recipe's run. recipe: absolute path. folder: absolute path of the folder
+    that the recipe's paths are relative to. program: the `hpctrain` to call."""
+
+    name: str
+    recipe: Path
+    folder: Path
+    program: str
+    settings: SweepSettings
+
+    def options(self) -> list[str]:
+        """Options of `hpctrain bench scaling` that are the same for all sizes."""
+        settings = self.settings
+        words = ["--steps", str(settings.steps), "--warmup-steps", str(settings.warmup_steps)]
+        words += ["--repeats", str(settings.repeats), "--seed", str(settings.seed)]
+        if settings.mode == "weak":
+            words.append("--weak")
+        for override in settings.overrides:
+            words += ["--set", override]
+        return words
+
+
+def harness_file(sweep: ExportedSweep, harness: Harness) -> str:
+    """Returns the text of the file. Raises UsageError for a path that the harness cannot be given."""
+    if harness is Harness.JUBE and "$" in f"{sweep.recipe}{sweep.folder}{sweep.program}":
+        raise UsageError("JUBE replaces $ in paths: move the recipe to a folder whose path has none")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hpctrain.bench.export", "templates"), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    environment.filters["repr"] = repr
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    environment.filters["xml"] = lambda value: escape(str(value))
+    settings = sweep.settings
+    name = "reframe.py.j2" if harness is Harness.REFRAME else "jube.xml.j2"
+    return environment.get_template(name).render(
+        name=sweep.name,
+        recipe=str(sweep.recipe),
+        folder=str(sweep.folder),
+        program=sweep.program,
+        ranks=list(settings.ranks),
+        ranks_per_node=settings.ranks_per_node,
+        mode=settings.mode,
+        repeats=settings.repeats,
+        options=sweep.options(),
+    )

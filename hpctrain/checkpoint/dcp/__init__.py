@@ -1,0 +1,1 @@
+"""Import from and export to checkpoints of torch.distributed.checkpoint (DCP)."""

@@ -1,0 +1,141 @@
+"""`hpctrain bench predict`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from hpctrain.cli.bench.show import show
+from hpctrain.errors import UsageError
+
+
+def predict_command(
+    calibration: Annotated[
+        list[Path],
+        typer.Option(
+            help="A document of `hpctrain bench allreduce --json`, or the directory of a training run on one node; "
+            "give the option once for each, at least one of both."
+        ),
+    ],
+    nodes: Annotated[
+        str, typer.Option(help="Numbers of nodes: 1,2,8 or 1..4096, the powers of two in the range.")
+    ] = "1..4096",
+    link: Annotated[
+        Optional[str],  # noqa: UP045  (typer evaluates this on Python 3.10)
+        typer.Option(
+            metavar="RATE", help="Nominal rate of a node's link, as 100gbit [default: the calibration's]."
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Ranks on each node [default: cores / threads of the run]."),
+    ] = None,
+    algorithm: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="As reduction.algorithm of a recipe, but auto [default: the run's, on one rank hierarchical]."
+        ),
+    ] = None,
+    wire: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="fp32, fp16, bf16 or int8 [default: the run's]."),
+    ] = None,
+    bucket_mb: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.001, help="Size of the buckets in MB [default: the run's]."),
+    ] = None,
+    batch_per_rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Samples of a rank in a step [default: the run's]."),
+    ] = None,
+    sample_bytes: Annotated[
+        float, typer.Option(min=0.0, help="Bytes that a rank reads for a sample from the shared filesystem.")
+    ] = 0.0,
+    storage: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="RATE", help="Rate of the shared filesystem for all nodes together, as 400gbit."
+        ),
+    ] = None,
+    nodes_share_cores: Annotated[
+        int,
+        typer.Option(min=1, help="Nodes that share the cores of one machine, as in a cluster for tests."),
+    ] = 1,
+    json_path: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--json", metavar="PATH", help="Write constants, standard errors and predictions as JSON."
+        ),
+    ] = None,
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="PATH", help="Plot efficiency and samples/s by nodes: .png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """Predict step time and efficiency on more nodes from measurements on few. Runs as one process, in seconds.
+
+    \b
+    srun -N 2 --ntasks-per-node=4 hpctrain bench allreduce --link-mbit 100000 --json pair.json
+    hpctrain train recipe.toml --set run.steps=200
+    hpctrain bench predict --calibration pair.json --calibration runs/a --nodes 1..4096 --link 100gbit
+    hpctrain bench predict --calibration pair.json --calibration runs/a --wire fp16 --bucket-mb 16 --plot curve.svg
+
+    The batch of each rank stays the same. efficiency: samples/s of a rank, relative to one rank alone. binds: what,
+    if it were free, would shorten the step most, and by how much. 90 %: from the errors of the fitted constants.
+    """
+    from hpctrain.bench import check_plot, check_writable, write_document
+    from hpctrain.scaling import (
+        Layout,
+        Storage,
+        calibrate,
+        parse_nodes,
+        parse_rate,
+        plot_predictions,
+        predicted_rows,
+        prediction_document,
+        prediction_table,
+    )
+
+    counts = parse_nodes(nodes)
+    rate = None if link is None else parse_rate(link)
+    reading = Storage() if storage is None else Storage(bytes_per_s=parse_rate(storage))
+    for path in calibration:
+        if not path.exists():
+            raise UsageError(f"--calibration {path} does not exist")
+    if json_path is not None:
+        check_writable(json_path, option="--json")
+    if plot is not None:
+        check_plot(plot)
+        check_writable(plot, option="--plot")
+    found = calibrate(calibration, link_bytes_per_s=rate, cores_shared_by=nodes_share_cores)
+    scenario = found.scenario
+    workload = scenario.workload
+    if batch_per_rank is not None:
+        workload = workload.with_samples(batch_per_rank)
+    if bucket_mb is not None:
+        workload = workload.with_bucket_bytes(1e6 * bucket_mb)
+    workload = replace(workload, input_bytes=sample_bytes * workload.samples)
+    setup = replace(
+        scenario.setup, algorithm=algorithm or scenario.setup.algorithm, wire=wire or scenario.setup.wire
+    )
+    found = found.with_scenario(replace(scenario, workload=workload, setup=setup, storage=reading))
+    per_node = ranks_per_node or max(1, found.node.cores // found.node.threads)
+    rows = predicted_rows(found, [Layout(count, per_node) for count in counts])
+    at = (
+        "links of unknown rate"
+        if found.link_bytes_per_s is None
+        else f"{8 * found.link_bytes_per_s / 1e9:g} Gbit/s"
+    )
+    title = (
+        f"predicted: {per_node} rank{'s' if per_node > 1 else ''} a node, {workload.samples} samples each, "
+        f"{setup.algorithm}, {setup.wire} on the wire, {workload.gradient_bytes / 1e6:.3g} MB of gradients, {at}"
+    )
+    fitted = f"fit of the all-reduces: residual {found.fit.residual:.1%}"
+    show(prediction_table(found, rows, title=title), notes=[*found.notes, fitted])
+    if json_path is not None:
+        write_document(json_path, prediction_document(found, rows))
+    if plot is not None:
+        plot_predictions(rows, plot, title=title)

@@ -1,0 +1,219 @@
+"""`hpctrain bench scaling`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
+
+import typer
+
+from hpctrain.cli.bench.show import show
+from hpctrain.errors import ExitCode, StoppedEarly, UsageError
+from hpctrain.launch import Launcher
+
+if TYPE_CHECKING:
+    from hpctrain.bench import ScalingDocument, SweepSettings
+    from hpctrain.run import Recipe
+
+
+def scaling_command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.")],
+    ranks: Annotated[
+        Optional[str],  # noqa: UP045  (typer evaluates this on Python 3.10)
+        typer.Option(help="Numbers of ranks, separated by commas [default: 1,2,4]."),
+    ] = None,
+    nodes: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Instead of --ranks: numbers of nodes; each has --ranks-per-node ranks."),
+    ] = None,
+    weak: Annotated[
+        bool,
+        typer.Option(
+            "--weak",
+            help="Weak scaling: the recipe's global batch for each rank. Default: strong, the batch is shared.",
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run.")] = 50,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before them, dropped.")] = 10,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds, at least 5; each has one run of every size.")
+    ] = 5,
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the recipe; may be repeated."
+        ),
+    ] = None,
+    ranks_per_node: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Ranks on each node. On one machine: emulate nodes of this many ranks."),
+    ] = None,
+    jobs: Annotated[
+        bool, typer.Option("--jobs", help="Submit a Slurm job of its own size for each run, from [slurm].")
+    ] = False,
+    launcher: Annotated[
+        Launcher, typer.Option(help="auto: srun inside a Slurm allocation, else mpirun.")
+    ] = Launcher.AUTO,
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="CPU threads of each rank, the same for every size."),
+    ] = None,
+    scratch: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder for the runs' files, visible on all nodes; they are removed afterwards."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the sizes in each round.")] = 0,
+    json_path: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            "--json", metavar="PATH", help="The document [default: scaling-NAME-strong.json or -weak.json]."
+        ),
+    ] = None,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="FILE",
+            help="Also write the report of the sweep as a page, as `hpctrain report` does. The run directory of the "
+            "last run of each size is kept for it, in a folder next to the document.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the sweep in the document, if there is one.")
+    ] = False,
+    at_most: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, metavar="ROUNDS", help="End after so many more rounds; --resume continues."),
+    ] = None,
+) -> None:
+    """Measure how training steps of RECIPE scale with the number of ranks, with intervals and fitted laws.
+
+    \b
+    hpctrain bench scaling examples/digits.toml --ranks 1,2
+    hpctrain bench scaling recipe.toml --ranks 1,2,4,8 --weak --repeats 8
+    salloc --nodes=4 hpctrain bench scaling recipe.toml --nodes 1,2,4 --ranks-per-node 8
+    hpctrain bench scaling recipe.toml --nodes 1,2,4 --ranks-per-node 8 --jobs
+    hpctrain bench scaling recipe.toml --ranks 1,2,4,8 --report report.html
+    hpctrain bench scaling recipe.toml --ranks 1,2,4,8 --resume             after Ctrl-C, or a run that failed
+
+    Each round has one run of every size, in shuffled order. The document is written after each run. Exit codes: 0; 75
+    stopped, --resume continues; 2 usage; 3 the runs saw different samples; else that of the run that failed.
+    """
+    from hpctrain.scaling import check_scipy
+
+    check_scipy()
+    from hpctrain.bench import SweepPlace, check_writable, measure_sweep, scaling_lines, scaling_table
+    from hpctrain.run import load_recipe
+
+    loaded = load_recipe(recipe, overrides=overrides or [])
+    if scratch is not None and not scratch.is_dir():
+        raise UsageError(f"--scratch {scratch} is not a directory")
+    mode = "weak" if weak else "strong"
+    path = json_path or Path(f"scaling-{loaded.run.name}-{mode}.json")
+    check_writable(path, option="--json")
+    if report is not None:
+        _check_report(report)
+    kept_runs = path.with_name(f"{path.stem}-runs")
+    settings = _settings(
+        loaded, mode=mode, ranks=ranks, nodes=nodes, ranks_per_node=ranks_per_node, steps=steps,
+        warmup_steps=warmup_steps, repeats=repeats, seed=seed, threads=threads, jobs=jobs, overrides=overrides or [],
+    )  # fmt: skip
+    place = SweepPlace(
+        recipe_path=recipe, document=path, launcher=launcher, scratch=scratch,
+        keep=None if report is None else kept_runs,
+    )  # fmt: skip
+    try:
+        with _signals_interrupt():
+            document = measure_sweep(loaded, settings, place=place, resume=resume, at_most_rounds=at_most)
+    except (StoppedEarly, KeyboardInterrupt):
+        kept = f"what was measured is in {path}" if path.exists() else "nothing was measured yet"
+        typer.echo(
+            f"hpctrain bench scaling: stopped; the ranks have ended; {kept}; the same command with --resume continues",
+            err=True,
+        )
+        raise typer.Exit(ExitCode.STOPPED_EARLY) from None
+    notes = [*scaling_lines(document), f"document: {path}"]
+    if report is not None:
+        notes.append(_write_report(report, document, kept_runs))
+    show(scaling_table(document), notes=notes)
+
+
+def _check_report(path: Path) -> None:
+    from hpctrain.bench import check_writable
+    from hpctrain.report import check_matplotlib
+
+    check_matplotlib("--report needs")
+    check_writable(path, option="--report")
+
+
+def _write_report(path: Path, document: ScalingDocument, kept_runs: Path) -> str:
+    """Writes the page from the sweep and its runs that were kept. Returns what is to be said of it."""
+    from hpctrain.report import make_report, write_html
+
+    runs = [kept_runs / f"ranks-{size.ranks}" for size in document.sizes]
+    found = [run for run in runs if (run / "environment.json").is_file()]
+    write_html(make_report(found, sweep=document), path)
+    missing = (
+        ""
+        if len(found) == len(runs)
+        else f"; only {len(found)} of {len(runs)} sizes have a run in {kept_runs}"
+    )
+    return f"report: {path}{missing}"
+
+
+def _settings(
+    recipe: Recipe,
+    *,
+    mode: str,
+    ranks: str | None,
+    nodes: str | None,
+    ranks_per_node: int | None,
+    steps: int,
+    warmup_steps: int,
+    repeats: int,
+    seed: int,
+    threads: int | None,
+    jobs: bool,
+    overrides: list[str],
+) -> SweepSettings:
+    from hpctrain.bench import SweepSettings, parse_ranks, ranks_of_nodes
+
+    if ranks is not None and nodes is not None:
+        raise UsageError("--ranks and --nodes both give the sizes: give one of them")
+    per_node = ranks_per_node
+    if per_node is None and (jobs or nodes is not None) and "slurm" in recipe.model_fields_set:
+        per_node = recipe.slurm.tasks_per_node
+    counts = None if nodes is None else list(parse_ranks(nodes, option="--nodes"))
+    return SweepSettings(
+        mode=cast(Literal["strong", "weak"], mode),
+        ranks=list(parse_ranks(ranks or "1,2,4"))
+        if counts is None
+        else ranks_of_nodes(counts, ranks_per_node=per_node),
+        nodes=counts,
+        ranks_per_node=per_node,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        repeats=repeats,
+        seed=seed,
+        threads_per_rank=threads or recipe.run.threads_per_rank,
+        start="jobs" if jobs else "launch",
+        overrides=overrides,
+    )
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP interrupt like Ctrl-C, also where no ranks run."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

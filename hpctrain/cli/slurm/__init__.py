@@ -1,0 +1,1 @@
+"""`hpctrain slurm`: the group, and its commands."""

@@ -1,0 +1,384 @@
+"""The status board: files in which the ranks write their positions and read those of the others.
+
+Normally only the board's own thread accesses these files: if the file system hangs, that thread is blocked, but the
+watcher's deadline still holds. While a rank's operations begin and end as they did before, its thread touches no file:
+it begins to look, and to write its position, when nothing has begun or ended for longer than usual.
+
+With N ranks on C nodes, the ranks use files of their node only. One rank of each node, its leader, uses the run
+directory: C files are made at the start; while no progress is made each leader makes two look-ups a second (three in an
+alarm) and a rename every 1 to 10 s, so 2 C and C / 10 in all; and the one rank that reports a hang reads C files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+from hpctrain.comm.watchdog.board.comparison import COMPARE_AT_MOST_AFTER_S
+from hpctrain.comm.watchdog.board.hang_evidence import EarlyLimits, IdleSince, find_hung
+from hpctrain.comm.watchdog.board.local_folder import LocalFolder
+from hpctrain.comm.watchdog.board.node_files import (
+    WatchFolders,
+    alarm_path,
+    call,
+    call_path,
+    position_path,
+    quietly,
+    time_of,
+    write_position,
+)
+from hpctrain.comm.watchdog.board.node_leader import NodeLeader
+from hpctrain.comm.watchdog.board.position_reader import PositionReader
+from hpctrain.comm.watchdog.board.rank_status import Finding, GroupPosition, RankPosition
+from hpctrain.comm.watchdog.board.run_ending import (
+    Ending,
+    announce_from_node,
+    claim,
+    read_ending,
+    reported_path,
+    take_over_path,
+)
+from hpctrain.comm.watchdog.host_probe import HostReachability
+from hpctrain.comm.watchdog.operation_state import ProgressMonitor, Track
+from hpctrain.comm.watchdog.timeout_report import print_with_stacks
+
+# Number of attempts to learn which hosts answer.
+_LEARN_TRIES = 10
+# A thread that wakes up later than planned by this much was suspended, or kept from running by a lock.
+_AWAY_S = 1.0
+# Up to so many ranks each report for themselves. Of a larger world the announcing rank alone reports; ranks of so many
+# nodes ask whether to report in its place, and so many ranks at most are asked for their stacks.
+REPORTING_RANKS = 16
+# Of a group with absent ranks the first so many members ask these for their stacks, and of so many nodes the first one.
+_CALLING_RANKS = 4
+_FIRST_NODES_ANNOUNCE_S = 1.0  # in which the first nodes announce the end, so that not all nodes do
+# A rank is silent that has not written its file for so many intervals; then the next one of its node leads.
+_SILENT_AFTER_INTERVALS = 3
+# Time that the ranks have to report after a mismatch was found.
+_MISMATCH_GRACE_S = 2.5
+_READING_MAY_TAKE_S = 2.0
+# An alarm is over when operations begin and end as before, but not sooner.
+_ALARM_LASTS_S = 5.0
+_ONE_ALARM_S = 10.0  # within which the ranks that wait raise it
+
+
+@final
+class Board:
+    """One rank's access to the status board. The constructor raises OSError if the folders cannot be used."""
+
+    def __init__(
+        self,
+        folders: WatchFolders,
+        *,
+        hold: LocalFolder | None = None,
+        timeout_s: float,
+        since: float,
+        tracks: Callable[[], Sequence[Track]],
+        step: Callable[[], int | None],
+        doing: Callable[[], str],
+        section: Callable[[], str],
+        stack: Callable[[], str],
+        reach: HostReachability,
+        probe_hosts: Callable[[], None],
+        notice: Callable[[], None],
+    ) -> None:
+        """folders: exist. Each rank writes its own file now, the lowest one of each node the node's too.
+
+        hold: on the node's folder, if this rank has one. since (epoch): older files are ignored, as they are from an
+        earlier attempt of this run. tracks: returns the tracks, the world's first. section: returns the name of the
+        run's section, "" for none. stack: returns where this rank is. probe_hosts: probes the other hosts. notice:
+        called when `ending` is set."""
+        self.folders = folders
+        self.rank = folders.rank
+        self.ending: Ending | None = None
+        self._local, self._shared = folders.local, folders.shared
+        self._node_ranks = folders.placement.ranks_on(folders.node)
+        self._timeout_s = timeout_s
+        self._since = since
+        self._tracks = tracks
+        self._step = step
+        self._doing = doing
+        self._section = section
+        self._stack = stack
+        self._reach = reach
+        self._probe_hosts = probe_hosts
+        self._notice = notice
+        self.interval_s = min(1.0, timeout_s / 8)
+        self.alarmed: float | None = None
+        self._silent_after_s = _SILENT_AFTER_INTERVALS * self.interval_s
+        # Frequent enough for recent positions at the deadline, rare enough not to load the file system (1000 nodes).
+        node_interval_s = max(self.interval_s, min(10.0, timeout_s / 20))
+        self._leader = NodeLeader(
+            folders, ranks=self._node_ranks, reach=reach, timeout_s=timeout_s, since=since,
+            interval_s=node_interval_s, is_alarmed=self._is_alarmed,
+            mismatch=lambda found: self._end_by_mismatch(found.text),
+        )  # fmt: skip
+        self._reader = PositionReader(
+            folders, own_status=self._leader.status, since=since, timeout_s=timeout_s,
+            rank_silent_s=self._silent_after_s, node_silent_s=3 * node_interval_s,
+        )  # fmt: skip
+        self._published: float | None = None
+        self._shown: float | None = None  # when this rank last showed its stacks because others asked
+        self._leaving = False
+        self._left: set[int] = set()  # ranks known to be leaving
+        self._tries_left = _LEARN_TRIES
+        self._progress = ProgressMonitor(at_most_s=timeout_s / 8)
+        self._watched_until = time.monotonic()
+        self._looking_since: float | None = None
+        self._over = threading.Event()
+        self._writing = threading.Lock()
+        self._alarm: float | None = None
+        self._hold = hold or LocalFolder(folders.local)
+        self.publish()
+        if self.rank == self._node_ranks[0]:
+            self._leader.publish(self._leader.status())
+        threading.Thread(target=self._run, name="hpctrain-board", daemon=True).start()
+
+    def end(self) -> None:
+        """Stops the thread and leaves the node's folder."""
+        self._over.set()
+        with self._writing:
+            self._hold.leave()
+
+    # ---- this rank's file
+
+    def publish(self) -> None:
+        """Writes this rank's position now. Thread-safe."""
+        with self._writing:
+            if not self._over.is_set():
+                self._publish()
+
+    def _publish(self) -> None:
+        self._published = time.monotonic()
+        groups = {}
+        for track in self._tracks():
+            waiting_s = None if track.since is None else track.waited_s()
+            groups[track.group] = GroupPosition(
+                sequence=track.sequence,
+                operation=track.operation,
+                waiting_s=waiting_s,
+                signature=track.signature,
+                num_ranks=len(track.members),
+            )
+        position = RankPosition(
+            rank=self.rank,
+            host=self._reach.here,
+            pid=os.getpid(),
+            written=time.time(),
+            step=self._step(),
+            doing=self._doing(),
+            groups=groups,
+            reached=dict(self._reach.found),
+            leaving=self._leaving,
+            section=self._section(),
+            stack=self._stack(),
+        )
+        write_position(position, local=self._local)
+
+    def leave(self) -> None:
+        """Publishes that this rank has printed its report, or need not, and is ready to exit."""
+        self._leaving = True
+        self.publish()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            pause_s, began = self._pause_s(), time.monotonic()
+            if self._over.wait(pause_s):
+                return
+            if time.monotonic() > began + pause_s + _AWAY_S:
+                # The timer without Python's lock may be ending this rank, unless this file is renewed.
+                self._watched_until = time.monotonic() + 3 * self._silent_after_s
+            # A full or missing disk must not end this thread; the deadline still holds.
+            quietly(self._look)
+
+    def _pause_s(self) -> float:
+        return self.interval_s / (4 if self._is_alarmed() or self.ending is not None else 1)
+
+    def _is_alarmed(self) -> bool:
+        return self.alarmed is not None and time.monotonic() < self.alarmed + self._timeout_s
+
+    def _is_busy_as_usual(self) -> bool:
+        """Returns True while operations begin and end about as often as they did, and none takes long.
+
+        Reads no file.
+        """
+        tracks = self._tracks()
+        is_usual = self._progress.is_usual(map(Track.progress, tracks), now_s=time.monotonic())
+        return is_usual and not any(track.waited_s() > COMPARE_AT_MOST_AFTER_S for track in tracks)
+
+    def _look(self) -> None:
+        if self._tries_left:
+            self._learn()
+        is_busy, now = self._is_busy_as_usual(), time.monotonic()
+        if is_busy and self.alarmed is not None and now > self.alarmed + _ALARM_LASTS_S:
+            self.alarmed = None  # the operation was only slow
+        if is_busy and not self._is_alarmed() and now > self._watched_until:
+            self._looking_since = None
+            return
+        if self._looking_since is None:
+            self._looking_since = now
+        if self._published is None or now >= self._published + self.interval_s:
+            self.publish()
+        if self._leads():
+            quietly(lambda: self._leader.lead(ends=self.ending is not None))
+        self._answer_call()
+        seen = time_of(alarm_path(self._local))
+        if seen != self._alarm:
+            self._alarm = seen
+            self._begin_alarm()
+        if self.ending is None:
+            self.ending = read_ending(self._local)
+            if self.ending is not None:
+                self._notice()
+
+    def _leads(self) -> bool:
+        """Returns True if each lower rank of this node has been silent for as long as this one would have noticed."""
+        if self.rank == self._node_ranks[0]:
+            return True
+        if self._looking_since is None or time.monotonic() < self._looking_since + self._silent_after_s:
+            return False  # the others may just begin to write
+        lower = self._node_ranks[: self._node_ranks.index(self.rank)]
+        # Mostly the first one has written, so that the others need not be looked at.
+        return not any(
+            (written := time_of(position_path(self._local, rank=rank))) is not None
+            and time.time() < written + self._silent_after_s
+            for rank in lower
+        )
+
+    def _learn(self) -> None:
+        """Learns which hosts answer, once the watcher knows of any."""
+        if self._reach.others is None:
+            return
+        self._tries_left -= 1
+        # A host that is busy may answer later; one behind a firewall never does.
+        if self._reach.learn(timeout_s=min(2.0, self._timeout_s / 8)):
+            self._tries_left = 0
+
+    # ---- late operations
+
+    def raise_alarm(self, track: Track) -> None:
+        """Makes every rank probe the other hosts, and the ranks that are absent from `track` print their stacks.
+
+        Of a node one rank raises the alarm, and one of all nodes, unless several do at the same moment.
+        """
+        for directory in (self._local, self._shared):
+            raised = time_of(alarm_path(directory), since=self._since)
+            if raised is not None and time.time() < raised + min(_ONE_ALARM_S, self._timeout_s / 4):
+                break
+            alarm_path(directory).touch()
+        if not self.asks(track):
+            return
+        positions = self._reader.read(track.members, within_s=_READING_MAY_TAKE_S)
+        absent = [rank for absence in self._reader.absent(track, positions) for rank in absence.ranks]
+        for rank in absent[:REPORTING_RANKS]:
+            call(self._local if rank in self._node_ranks else self._shared, rank=rank)
+
+    def asks(self, track: Track) -> bool:
+        """Returns True if this rank finds out for the group whether the ranks absent from `track` are hung: the first
+        ranks of a group do, and the first rank of each of its first nodes, since one of them may be absent itself."""
+        placement = self.folders.placement
+        if self.rank in track.members[:_CALLING_RANKS]:
+            return True
+        here = [rank for rank in track.members if placement.node_of_rank[rank] == self.folders.node]
+        return (
+            here[:1] == [self.rank]
+            and self.folders.node in placement.nodes_of(track.members)[:_CALLING_RANKS]
+        )
+
+    def find_hung(self, track: Track, *, idle: IdleSince, limits: EarlyLimits) -> list[str]:
+        """Returns the absent ranks that are hung, with the reason; see `hang_evidence.find_hung`. idle: is updated."""
+        positions = self._reader.read(track.members, within_s=_READING_MAY_TAKE_S)
+        idle.update(positions)
+        return find_hung(
+            self._reader.absent(track, positions), now=positions, idle=idle, placement=self.folders.placement,
+            answers=self._reach.found, group=track.group, waited_s=track.waited_s(), limits=limits,
+        )  # fmt: skip
+
+    def _begin_alarm(self) -> None:
+        self.alarmed = time.monotonic()
+        self._probe_hosts()
+
+    def _answer_call(self) -> None:
+        now = time.monotonic()
+        if self._shown is not None and now < self._shown + self._timeout_s:
+            return
+        path = call_path(self._local, rank=self.rank)
+        if path.exists():
+            path.unlink(missing_ok=True)
+            self._shown = now
+            print_with_stacks(
+                f"other ranks wait for rank {self.rank} on {self._reach.here}; its threads are at"
+            )
+
+    def find(self, track: Track | None, *, within_s: float) -> Finding:
+        """Returns what the files of all nodes say of the operation of `track`: see `PositionReader.find`."""
+        return self._reader.find(
+            track, world=self._tracks()[0].members, here=self._reach.here, reached=self._reach.found,
+            within_s=within_s,
+        )  # fmt: skip
+
+    # ---- the end
+
+    def announce(self, reason: str, *, grace_s: float, at_once: bool = False) -> Ending:
+        """Announces to all ranks that the run ends in `grace_s` seconds. Returns the announcement that was first.
+
+        Ranks of all nodes may do this at the same moment: those of the first nodes begin, and the others give them a
+        moment, unless `at_once` is set.
+        """
+        now = time.time()
+        after_s = 0.0 if at_once else self.announces_after_s()
+        asked = Ending(
+            rank=self.rank, host=self._reach.here, written=now, leave_at=now + grace_s, reason=reason
+        )
+        self.ending = announce_from_node(asked, shared=self._shared, local=self._local, after_s=after_s)
+        self._notice()
+        return self.ending
+
+    def announces_after_s(self) -> float:
+        """Returns the seconds that this node gives the first nodes to announce the end."""
+        if self.folders.node < _CALLING_RANKS:
+            return 0.0
+        return min(_FIRST_NODES_ANNOUNCE_S, self._timeout_s / 16)
+
+    def _end_by_mismatch(self, text: str) -> None:
+        self.announce(text, grace_s=min(_MISMATCH_GRACE_S, self._timeout_s / 4), at_once=True)
+
+    def another_reports(self) -> bool:
+        """Returns True if the announcing rank reports for this one: N reports would read C files each."""
+        return self.one_reports and self.ending is not None and self.ending.rank != self.rank
+
+    @property
+    def one_reports(self) -> bool:
+        """True if the announcing rank reports for all ranks."""
+        return len(self._tracks()[0].members) > REPORTING_RANKS
+
+    def tell_reported(self) -> None:
+        """Publishes that this rank has printed its report, if it reports for all. Raises OSError."""
+        if self.one_reports:
+            reported_path(self._shared).touch()
+
+    def take_over(self, ending: Ending) -> bool:
+        """Returns True if the announcing rank has not reported: to one of the ranks that ask, which reports instead.
+
+        Of each node one rank asks the shared filesystem; of many nodes the first ones, and the announcing rank's.
+        """
+        node = self.folders.node
+        asks = node < REPORTING_RANKS or node == self.folders.placement.node_of_rank[ending.rank]
+        return (
+            asks
+            and claim(take_over_path(self._local))
+            and not reported_path(self._shared).exists()
+            and claim(take_over_path(self._shared))
+        )
+
+    def all_leave(self) -> bool:
+        """Returns True if every rank of the world has printed its report, or need not."""
+        left = [rank for rank in self._tracks()[0].members if rank not in self._left]
+        positions = self._reader.read(left, within_s=_READING_MAY_TAKE_S)
+        self._left |= {rank for rank, position in positions.by_rank.items() if position.leaving}
+        return self._left.issuperset(left)

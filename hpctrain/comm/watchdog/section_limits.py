@@ -1,0 +1,262 @@
+"""Time limits of the sections of a run: those of the recipe, and earlier ones that follow from measured times.
+
+A limit of the recipe always ends the run. A derived one only lets a few ranks look whether a late rank is hung
+(`hpctrain.comm.watchdog.board.hang_evidence`): if one is, they end the run, else the run's own limit applies.
+docs/adr/0036 has the reasons. All but `SectionLimits` is pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+from hpctrain.comm.collectives.activity import Section
+
+# A derived limit is so many times the slowest measured one.
+FACTOR = 10.0
+_ENDING_SHARE = 0.25
+_ENDING_AT_MOST_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """least_measured: no limit is derived from fewer. window: the slowest of at least so many last ones counts.
+    least_factor: on `LimitSettings.least_s`."""
+
+    least_measured: int
+    window: int
+    least_factor: float
+
+
+# Of the start and of loading nothing is known when they begin: they have no derived limit. Data and checkpoints wait
+# for filesystems, whose servers may be away for minutes.
+RULES: Mapping[Section, _Rule] = {
+    Section.STEP: _Rule(least_measured=20, window=500, least_factor=1.0),
+    Section.INPUT: _Rule(least_measured=20, window=500, least_factor=5.0),
+    Section.SAVE: _Rule(least_measured=2, window=20, least_factor=5.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    """Seconds; the same on every rank. timeout_s: where `configured` has none. derive: also derive limits. least_s: the
+    least derived one of a step.
+    """
+
+    timeout_s: float
+    derive: bool = True
+    least_s: float = 60.0
+    configured: Mapping[Section, float] = field(default_factory=dict)
+
+    def limit_s(self, section: Section | None) -> float:
+        """Returns the limit that always ends the run."""
+        return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
+
+    def derived_s(self, section: Section, *, slowest_s: float) -> float:
+        """Returns what follows from the slowest measured time of a section that `RULES` has."""
+        return max(RULES[section].least_factor * self.least_s, FACTOR * slowest_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedLimit:
+    """Limit of a wait in `section`. slowest_s: of the last `num_measured` ones."""
+
+    section: Section
+    seconds: float
+    slowest_s: float
+    num_measured: int
+
+    @property
+    def text(self) -> str:
+        """For the message, as `limit of a step 30 s = 10 x the slowest of the last 812, 3 s`."""
+        measured = f"{FACTOR:g} x the slowest of the last {self.num_measured}, {self.slowest_s:.3g} s"
+        name = f"limit of {'an' if self.section is Section.INPUT else 'a'} {self.section.value}"
+        if self.seconds > FACTOR * self.slowest_s:
+            return f"{name} {self.seconds:.3g} s, the least by limits.least_s; {measured}, is less"
+        return f"{name} {self.seconds:.3g} s = {measured}"
+
+
+def derive_limit(
+    section: Section, *, slowest_s: float, num_measured: int, settings: LimitSettings
+) -> DerivedLimit | None:
+    """Returns the limit that follows from the slowest measured one; None if it would not be the earlier one."""
+    rule = RULES.get(section)
+    if (
+        rule is None
+        or not settings.derive
+        or section in settings.configured
+        or num_measured < rule.least_measured
+    ):
+        return None
+    seconds = settings.derived_s(section, slowest_s=slowest_s)
+    if seconds >= settings.timeout_s:
+        return None
+    return DerivedLimit(section=section, seconds=seconds, slowest_s=slowest_s, num_measured=num_measured)
+
+
+@dataclass(slots=True)
+class RecentMaximum:
+    """Largest of the last `window` to 2 x `window` values, in constant memory. before: largest of an earlier run."""
+
+    window: int
+    before: float = 0.0
+    num: int = 0
+    _here: float = 0.0
+
+    def add(self, value: float) -> None:
+        if self.num and self.num % self.window == 0:
+            self.before, self._here = self._here, 0.0
+        self._here = max(self._here, value)
+        self.num += 1
+
+    @property
+    def largest(self) -> float:
+        return max(self.before, self._here)
+
+    @property
+    def num_covered(self) -> int:
+        """Of how many values of this run it is the largest."""
+        beyond = (self.num - 1) % self.window + 1 if self.num else 0
+        return min(self.num, self.window + beyond)
+
+
+@final
+class SectionLimits:
+    """The section that a rank is in, the measured times, and the limits that follow.
+
+    Written by the main thread, read by the watcher and the board.
+
+    base: section outside of every `enter`; None: no section.
+    """
+
+    def __init__(self, settings: LimitSettings) -> None:
+        self.settings = settings
+        self._base: Section | None = None
+        self._now: Section | None = None
+        self._measured = {section: RecentMaximum(rule.window) for section, rule in RULES.items()}
+        # Sections since the step before this one began: a late rank may still be in one of them.
+        self._before: frozenset[Section | None] = frozenset([None])
+        self._seen: frozenset[Section | None] = frozenset([None])
+
+    def configure(self, settings: LimitSettings) -> None:
+        """Replaces the settings, also on a running watcher."""
+        self.settings = settings
+
+    @property
+    def now(self) -> Section | None:
+        return self._now
+
+    @property
+    def name(self) -> str:
+        """Name of the section; "" in none."""
+        return "" if self._now is None else self._now.value
+
+    @property
+    def base(self) -> Section | None:
+        return self._base
+
+    @base.setter
+    def base(self, section: Section | None) -> None:
+        self._base = section
+        self._before = self._seen = frozenset()
+        self._be_in(section)
+
+    @contextlib.contextmanager
+    def enter(self, section: Section | None) -> Iterator[None]:
+        """The `with` block is in `section`; the innermost one counts."""
+        outer = self._now
+        if section is Section.STEP and outer is not Section.STEP:
+            self._before, self._seen = self._seen, frozenset()
+        self._be_in(section)
+        try:
+            yield
+        finally:
+            self._now = outer
+
+    def _be_in(self, section: Section | None) -> None:
+        self._now = section
+        self._seen |= {section}
+
+    # ---- what was measured
+
+    def measure(self, section: Section, seconds: float) -> None:
+        """Adds a time that is the same on every rank."""
+        self._measured[section].add(seconds)
+
+    def slowest(self, section: Section) -> tuple[float, int]:
+        """Returns the slowest time, also of earlier attempts, and of how many of this one."""
+        found = self._measured[section]
+        return found.largest, found.num_covered
+
+    def count_earlier(self, slowest_s: Mapping[str, float]) -> None:
+        """Has the slowest times of earlier attempts, by the section's name, count too: they only raise limits."""
+        for section, found in self._measured.items():
+            found.before = max(found.before, slowest_s.get(section.value, 0.0))
+
+    def record(self) -> dict[str, dict[str, float | None]]:
+        """Returns of each section the limit that always applies, the derived one, and the slowest time of how many."""
+        found: dict[str, dict[str, float | None]] = {}
+        for section in Section:
+            derived = self.derived(section)
+            slowest_s, num = self.slowest(section) if section in self._measured else (None, None)
+            found[section.value] = {
+                "limit_s": self.settings.limit_s(section),
+                "derived_s": None if derived is None else derived.seconds,
+                "slowest_s": slowest_s,
+                "measured": num,
+            }
+        return found
+
+    def derived(self, section: Section | None) -> DerivedLimit | None:
+        """Returns the derived limit of `section`; None if it has none now."""
+        if section is None or (found := self._measured.get(section)) is None:
+            return None
+        return derive_limit(
+            section, slowest_s=found.largest, num_measured=found.num_covered, settings=self.settings
+        )
+
+    # ---- what applies now
+
+    def _open(self) -> frozenset[Section | None]:
+        """Sections in which a rank may be that this one waits for. A step's own limit includes its input."""
+        return (self._before | self._seen) - {Section.INPUT} | {self._now}
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds after which every rank of an operation in this section has exited."""
+        return self.settings.limit_s(self._now)
+
+    @property
+    def ending_s(self) -> float:
+        """The last part of `limit_s`, in which the ranks report and exit, so that all have ended when it is over."""
+        return min(_ENDING_AT_MOST_S, _ENDING_SHARE * self.limit_s)
+
+    @property
+    def wait_limit_s(self) -> float:
+        """For so long a rank waits."""
+        limit_s = self.limit_s
+        return limit_s - min(_ENDING_AT_MOST_S, _ENDING_SHARE * limit_s)
+
+    @property
+    def first_limit_s(self) -> float:
+        """Seconds of a wait after which a late rank may be found hung; `wait_limit_s` if that is not done."""
+        early = self.early
+        return self.wait_limit_s if early is None else min(early.seconds, self.wait_limit_s)
+
+    @property
+    def early(self) -> DerivedLimit | None:
+        """The derived limit of a wait in this section; None if there is none, or a late rank may be in no section."""
+        return self.derived(self._now) if all(section in RULES for section in self._open()) else None
+
+    def early_s_of(self, section: Section | None) -> float | None:
+        """Seconds after which a late rank that is in `section`, by what it says, may be found hung; None: never."""
+        own, found = self.early, self.derived(section)
+        return None if own is None or found is None else max(own.seconds, found.seconds)
+
+    @property
+    def early_everywhere_s(self) -> float | None:
+        """As `early_s_of`, for a rank of which it is not known which section it is in."""
+        each = [self.early_s_of(section) for section in self._open() | {Section.INPUT}]
+        return None if None in each else max(seconds for seconds in each if seconds is not None)

@@ -1,0 +1,32 @@
+from .blocks import repeated_blocks as repeated_blocks
+from .open_groups import open_process_group as open_process_group, two_level_sums as two_level_sums
+from .operations import (
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+    all_reduce_sparse as all_reduce_sparse,
+    as_bytes as as_bytes,
+    exchange as exchange,
+    reduce_scatter as reduce_scatter,
+)
+from .plan import (
+    Checkpointing as Checkpointing,
+    ParallelPlan as ParallelPlan,
+    Shard as Shard,
+    Within as Within,
+)
+from .process_group import CommunicatorGroup as CommunicatorGroup
+from .sharded_tensors import (
+    box_of as box_of,
+    is_first_replica as is_first_replica,
+    is_sharded as is_sharded,
+    is_sharded_tensor as is_sharded_tensor,
+    local_part as local_part,
+    part_of as part_of,
+    sharded_as as sharded_as,
+)
+from .split_model import (
+    broadcast_model as broadcast_model,
+    end_process_group as end_process_group,
+    parallelize as parallelize,
+)
+from .work import CollectiveWork as CollectiveWork, OperationThread as OperationThread

@@ -1,0 +1,158 @@
+"""Opens `torch.distributed` over a world of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from hpctrain.comm import World, broadcast_json, make_two_level
+from hpctrain.distributed.process_group import CommunicatorGroup
+from hpctrain.errors import LaunchError, UsageError
+from hpctrain.topology import Topology
+
+BACKEND = "hpctrain"
+# Smaller sums go over all ranks at once: within the node and between the nodes costs more messages.
+_TWO_LEVEL_BYTES = 1 << 16
+
+
+def open_process_group(
+    world: World,
+    topology: Topology,
+    *,
+    device: torch.device,
+    timeout_s: float = 600.0,
+    close: Callable[[], None] | None = None,
+) -> None:
+    """Initialises `torch.distributed` over the ranks of `world`. Collective.
+
+    device: on the CPU, groups over hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
+    timeout_s: of NCCL's operations. close: called when `destroy_process_group` has ended the groups on the CPU.
+    Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
+    for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI.
+    """
+    if dist.is_initialized():
+        raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
+    _set_variables(world, topology, host_memory=device.type != "cuda")
+    if device.type == "cuda":
+        _over_nccl(world, device=device, timeout_s=timeout_s)
+        return
+    if world.backend not in ("mpi", "serial"):
+        raise LaunchError(
+            f"torch.distributed needs MPI under its ranks, this session's backend is {world.backend}: install mpi4py",
+            agreed=True,
+        )
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+    _open.ranks, _open.close = (world, topology), close
+    _initialize(BACKEND, store=HashStore(), world=world)
+
+
+class _Open:
+    """What the backend's groups are made from: PyTorch passes no object to the function that makes them."""
+
+    ranks: tuple[World, Topology] | None = None
+    close: Callable[[], None] | None = None
+
+
+_open = _Open()
+
+
+def _make_group(options: Any, _: Any) -> CommunicatorGroup:
+    """Makes a group of `options.global_ranks_in_group`, by default all. Collective over these ranks."""
+    if _open.ranks is None:
+        raise UsageError(f"backend {BACKEND!r} of torch.distributed: call hpctrain.init_process_group first")
+    world, topology = _open.ranks
+    members = list(options.global_ranks_in_group) or list(range(world.num_ranks))
+    opened = world.open_group(members)
+    if opened is None:
+        raise LaunchError(f"backend {world.backend} has no groups for torch.distributed")
+    comm, messages = opened
+    everyone = members == list(range(world.num_ranks))
+    return CommunicatorGroup(
+        comm, messages=messages, name=options.group_id,
+        sums=two_level_sums(world, topology, comm.all_reduce) if everyone else None,
+        timeout_s=options.timeout.total_seconds() if options.timeout < default_pg_timeout else None,
+        on_shutdown=_close if not options.global_ranks_in_group else None,
+    )  # fmt: skip
+
+
+def two_level_sums(
+    world: World, topology: Topology, flat_sum: Callable[[torch.Tensor], None]
+) -> Callable[[torch.Tensor], None] | None:
+    """Returns a function that sums a tensor of shape (n,) over all ranks in place: within the nodes, then between them.
+
+    Collective over all ranks; each call makes communicators of its own. flat_sum: for small tensors. None where one
+    level is all there is.
+    """
+    if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
+        return None
+    two_level = make_two_level(world, topology)
+
+    def sums(flat: torch.Tensor) -> None:
+        if flat.numel() * flat.element_size() < _TWO_LEVEL_BYTES:
+            flat_sum(flat)
+        else:
+            two_level.all_reduce(flat)
+
+    return sums
+
+
+def _close() -> None:
+    # A session that the caller has made stays open: `torch.distributed.init_process_group("hpctrain")` may follow.
+    if _open.close is not None:
+        close, _open.ranks, _open.close = _open.close, None, None
+        close()
+
+
+def _set_variables(world: World, topology: Topology, *, host_memory: bool) -> None:
+    variables: dict[str, Any] = {
+        "RANK": world.rank,
+        "WORLD_SIZE": topology.num_ranks,
+        "LOCAL_RANK": topology.local_rank_of(world.rank),
+        "LOCAL_WORLD_SIZE": len(topology.groups("local")[topology.node_of(world.rank)]),
+    }
+    if world.num_ranks > 1:
+        # Nothing listens there: a library may open a store of its own. A single process must not look as torchrun's.
+        address = [socket.gethostname(), _free_port()] if world.rank == 0 else None
+        variables["MASTER_ADDR"], variables["MASTER_PORT"] = broadcast_json(world, address)
+    if host_memory:
+        variables["ACCELERATE_USE_CPU"] = "true"
+    for name, value in variables.items():
+        os.environ.setdefault(name, str(value))
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
+
+
+def _over_nccl(world: World, *, device: torch.device, timeout_s: float) -> None:
+    """NCCL's own group: its ranks find each other through a store on rank 0, whose address is broadcast over MPI."""
+    timeout = timedelta(seconds=timeout_s)
+    store = None
+    if world.rank == 0:
+        store = TCPStore(
+            socket.gethostname(), 0, world.num_ranks, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+    host, port = broadcast_json(world, [socket.gethostname(), store.port] if store else None)
+    if store is None:
+        store = TCPStore(host, port, world.num_ranks, is_master=False, timeout=timeout)
+    _initialize("cpu:gloo,cuda:nccl", store=store, world=world, timeout=timeout, device_id=device)
+
+
+def _initialize(backend: str, *, store: Store, world: World, **options: Any) -> None:
+    hook = sys.excepthook
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.num_ranks, **options)
+    # PyTorch's hook prints what this one has printed, but the process has ended by then.
+    sys.excepthook = hook

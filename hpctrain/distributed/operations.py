@@ -1,0 +1,173 @@
+"""Operations of torch.distributed on flat tensors, made of the few that a communicator has. Collective, all of them.
+
+A communicator sums and takes maxima of some dtypes (`Collective`). A minimum is a maximum of negated values; narrow
+integers are reduced as wider ones; products and operations on bits are computed by each rank from the parts of all, in
+the order of the ranks, so that the result is the same everywhere. What is only moved is moved as bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.comm import Collective, ReduceOp
+from hpctrain.errors import UsageError
+
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MAX: "maximum",
+    dist.ReduceOp.MIN: "minimum",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.BAND: "and",
+    dist.ReduceOp.BOR: "or",
+    dist.ReduceOp.BXOR: "exclusive or",
+}
+_FROM_ALL_PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "product": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "exclusive or": torch.bitwise_xor,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+}
+# Elements of a buffer whose parts are gathered at once: bounds the memory, which is this times the ranks.
+_GATHERED_ELEMS = 1 << 20
+
+
+def name_of(op: object) -> str:
+    """Returns the name of a `torch.distributed.ReduceOp`. Raises UsageError for one that is not supported."""
+    for known, name in _NAMES.items():
+        if op == known:
+            return name
+    raise UsageError(
+        f"{op} is not supported on the process group of hpctrain: it has {', '.join(str(k) for k in _NAMES)}"
+    )
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a contiguous tensor of shape (n,) as uint8, shape (n * itemsize,)."""
+    # One element counts as contiguous whatever its stride, but a view of another size needs stride 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def all_reduce(
+    comm: Collective,
+    flat: torch.Tensor,
+    *,
+    op: str,
+    sums: Callable[[torch.Tensor], None] | None = None,
+) -> None:
+    """Reduces `flat`, shape (n,), contiguous, in place. sums: sums over the ranks instead of `comm.all_reduce`."""
+    if op in ("product", "and", "or", "exclusive or"):
+        _from_all_parts(comm, flat, op=op)
+        return
+    wide = flat.to(_wide_dtype(flat.dtype))
+    if op in ("sum", "mean"):
+        (sums or comm.all_reduce)(wide)
+    elif op == "maximum":
+        comm.all_reduce(wide, op=ReduceOp.MAX)
+    else:
+        # Exact: the negative of a float, and the complement of an integer, which has no overflow.
+        wide = _reversed(wide)
+        comm.all_reduce(wide, op=ReduceOp.MAX)
+        wide = _reversed(wide)
+    if op == "mean":
+        _divide(wide, comm.num_ranks)
+    if wide.data_ptr() != flat.data_ptr():
+        flat.copy_(wide)
+
+
+def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int], op: str) -> torch.Tensor:
+    """Returns this rank's part, shape (counts[rank],), of the reduction of `whole`, shape (sum(counts),)."""
+    if op in ("sum", "mean"):
+        part = comm.reduce_scatter(whole.to(_wide_dtype(whole.dtype)), counts=counts)
+        if op == "mean":
+            _divide(part, comm.num_ranks)
+        return part.to(whole.dtype)
+    mine = counts[comm.rank]
+    received = exchange(comm, whole, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
+    return functools.reduce(_FROM_ALL_PARTS[op], received.view(comm.num_ranks, mine).unbind())
+
+
+def all_gather(comm: Collective, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    """Returns the parts of all ranks, each of shape (counts[rank],), in one tensor of shape (sum(counts),)."""
+    size = part.element_size()
+    whole = comm.all_gather(as_bytes(part), counts=[size * count for count in counts])
+    return whole.view(part.dtype)
+
+
+def exchange(
+    comm: Collective, flat: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> torch.Tensor:
+    """Sends each rank its slice of `flat`, shape (sum(send_counts),); returns what the ranks sent, in their order."""
+    size = flat.element_size()
+    received = comm.all_to_all(
+        as_bytes(flat),
+        send_counts=[size * count for count in send_counts],
+        receive_counts=[size * count for count in receive_counts],
+    )
+    return received.view(flat.dtype)
+
+
+def all_reduce_sparse(comm: Collective, tensor: torch.Tensor, *, op: str) -> torch.Tensor:
+    """Returns the sum or mean over the ranks of a sparse COO tensor: coalesced, with the same shape and dtype.
+
+    Each rank receives the indices and values of all.
+    """
+    if op not in ("sum", "mean"):
+        raise UsageError(f"a sparse tensor can be summed over the ranks, not reduced to their {op}")
+    mine = tensor.coalesce()
+    indices, values = mine.indices(), mine.values()
+    entries = all_gather(comm, torch.tensor([values.shape[0]]), counts=[1] * comm.num_ranks).tolist()
+    depth = indices.shape[0]
+    # Entry by entry, so that the parts of the ranks follow each other.
+    gathered = all_gather(
+        comm, indices.t().contiguous().view(-1), counts=[depth * count for count in entries]
+    )
+    width = values[0].numel() if len(values) else int(torch.tensor(values.shape[1:]).prod())
+    all_values = all_gather(comm, values.contiguous().view(-1), counts=[width * count for count in entries])
+    total = torch.sparse_coo_tensor(
+        gathered.view(-1, depth).t(), all_values.view(-1, *values.shape[1:]), tensor.shape
+    ).coalesce()
+    return total / comm.num_ranks if op == "mean" else total
+
+
+def _from_all_parts(comm: Collective, flat: torch.Tensor, *, op: str) -> None:
+    for piece in flat.split(_GATHERED_ELEMS):
+        if piece.numel() == 0:
+            continue
+        parts = all_gather(comm, piece, counts=[piece.numel()] * comm.num_ranks)
+        piece.copy_(functools.reduce(_FROM_ALL_PARTS[op], parts.view(comm.num_ranks, -1).unbind()))
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype in _SUMMED:
+        return dtype
+    if dtype not in _WIDER:
+        raise UsageError(
+            f"{dtype} cannot be reduced over the ranks: convert to one of {[*_SUMMED, *_WIDER]} before"
+        )
+    return _WIDER[dtype]
+
+
+def _reversed(values: torch.Tensor) -> torch.Tensor:
+    return -values if values.dtype.is_floating_point else ~values
+
+
+def _divide(values: torch.Tensor, divisor: int) -> None:
+    if values.dtype.is_floating_point:
+        values.div_(divisor)
+    else:
+        values.div_(divisor, rounding_mode="trunc")

@@ -1,0 +1,373 @@
+"""A process group of torch.distributed over a communicator: tensors in host memory.
+
+PyTorch calls the methods below, under the names of `torch.distributed.ProcessGroup`; the second names are those of
+other releases. They return works. Without `opts.asyncOp` an operation has ended when its method returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.comm import Collective, PeerMessages
+from hpctrain.distributed import operations
+from hpctrain.distributed.barriers import barrier_with_timeout
+from hpctrain.distributed.work import MessageWork, OperationThread
+from hpctrain.errors import BufferMismatch, UsageError
+
+Tensors = Sequence[torch.Tensor]
+# Tags of MPI end at 32,767, which barriers with a timeout use.
+_BARRIER_TAG = (1 << 15) - 1
+
+
+@final
+class CommunicatorGroup(dist.ProcessGroup):
+    """A group of ranks. Made by the backend `hpctrain` that `init_process_group` registers.
+
+    comm: of the group's ranks, used by this object only. messages: between them; None if there is one rank. sums: sums
+    a tensor of shape (n,) over the ranks in place, instead of `comm.all_reduce`: in two levels, for one. timeout_s: a
+    barrier raises CommunicationError after it; None: only the limit of the session counts.
+    """
+
+    def __init__(
+        self,
+        comm: Collective,
+        *,
+        messages: PeerMessages | None,
+        name: str,
+        sums: Callable[[torch.Tensor], None] | None = None,
+        timeout_s: float | None = None,
+        on_shutdown: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(comm.rank, comm.num_ranks)  # type: ignore[call-arg,arg-type]
+        self._comm = comm
+        self._messages = messages
+        self._sums = sums
+        self._name = name
+        self._description = "hpctrain"
+        self._timeout_s = timeout_s
+        self._on_shutdown = on_shutdown
+        self._thread = OperationThread(f"hpctrain-group-{name}")
+
+    # ------------------------------------------------------------------ what PyTorch asks of any group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "hpctrain"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._comm.num_ranks
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._comm.rank
+
+    def size(self) -> int:
+        return self._comm.num_ranks
+
+    def rank(self) -> int:
+        return self._comm.rank
+
+    def shutdown(self) -> None:
+        self._thread.close()
+        if self._on_shutdown is not None:
+            self._on_shutdown()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Does nothing: operations run one after another in any case."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Returns a work that ends after all operations that were started before."""
+        return self._thread.run(lambda: None, [], behind=True)
+
+    # ------------------------------------------------------------------ reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self.allreduce_coalesced(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        op = _op_of(opts)
+
+        def reduce() -> None:
+            for tensor in tensors:
+                if tensor.layout == torch.sparse_coo:
+                    tensor.copy_(operations.all_reduce_sparse(self._comm, tensor, op=op))
+                    continue
+                flat = _flat(tensor)
+                operations.all_reduce(self._comm, flat, op=op, sums=self._sums)
+                _give_back(flat, tensor)
+
+        return self._start(reduce, tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        op, root = _op_of(opts), opts.rootRank
+
+        def reduce() -> None:
+            for tensor in tensors:
+                flat = _flat(tensor)
+                # On the other ranks the tensor stays as it is.
+                flat = flat if self._comm.rank == root else flat.clone()
+                operations.all_reduce(self._comm, flat, op=op, sums=self._sums)
+                if self._comm.rank == root:
+                    _give_back(flat, tensor)
+
+        return self._start(reduce, tensors, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        op = _op_of(opts)
+
+        def reduce() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                whole = _concatenated(parts)
+                counts = [part.numel() for part in parts]
+                _fill(output, operations.reduce_scatter(self._comm, whole, counts=counts, op=op))
+
+        return self._start(reduce, outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        op, size = _op_of(opts), self._comm.num_ranks
+        for output, whole in zip(outputs, inputs, strict=True):
+            _check_sizes(size * output.numel(), whole.numel(), operation="reduce_scatter", num_ranks=size)
+
+        def reduce() -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                counts = [output.numel()] * size
+                _fill(output, operations.reduce_scatter(self._comm, _flat(whole), counts=counts, op=op))
+
+        return self._start(reduce, outputs, opts)
+
+    # ------------------------------------------------------------------ gathering and distributing
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+        root = opts.rootRank
+
+        def send() -> None:
+            for tensor in tensors:
+                flat = _flat(tensor)
+                self._comm.broadcast(operations.as_bytes(flat), root=root)
+                _give_back(flat, tensor)
+
+        return self._start(send, tensors, opts)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._gather_lists(outputs, inputs, opts)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        # Of each rank a list, here; of each tensor a list, there.
+        return self._gather_lists(list(zip(*output_lists, strict=True)), inputs, opts)
+
+    def _gather_lists(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        def gather() -> None:
+            for parts, tensor in zip(outputs, inputs, strict=True):
+                counts = [part.numel() for part in parts]
+                whole = operations.all_gather(self._comm, _flat(tensor), counts=counts)
+                _distribute(whole, parts)
+
+        return self._start(gather, list(itertools.chain(*outputs)), opts)
+
+    def all_gather_single(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [part], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        size = self._comm.num_ranks
+        for output, part in zip(outputs, inputs, strict=True):
+            _check_sizes(output.numel(), size * part.numel(), operation="all_gather", num_ranks=size)
+
+        def gather() -> None:
+            for output, part in zip(outputs, inputs, strict=True):
+                counts = [part.numel()] * size
+                # `part` may be a slice of `output`: what is received is copied into it at the end.
+                _fill(output, operations.all_gather(self._comm, _flat(part), counts=counts))
+
+        return self._start(gather, outputs, opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        root, rank, size = opts.rootRank, self._comm.rank, self._comm.num_ranks
+        parts = outputs[0] if rank == root else []
+
+        def gather() -> None:
+            flat = _flat(inputs[0])
+            send = [flat.numel() if other == root else 0 for other in range(size)]
+            receive = [part.numel() for part in parts] if rank == root else [0] * size
+            received = operations.exchange(self._comm, flat, send_counts=send, receive_counts=receive)
+            _distribute(received, parts)
+
+        return self._start(gather, parts, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+        root, rank, size = opts.rootRank, self._comm.rank, self._comm.num_ranks
+        output, parts = outputs[0], inputs[0] if rank == root else []
+
+        def scatter() -> None:
+            flat = _concatenated(parts) if rank == root else output.new_empty(0)
+            send = [part.numel() for part in parts] if rank == root else [0] * size
+            receive = [output.numel() if other == root else 0 for other in range(size)]
+            _fill(output, operations.exchange(self._comm, flat, send_counts=send, receive_counts=receive))
+
+        return self._start(scatter, outputs, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        def exchange() -> None:
+            received = operations.exchange(
+                self._comm,
+                _concatenated(inputs),
+                send_counts=[part.numel() for part in inputs],
+                receive_counts=[part.numel() for part in outputs],
+            )
+            _distribute(received, outputs)
+
+        return self._start(exchange, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        receive = _elements(output, output_split_sizes, num_ranks=self._comm.num_ranks)
+        send = _elements(whole, input_split_sizes, num_ranks=self._comm.num_ranks)
+
+        def exchange() -> None:
+            received = operations.exchange(self._comm, _flat(whole), send_counts=send, receive_counts=receive)
+            _fill(output, received)
+
+        return self._start(exchange, [output], opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        timeout_s = self._timeout_s
+        if opts is not None and opts.timeout > timedelta(0):
+            timeout_s = opts.timeout.total_seconds()
+        messages = self._messages
+        if messages is None or timeout_s is None:
+            return self._start(self._comm.barrier, [], opts)
+        rank, size, limit_s = self._comm.rank, self._comm.num_ranks, timeout_s
+        return self._start(
+            lambda: barrier_with_timeout(messages, rank=rank, num_ranks=size, tag=_BARRIER_TAG, timeout_s=limit_s),
+            [], opts,
+        )  # fmt: skip
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
+        flat = _flat(tensors[0])
+        buffer = operations.as_bytes(flat)
+        pending = self._peers.send(buffer, to=to, tag=_checked(tag))
+        return MessageWork(self._peers, pending, what=f"({buffer.numel()} bytes to rank {to} of the group)")
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
+        return self._receive(tensors[0], source=source, tag=tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        return self._receive(tensors[0], source=None, tag=tag)
+
+    def _receive(self, tensor: torch.Tensor, *, source: int | None, tag: int) -> dist.Work:
+        flat = _flat(tensor)
+        buffer = operations.as_bytes(flat)
+        pending = self._peers.receive(buffer, source=source, tag=_checked(tag))
+        what = (
+            f"({buffer.numel()} bytes from {'any rank' if source is None else f'rank {source}'} of the group)"
+        )
+        return MessageWork(self._peers, pending, what=what, received=lambda: _give_back(flat, tensor))
+
+    @property
+    def _peers(self) -> PeerMessages:
+        if self._messages is None:
+            raise UsageError("a group of one rank has no other rank to send messages to")
+        return self._messages
+
+    # ------------------------------------------------------------------ details
+
+    def _start(self, operation: Callable[[], None], outputs: Tensors, opts: Any) -> dist.Work:
+        return self._thread.run(operation, outputs, behind=bool(getattr(opts, "asyncOp", False)))
+
+
+def _op_of(opts: Any) -> str:
+    return operations.name_of(opts.reduceOp) if opts is not None else "sum"
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements, shape (n,), contiguous: a view of the tensor if it is contiguous, otherwise a copy.
+
+    Raises UsageError for a tensor that is not in host memory.
+    """
+    if tensor.device.type != "cpu":
+        raise UsageError(
+            f"the process group of hpctrain takes tensors in host memory, not on {tensor.device}: "
+            'hpctrain.init_process_group(device="cuda") makes one over NCCL'
+        )
+    return tensor.detach().contiguous().view(-1)
+
+
+def _give_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copies `flat` into `tensor` unless it is a view of it."""
+    if flat.data_ptr() != tensor.data_ptr():
+        _fill(tensor, flat)
+
+
+def _fill(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _concatenated(parts: Tensors) -> torch.Tensor:
+    return torch.cat([_flat(part) for part in parts])
+
+
+def _distribute(whole: torch.Tensor, parts: Tensors) -> None:
+    for part, received in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+        _fill(part, received)
+
+
+def _elements(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
+    """Returns the number of elements for each rank. rows: of each rank along dimension 0; empty: equally many."""
+    if not rows:
+        _check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)
+        rows = [tensor.shape[0] // num_ranks] * num_ranks
+    if sum(rows) != tensor.shape[0]:
+        raise BufferMismatch(
+            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, not to {tensor.shape[0]}"
+        )
+    per_row = tensor[0].numel() if tensor.shape[0] else 0
+    return [count * per_row for count in rows]
+
+
+def _check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> None:
+    if found != wanted:
+        raise BufferMismatch(
+            f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not fit"
+        )
+
+
+def _checked(tag: int) -> int:
+    if not 0 <= tag < _BARRIER_TAG:
+        raise UsageError(f"tag {tag} of a message: tags are from 0 to {_BARRIER_TAG - 1}")
+    return tag

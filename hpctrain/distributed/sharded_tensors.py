@@ -1,0 +1,68 @@
+"""Sharded tensors (DTensor) as boxes of global tensors. Does not load PyTorch's DTensor where there are none."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+# Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
+_SHARDED = "_hpctrain_sharded"
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
+
+
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Returns True for a DTensor, of which each rank holds a part."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Returns True if `parallelize` has sharded the model: then every forward and backward is collective."""
+    return getattr(model, _SHARDED, False) is True
+
+
+def mark_sharded(model: torch.nn.Module) -> None:
+    """Makes `is_sharded` return True for the model."""
+    setattr(model, _SHARDED, True)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Returns the part that this rank holds, sharing its memory; a tensor that is not sharded as it is."""
+    part: torch.Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
+    return part
+
+
+def box_of(tensor: Any) -> Box:
+    """Returns where this rank's part of a DTensor lies in the whole. A rank may hold nothing of a small tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tuple(shape)
+
+
+def is_first_replica(tensor: Any) -> bool:
+    """Returns True on one of the ranks that hold this part of a DTensor: exactly one rank for each element."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        index == 0 or placement.is_shard()
+        for index, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+
+
+def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """Returns the DTensor of which `part` is this rank's part, with the shape and placement of the DTensor `like`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part.to(like.device), like.device_mesh, like.placements, run_check=False, shape=like.shape,
+        stride=like.stride(),
+    )  # fmt: skip
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns `whole` in the placement of `like`: a DTensor of it if `like` is one. Not collective."""
+    if not is_sharded_tensor(like):
+        return whole
+    offset, shape = box_of(like)
+    box = tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))
+    return sharded_as(whole[box].clone(), like)

@@ -1,0 +1,316 @@
+"""Reduces the gradients of DistributedOptimizer in buckets, behind backward.
+
+Buckets are formed once, in reverse order of the parameters, and started in that order on every rank: each when the
+gradients of all its parameters are there, and those before it were started. Source: Li et al. 2020, arXiv:2006.15704.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from hpctrain.distributed import CollectiveWork
+from hpctrain.errors import UsageError
+from hpctrain.hvd.asynchronous import described, reduce_scaled, sparse_sum, start_all_reduce
+from hpctrain.hvd.compression import Compressor, FP16Compressor, NoneCompressor
+from hpctrain.hvd.errors import HorovodValueError, as_horovod_error
+from hpctrain.hvd.group import Group, dtype_name, reduction_of_zeros
+from hpctrain.hvd.reductions import JOINABLE, Average, ReduceOp, Sum
+from hpctrain.reduce import GradientSpec, plan_buckets
+from hpctrain.storage import split_evenly
+
+BUCKET_BYTES = 8 << 20
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How gradients are reduced. passes: backward passes per step. prescale, postscale: factors before and after the
+    reduction. groups: parameters that are reduced together, or the number of groups to form."""
+
+    op: ReduceOp = Average
+    compression: Compressor = NoneCompressor
+    passes: int = 1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+
+
+class _Bucket:
+    """One reduction. parameters: their numbers. missing: gradients that are not there yet."""
+
+    def __init__(self, parameters: Sequence[int]) -> None:
+        self.parameters = list(parameters)
+        self.missing = len(parameters)
+        self.dense: list[int] | None = None  # those in `flat`; None: not made yet
+        self.flat = torch.empty(0)
+        self.views: list[torch.Tensor] = []
+        self.works: list[CollectiveWork] = []
+        self.finish: Callable[[], None] = lambda: None
+
+
+@final
+class GradientReduction:
+    """Reduces the gradients of `named`. Made anew when parameters come or go.
+
+    group: returns the group over whose ranks; called for each bucket, since `elastic.run` makes groups anew.
+    """
+
+    def __init__(self, named: Sequence[Named], *, group: Callable[[], Group], settings: Settings) -> None:
+        self._group = group
+        self._settings = settings
+        self._names = [name for name, parameter in named if parameter.requires_grad]
+        self._parameters = [parameter for _, parameter in named if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self._half = settings.compression is FP16Compressor
+        self._plain = self._half or settings.compression is NoneCompressor
+        self._buckets = [_Bucket(numbers) for numbers in self._plan()]
+        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.parameters}
+        self._passes = settings.passes
+        self._left = [settings.passes] * len(self._parameters)
+        self._next = 0  # the bucket to start next
+        self._sparse_dims: dict[int, int] = {}  # of parameters that had a sparse gradient
+        self.begun = False  # whether a gradient has come since the last `finish`
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def finish(self) -> None:
+        """Starts the buckets that are left, where a missing gradient counts as zeros, and waits for all. Collective."""
+        for name, parameter in self._frozen:
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"{name!r} did not require a gradient when DistributedOptimizer was made, and has one now: make "
+                    "the optimizer after changing requires_grad"
+                )
+        while self._next < len(self._buckets):
+            self._start_next()
+        with as_horovod_error():
+            for bucket in self._buckets:
+                for work in bucket.works:
+                    work.wait()
+                bucket.finish()
+        self.reset()
+
+    def reset(self) -> None:
+        """Expects the first gradient of a step again."""
+        for bucket in self._buckets:
+            bucket.works, bucket.missing = [], len(bucket.parameters)
+        self._left = [self._passes] * len(self._parameters)
+        self._next, self.begun = 0, False
+
+    def set_passes(self, passes: int) -> None:
+        """Changes the number of backward passes per step. To be called between two steps."""
+        self._passes = passes
+        self.reset()
+
+    def close(self) -> None:
+        """Leaves the parameters' gradients alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(_: torch.Tensor) -> None:
+            self.begun = True
+            self._left[number] -= 1
+            if self._left[number] < 0:
+                raise UsageError(
+                    f"the gradient of {self._names[number]!r} was computed more often than "
+                    f"backward_passes_per_step={self._passes} before step() or synchronize()"
+                )
+            if self._left[number] == 0:
+                self._bucket_of[number].missing -= 1
+                while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                    self._start_next()
+
+        return gradient_is_there
+
+    # ------------------------------------------------------------------ one bucket
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        gradients = {number: self._gradient(number) for number in bucket.parameters}
+        sparse = [number for number, gradient in gradients.items() if gradient.is_sparse]
+        self._sparse_dims.update({number: gradients[number].sparse_dim() for number in sparse})
+        if self._settings.sparse_as_dense:
+            for number in sparse:
+                gradients[number] = gradients[number].to_dense()
+        apart = [] if self._settings.sparse_as_dense else sparse
+        if self._plain:
+            self._start_plain(bucket, gradients, apart=apart)
+        else:
+            self._start_compressed(bucket, gradients, apart=apart)
+        in_bucket = bucket.finish
+
+        def finish() -> None:
+            in_bucket()
+            for number in sparse if self._settings.sparse_as_dense else ():
+                self._parameters[number].grad = gradients[number].to_sparse(self._sparse_dims[number])
+
+        bucket.finish = finish
+
+    def _start_plain(
+        self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]
+    ) -> None:
+        """Sums copies of the gradients in the bucket's own buffer, and sparse ones apart."""
+        settings, group = self._settings, self._group()
+        dense = [number for number in bucket.parameters if number not in apart]
+        if dense != bucket.dense:
+            self._lay_out(bucket, dense)
+        own = [gradients[number] for number in dense]
+        sizes = [gradient.numel() for gradient in own]
+        found: dict[int, torch.Tensor] = {}
+
+        def reduce() -> None:
+            for view, gradient in zip(bucket.views, own, strict=True):
+                view.copy_(gradient)
+            if dense:
+                reduce_scaled(
+                    group, bucket.flat, op=settings.op, sizes=sizes, prescale=settings.prescale,
+                    postscale=settings.postscale,
+                )  # fmt: skip
+            for view, gradient in zip(bucket.views, own, strict=True):
+                gradient.copy_(view)
+            for number in apart:
+                found[number] = sparse_sum(group, gradients[number], op=settings.op)
+
+        def finish() -> None:
+            for number, gradient in found.items():
+                self._parameters[number].grad = gradient
+
+        zeros = None
+        if settings.op in JOINABLE and not apart:
+            zeros = reduction_of_zeros(settings.op, [(dtype_name(bucket.flat), sizes)])
+        bucket.works = [group.run(self._what(bucket, apart), reduce, behind=True, zeros=zeros)]
+        bucket.finish = finish
+
+    def _start_compressed(
+        self, bucket: _Bucket, gradients: dict[int, torch.Tensor], *, apart: Sequence[int]
+    ) -> None:
+        """Reduces what a compression of the user's makes of the gradients. Sparse ones are sent as they are."""
+        settings, group = self._settings, self._group()
+        dense = [number for number in bucket.parameters if number not in apart]
+        sent = {number: settings.compression.compress(gradients[number]) for number in dense}
+        found: dict[int, torch.Tensor] = {}
+        if apart:
+
+            def reduce() -> None:
+                for number in apart:
+                    found[number] = sparse_sum(group, gradients[number], op=settings.op)
+
+            bucket.works.append(group.run(self._what(bucket, apart), reduce, behind=True))
+        tensors = [compressed.detach() for compressed, _ in sent.values()]
+        work = start_all_reduce(
+            group, tensors, name=self._what(bucket, apart), op=settings.op, prescale=settings.prescale,
+            postscale=settings.postscale,
+        )  # fmt: skip
+        bucket.works.append(work)
+
+        def finish() -> None:
+            for (number, (_, context)), tensor in zip(sent.items(), tensors, strict=True):
+                gradients[number].copy_(settings.compression.decompress(tensor, context))
+            for number, gradient in found.items():
+                self._parameters[number].grad = gradient
+
+        bucket.finish = finish
+
+    def _gradient(self, number: int) -> torch.Tensor:
+        """Returns a parameter's gradient; where there is none it becomes zeros, sparse if it was sparse before."""
+        parameter = self._parameters[number]
+        if parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            dims = self._sparse_dims.get(number)
+            parameter.grad = zeros if dims is None else zeros.to_sparse(dims)
+        gradient = parameter.grad
+        if gradient.is_sparse and self._settings.op not in (Sum, Average):
+            raise HorovodValueError(
+                f"the gradient of {self._names[number]!r} is sparse, and can be summed or averaged, not reduced by "
+                f"{self._settings.op}"
+            )
+        # The compressions of hpctrain find a parameter by its gradient.
+        return gradient.detach() if gradient.requires_grad else gradient
+
+    def _lay_out(self, bucket: _Bucket, dense: list[int]) -> None:
+        """Makes the bucket's buffer for the gradients of the parameters `dense`, in their shapes."""
+        likes = [self._parameters[number] for number in dense]
+        sizes = [like.numel() for like in likes]
+        bucket.dense = dense
+        dtype = self._wire_dtype(likes[0]) if likes else torch.float32
+        device = likes[0].device if likes else None
+        bucket.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        bucket.views = [
+            part.view(like.shape) for part, like in zip(bucket.flat.split(sizes), likes, strict=True)
+        ]
+
+    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float16 if self._half and parameter.dtype.is_floating_point else parameter.dtype
+
+    def _what(self, bucket: _Bucket, apart: Sequence[int]) -> str:
+        first, last = bucket.parameters[0], bucket.parameters[-1]
+        settings, count = (
+            self._settings,
+            sum(self._parameters[number].numel() for number in bucket.parameters),
+        )
+        wire = str(self._wire_dtype(self._parameters[first])).removeprefix("torch.")
+        names = repr(self._names[first]) + (f" to {self._names[last]!r}" if last != first else "")
+        sparse = f", sparse: {[self._names[number] for number in apart]}" if apart else ""
+        how = described(settings.op, settings.prescale, settings.postscale)
+        return f"gradients of {names}: {len(bucket.parameters)} of {count} elements as {wire}, {how}{sparse}"
+
+    # ------------------------------------------------------------------ which parameters are reduced together
+
+    def _plan(self) -> list[list[int]]:
+        """Returns the parameters of each bucket, in the order in which buckets are started."""
+        numbers = list(range(len(self._parameters)))
+        explicit = self._explicit_groups(numbers)
+        grouped = {number for members in explicit for number in members}
+        rest = [number for number in numbers if number not in grouped]
+        buckets = [part for members in explicit for part in self._divided(members, 1 << 62)]
+        buckets += self._divided(rest, BUCKET_BYTES)
+        # Backward reaches the parameters that forward used first at the end.
+        return sorted(buckets, key=min, reverse=True)
+
+    def _explicit_groups(self, numbers: Sequence[int]) -> list[list[int]]:
+        groups = self._settings.groups
+        if groups is None:
+            return []
+        if isinstance(groups, int):
+            ends = iter(numbers)
+            return [
+                [next(ends) for _ in range(length)]
+                for length in split_evenly(len(numbers), num_parts=groups)
+                if length
+            ]
+        number_of = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        found = [[number_of[id(p)] for p in members if id(p) in number_of] for members in groups]
+        return [members for members in found if members]
+
+    def _divided(self, numbers: Sequence[int], bucket_bytes: int) -> Iterable[list[int]]:
+        """Yields parts of at most `bucket_bytes`, each of one dtype and device."""
+        for device in dict.fromkeys(self._parameters[number].device for number in numbers):
+            here = [number for number in numbers if self._parameters[number].device == device]
+            specs = [
+                GradientSpec(self._parameters[n].numel(), self._wire_dtype(self._parameters[n])) for n in here
+            ]
+            for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes):
+                yield [here[slot.parameter] for slot in bucket.slots]
+
+
+def reduce_deltas(
+    named: Sequence[Named], deltas: Sequence[torch.Tensor], *, group: Group, compression: Any, op: ReduceOp
+) -> list[torch.Tensor]:
+    """Returns `deltas`, a tensor for each parameter, reduced by `op` over the ranks. Collective."""
+    sent = [compression.compress(delta) for delta in deltas]
+    tensors = [tensor for tensor, _ in sent]
+    name = f"changes of {len(named)} parameters"
+    with as_horovod_error():
+        start_all_reduce(group, tensors, name=name, op=op).wait()
+    return [
+        compression.decompress(tensor, context) for tensor, (_, context) in zip(tensors, sent, strict=True)
+    ]

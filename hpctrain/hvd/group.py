@@ -1,0 +1,225 @@
+"""The operations of one process set: one after another, each preceded by a comparison of what the ranks call.
+
+The comparison is one all-reduce of 32 bytes. It also finds ranks that have joined: they take part in the sums of the
+others with zeros until all ranks have joined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm import Collective, ReduceOp as CollectiveOp, broadcast_json, check_same, doing
+from hpctrain.distributed import CollectiveWork, OperationThread
+from hpctrain.errors import BufferMismatch, HpctrainError
+from hpctrain.hvd.errors import HorovodInternalError, as_horovod_error
+from hpctrain.hvd.reductions import ReduceOp, reduce_flat
+
+# Less than the number of any operation: what a rank that has joined contributes to the comparison.
+_NO_OPERATION = -(1 << 62)
+
+
+@final
+class Group:
+    """The ranks of a process set. All methods but properties are collective over them.
+
+    comm: of these ranks, used by this object only, and without comparisons of its own. sums: sums a tensor of shape
+    (n,) over the ranks in place, instead of `comm.all_reduce`.
+    """
+
+    def __init__(
+        self, comm: Collective, *, name: str, sums: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        self.comm = comm
+        self._name = name
+        self._sums = sums
+        self._thread = OperationThread(f"hpctrain-hvd-{name}")
+        self._number = 0  # of operations that have begun, the same on every rank
+        self._number_at_join = 0
+        self._join: CollectiveWork | None = None  # that was started and not ended
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.comm.num_ranks
+
+    def place_of(self, rank: int) -> int:
+        """Returns the place of world rank `rank` in the group. Raises ValueError if it is not a member."""
+        return self.comm.members.index(rank)
+
+    def run(
+        self,
+        what: str,
+        operation: Callable[[], None],
+        *,
+        behind: bool,
+        zeros: dict[str, Any] | None = None,
+    ) -> CollectiveWork:
+        """Runs `operation` after those that were started before, and returns its work.
+
+        what: operation, name, shapes, as a text that must be the same on every rank. behind: the caller goes on;
+        otherwise the operation has ended when this returns. zeros: what ranks that have joined reduce, see
+        `reduction_of_zeros`; None: the operation fails when a rank has joined. Raises HorovodInternalError on every
+        rank, with what each one called, if they differ: here, or in the work's `wait`.
+        """
+        with as_horovod_error():
+            return self._thread.run(lambda: self._carry_out(what, operation, zeros), [], behind=behind)
+
+    def reduce(self, flat: torch.Tensor, *, op: ReduceOp, sizes: Sequence[int]) -> None:
+        """Reduces `flat`, shape (sum(sizes),), in place. To be called within an operation of `run`."""
+        reduce_flat(self.comm, flat, op=op, sizes=sizes, sums=self._sums)
+
+    def start_join(self) -> None:
+        """Starts taking part in the other ranks' sums with zeros, until all ranks have joined."""
+        self._join = self._thread.run(self._take_part, [], behind=True)
+
+    def end_join(self) -> int:
+        """Waits until all ranks have joined; returns how many operations this rank had begun before it joined.
+
+        Raises HorovodInternalError on every rank if one that has not joined calls an operation other than sums.
+        """
+        if self._join is not None:
+            with as_horovod_error():
+                self._join.wait()
+        self._join = None
+        return self._number_at_join
+
+    def close(self) -> None:
+        """Ends the group: waits for operations, and for ranks that still take part in a join."""
+        if self.num_ranks > 1:
+            if self._join is None:
+                self.start_join()
+            with contextlib.suppress(HpctrainError):  # raised where the operation was waited for
+                self.end_join()
+        self._thread.close()
+
+    def _take_part(self) -> None:
+        self._number_at_join = self._number
+        if self.num_ranks == 1:
+            return
+        with doing(self.comm, "join"):
+            while True:
+                self._number += 1
+                active, joined = self._meet(None)
+                if active < 0:
+                    return
+                self._contribute_zeros(self._announced(None, root=active, joined=joined))
+
+    def _carry_out(self, what: str, operation: Callable[[], None], zeros: dict[str, Any] | None) -> None:
+        self._number += 1
+        if self.num_ranks == 1:
+            operation()
+            return
+        with doing(self.comm, what):
+            active, joined = self._meet(what)
+            if joined >= 0:
+                self._announced({"what": what, "zeros": zeros}, root=active, joined=joined)
+            operation()
+
+    def _meet(self, what: str | None) -> tuple[int, int]:
+        """Returns the lowest rank that has not joined and the highest that has; -1 where there is none.
+
+        what: this rank's operation; None if it has joined. Raises BufferMismatch on every rank if the operations
+        differ.
+        """
+        if what is None:
+            header = torch.tensor([_NO_OPERATION, _NO_OPERATION, 0, 1 + self.rank])
+        else:
+            number = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest(), "big")
+            header = torch.tensor([number, -number, self.num_ranks - self.rank, 0])
+        self.comm.all_reduce(header, op=CollectiveOp.MAX)
+        largest, smallest, active, joined = header.tolist()
+        if active and largest != -smallest:
+            check_same(
+                self.comm,
+                name=f"operation {self._number} of {self._name}",
+                value="join" if what is None else what,
+                error=BufferMismatch,
+            )
+        return self.num_ranks - active if active else -1, joined - 1
+
+    def _announced(self, call: dict[str, Any] | None, *, root: int, joined: int) -> dict[str, Any]:
+        """Returns what ranks that have joined must reduce in the operation `call` of rank `root`."""
+        found = broadcast_json(self.comm, call, root=root)
+        if found["zeros"] is None:
+            raise HorovodInternalError(
+                f"{found['what']}: rank {self.comm.members[joined]} has called join, and without it only sums, "
+                "averages and Adasum of dense tensors go on",
+                agreed=True,
+            )
+        zeros: dict[str, Any] = found["zeros"]
+        return zeros
+
+    def _contribute_zeros(self, zeros: dict[str, Any]) -> None:
+        for dtype, sizes in zeros["buffers"]:
+            flat = torch.zeros(sum(sizes), dtype=getattr(torch, dtype))
+            self.reduce(flat, op=ReduceOp(zeros["op"]), sizes=sizes)
+
+
+def join_all(groups: Sequence[Group]) -> int:
+    """Joins in groups of the same ranks at once; returns the world rank that joined last. Collective.
+
+    That is the rank that had begun most operations, and of several the highest.
+    """
+    first = groups[0]
+    for group in groups:
+        group.start_join()
+    begun = sum([group.end_join() for group in groups])
+    place = torch.tensor([begun * first.num_ranks + first.rank])
+    first.run("join", lambda: first.comm.all_reduce(place, op=CollectiveOp.MAX), behind=False)
+    return first.comm.members[int(place) % first.num_ranks]
+
+
+@final
+class Handle:
+    """An operation that was started. `synchronize(handle)`, or calling it, waits for its result."""
+
+    def __init__(self, work: CollectiveWork, result: Callable[[], Any]) -> None:
+        self.work = work
+        self._result = result
+
+    def __call__(self) -> Any:
+        with as_horovod_error():
+            self.work.wait()
+        return self._result()
+
+    def done(self) -> bool:
+        """Returns True when the operation has ended, also with an error."""
+        return self.work.is_completed()
+
+
+def poll(handle: Handle) -> bool:
+    """Returns True when `synchronize` would not wait. Not collective."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Waits for an operation and returns its tensor, a list for a group of tensors. Not collective.
+
+    Raises HorovodInternalError if it failed.
+    """
+    return handle()
+
+
+def titled(operation: str, name: str | None) -> str:
+    """Returns an operation with its name, if it has one, for messages and the comparison of what the ranks call.
+
+    Names are not made up: a rank that has joined would not count with the others.
+    """
+    return operation if name is None else f"{operation} {name!r}"
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def reduction_of_zeros(op: ReduceOp, buffers: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
+    """Returns as JSON what a rank that has joined reduces: for each buffer its dtype and the sizes of its tensors."""
+    return {"op": int(op), "buffers": [[dtype, list(sizes)] for dtype, sizes in buffers]}

@@ -1,0 +1,160 @@
+"""Parameters, an optimizer's state and Python objects from one rank to all. Collective.
+
+Parameters and optimizer state are read without running code. `broadcast_object` and `allgather_object` read tensors,
+containers, numbers and text in the same way; for other objects they unpickle what the program's other ranks pickled, as
+torch.distributed's functions for objects do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hpctrain.comm import broadcast_tensors
+from hpctrain.errors import UsageError
+from hpctrain.hvd.errors import HorovodValueError
+from hpctrain.hvd.group import Group, titled
+from hpctrain.hvd.running import ProcessSet, global_process_set, group_of
+
+Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int) -> None:
+    """Copies rank `root_rank`'s tensors into those of all ranks: a `state_dict()`, named parameters, or tensors.
+
+    Raises HorovodInternalError on every rank, naming those that differ, unless names, shapes and dtypes are the same.
+    """
+    if isinstance(params, Mapping):
+        named: list[tuple[str, Any]] = sorted(params.items())
+    else:
+        named = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
+    for name, value in named:
+        if not isinstance(value, torch.Tensor):
+            raise HorovodValueError(f"broadcast_parameters: {name!r} is {type(value).__name__}, not a tensor")
+    group = group_of(global_process_set)
+    _check_root(root_rank, global_process_set)
+    mark = hashlib.blake2b(repr([name for name, _ in named]).encode(), digest_size=4).hexdigest()
+
+    def send() -> None:
+        tensors = [value for _, value in named]
+        broadcast_tensors(group.comm, tensors, root=group.place_of(root_rank), name="the parameters")
+
+    what = f"broadcast_parameters of {len(named)} tensors (names {mark}) from rank {root_rank}"
+    group.run(what, send, behind=False)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Gives every rank the state and the options (learning rate, ...) that rank `root_rank`'s optimizer has.
+
+    model: not used. The parameter groups stay the same objects, so that learning rate schedulers keep them. Nothing
+    is stepped: an optimizer without state leaves all without. Raises HorovodValueError for LBFGS, as Horovod does,
+    and for another number of parameters.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise HorovodValueError("broadcast_optimizer_state: the state of LBFGS is not supported")
+    group = group_of(global_process_set)
+    is_root = _check_root(root_rank, global_process_set)
+    data = _packed(optimizer.state_dict()) if is_root else b""
+    data = _sent(group, data, what="broadcast_optimizer_state", root_rank=root_rank)
+    if is_root:
+        return
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UsageError(
+            f"the state of {type(optimizer).__name__} holds more than tensors, containers and numbers: {error}"
+        ) from error
+    sizes = [len(of_group["params"]) for of_group in optimizer.param_groups]
+    root_sizes = [len(of_group["params"]) for of_group in found["param_groups"]]
+    if sizes != root_sizes:
+        raise HorovodValueError(
+            f"broadcast_optimizer_state: the parameter groups have {sizes} parameters here and {root_sizes} on "
+            f"rank {root_rank}"
+        )
+    for of_group, options in zip(optimizer.param_groups, found["param_groups"], strict=True):
+        of_group.update({key: value for key, value in options.items() if key != "params"})
+    parameters = [parameter for of_group in optimizer.param_groups for parameter in of_group["params"]]
+    optimizer.state.clear()
+    for index, state in found["state"].items():
+        device = parameters[index].device
+        optimizer.state[parameters[index]] = {
+            # torch keeps the number of steps in host memory.
+            name: value.to(device) if isinstance(value, torch.Tensor) and name != "step" else value
+            for name, value in state.items()
+        }
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Returns rank `root_rank`'s object on every rank; the root gets its own back. Tensors arrive in host memory.
+
+    May unpickle what that rank pickled; see the module. Raises UsageError for an object that cannot be pickled.
+    """
+    group = group_of(process_set)
+    is_root = _check_root(root_rank, process_set)
+    what = titled("broadcast_object", name)
+    data = _sent(group, _packed(obj) if is_root else b"", what=what, root_rank=root_rank)
+    return obj if is_root else _unpacked(data)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Returns the objects of all ranks, in their order. May unpickle what they pickled; see the module."""
+    group = group_of(global_process_set)
+    data, found = _packed(obj), []
+
+    def gather() -> None:
+        found.extend(group.comm.all_gather_bytes(data))
+
+    group.run(titled("allgather_object", name), gather, behind=False)
+    return [_unpacked(each) for each in found]
+
+
+def _check_root(root_rank: int, process_set: ProcessSet) -> bool:
+    """Returns True on the root. Raises HorovodValueError if it is not in the process set."""
+    group = group_of(process_set)
+    if root_rank not in process_set.ranks:
+        raise HorovodValueError(f"root_rank is {root_rank}, which is not in {process_set}")
+    return group.place_of(root_rank) == group.rank
+
+
+def _sent(group: Group, data: bytes, *, what: str, root_rank: int) -> bytes:
+    """Returns rank `root_rank`'s `data` on every rank."""
+    root = group.place_of(root_rank)
+    received = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+
+    def send() -> None:
+        nonlocal received
+        length = torch.tensor([received.numel()])
+        group.comm.broadcast(length, root=root)
+        if group.rank != root:
+            received = torch.empty(int(length), dtype=torch.uint8)
+        group.comm.broadcast(received, root=root)
+
+    group.run(f"{what} from rank {root_rank}", send, behind=False)
+    return bytes(received.numpy())
+
+
+def _packed(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(obj, buffer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"an object of {type(obj).__name__} cannot be sent to other ranks: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

@@ -1,0 +1,350 @@
+"""Start and end, the ranks and their numbers, and process sets. Horovod's interface is module state, kept here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from hpctrain.comm import describe_ranks
+from hpctrain.distributed import two_level_sums
+from hpctrain.errors import LaunchError, UsageError
+from hpctrain.hvd.errors import HorovodValueError
+from hpctrain.hvd.group import Group
+from hpctrain.run import Session, start
+
+_TIMEOUT_S = 600.0
+
+
+class ProcessSet:
+    """Ranks that run operations together. Made known by `add_process_set` or `init(process_sets=[...])`.
+
+    process_set_id: its number, 0 for the set of all ranks; None if it is not known. ranks: world ranks, ascending.
+    Raises HorovodValueError unless `ranks` are different numbers.
+    """
+
+    process_set_id: int | None = None
+    mpi_comm = None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise HorovodValueError("a process set is made of a list of ranks, not of a communicator")
+        self.ranks = sorted(ranks)
+        if any(not isinstance(rank, int) for rank in self.ranks) or len(set(self.ranks)) < len(self.ranks):
+            raise HorovodValueError(f"a process set is made of different ranks, not of {self.ranks}")
+
+    def size(self) -> int | None:
+        """Returns the number of ranks; None if the set is not known."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Returns this rank's place in the set, -1 if it is not in it; None if the set is not known."""
+        if self.process_set_id is None:
+            return None
+        return self.ranks.index(rank()) if self.included() else -1
+
+    def included(self) -> bool:
+        """Returns True if this rank is in the set."""
+        return _session().rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+global_process_set = ProcessSet([])
+
+
+class _Groups(NamedTuple):
+    """Of gradients apart: a rank that starts them in `step` may call other operations before."""
+
+    operations: Group
+    gradients: Group
+
+    def close(self) -> None:
+        self.operations.close()
+        self.gradients.close()
+
+
+class _State:
+    """session: None before `init`. sets: known process sets by number, with this rank's groups, if it is in the set."""
+
+    session: Session | None = None
+    sets: dict[int, tuple[ProcessSet, _Groups | None]]
+    next_id = 0
+
+
+_state = _State()
+_state.sets = {}
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    *,
+    timeout_s: float | None = None,
+    watch_folder: str | Path | None = None,
+) -> None:
+    """Joins the ranks that mpirun or srun started; without a launcher, one rank. Collective; again does nothing.
+
+    comm: None, the list of all ranks, or a communicator of them. process_sets: made known at once; `"dynamic"` is
+    accepted and not needed. timeout_s: an operation that takes longer ends all ranks with exit code 6; by default
+    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if that is set and not 0, else 600. watch_folder: a folder that all ranks
+    see, made if it is not there, through which the message at that end names the ranks that are missing. Raises
+    LaunchError without mpi4py, UsageError for a communicator of some ranks only.
+    """
+    if _state.session is not None:
+        return
+    limit_s = timeout_s or float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or _TIMEOUT_S
+    session = start(device="cpu", timeout_s=limit_s)
+    if session.world.backend not in ("mpi", "serial"):
+        raise LaunchError(
+            f"hpctrain.hvd needs MPI under its ranks, this session's backend is {session.world.backend}: install mpi4py"
+        )
+    session.agreed(lambda: _check_everyone(comm, session), os_error=UsageError)
+    if watch_folder is not None:
+        session.world.publish_in(Path(watch_folder))
+    _state.session = session
+    session.on_close(_close_groups)
+    global_process_set.ranks = list(range(session.num_ranks))
+    _make_known(global_process_set, sums_in_two_levels=True)
+    for process_set in [] if process_sets is None or isinstance(process_sets, str) else process_sets:
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Waits for operations that were started and ends communication. Collective; without `init` it does nothing."""
+    session, _state.session = _state.session, None
+    if session is not None:
+        session.close()
+        for process_set, _ in _state.sets.values():
+            process_set.process_set_id = None
+        _state.sets, _state.next_id = {}, 0
+
+
+def reopen_groups() -> None:
+    """Makes the groups of all process sets anew, after an operation that failed on all ranks. Collective."""
+    _close_groups()
+    known, _state.sets, _state.next_id = list(_state.sets.items()), {}, 0
+    for number, (process_set, _) in known:
+        _state.next_id = number
+        _make_known(process_set, sums_in_two_levels=number == 0)
+
+
+def is_initialized() -> bool:
+    """Returns True between `init` and `shutdown`."""
+    return _state.session is not None
+
+
+def size() -> int:
+    """Returns the number of ranks. Raises HorovodValueError before `init`, as the functions below do."""
+    return _session().num_ranks
+
+
+def rank() -> int:
+    """Returns this rank's number, from 0."""
+    return _session().rank
+
+
+def local_size() -> int:
+    """Returns the number of ranks on this rank's node."""
+    return len(_ranks_of_node())
+
+
+def local_rank() -> int:
+    """Returns this rank's number within its node, from 0."""
+    return _session().local_rank
+
+
+def cross_size() -> int:
+    """Returns the number of nodes that have a rank with this rank's local rank."""
+    return len(_nodes_with_this_local_rank())
+
+
+def cross_rank() -> int:
+    """Returns the place of this rank's node among those that have a rank with its local rank."""
+    session = _session()
+    return _nodes_with_this_local_rank().index(session.topology.node_of(session.rank))
+
+
+def is_homogeneous() -> bool:
+    """Returns True if all nodes have equally many ranks."""
+    return len({len(ranks) for ranks in _session().topology.groups("local")}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Returns True: without MPI_THREAD_MULTIPLE `init` fails."""
+    _session()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Returns True."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Returns True."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Returns False: there is no Gloo."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Returns False: there is no Gloo."""
+    return False
+
+
+def nccl_built() -> int:
+    """Returns 0: there is no NCCL."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Returns False: there is no DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Returns False: there is no oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Returns False: tensors on a GPU are copied to host memory."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Returns False: tensors on a GPU are copied to host memory."""
+    return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> NoReturn:
+    """Not supported: raises UsageError."""
+    raise UsageError(
+        f"hpctrain.hvd writes no timeline ({file_path}): use torch.profiler in the script, or train a recipe, whose "
+        "steps `hpctrain trace` shows on all ranks"
+    )
+
+
+def stop_timeline() -> None:
+    """Does nothing: there is no timeline."""
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Makes a process set known, with communicators of its own, and returns it. Collective over all ranks.
+
+    Raises HorovodValueError for ranks that do not exist, none, or those of a set that is known.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    ranks = process_set.ranks
+    if not ranks or not set(ranks) <= set(global_process_set.ranks):
+        raise HorovodValueError(f"a process set of ranks {ranks}: there are ranks 0 to {size() - 1}")
+    if any(known.ranks == ranks for known, _ in _state.sets.values()):
+        raise HorovodValueError(f"there is a process set of {describe_ranks(ranks)} already")
+    group_of(global_process_set).run(f"add_process_set {ranks}", lambda: None, behind=False)
+    _make_known(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forgets a process set; returns False for one that is not known, and for that of all ranks. Collective."""
+    number = process_set.process_set_id
+    if not number:
+        return False
+    group_of(global_process_set).run(f"remove_process_set {process_set.ranks}", lambda: None, behind=False)
+    _, groups = _state.sets.pop(number)
+    process_set.process_set_id = None
+    if groups is not None:
+        groups.close()
+    return True
+
+
+def group_of(process_set: ProcessSet) -> Group:
+    """Returns the group that runs the operations of `process_set`. Raises HorovodValueError if this rank has none."""
+    return _groups_of(process_set).operations
+
+
+def gradient_group_of(process_set: ProcessSet) -> Group:
+    """Returns the group that reduces the gradients of optimizers over `process_set`; as `group_of`."""
+    return _groups_of(process_set).gradients
+
+
+def current_session() -> Session:
+    """Returns the session that `init` has started. Raises HorovodValueError without one."""
+    return _session()
+
+
+def _groups_of(process_set: ProcessSet) -> _Groups:
+    session = _session()
+    number = process_set.process_set_id
+    if number is None:
+        raise HorovodValueError(f"{process_set} is not known: call hvd.add_process_set on all ranks before")
+    _, groups = _state.sets[number]
+    if groups is None:
+        raise HorovodValueError(
+            f"rank {session.rank} is not in {process_set}, and cannot take part in its operations"
+        )
+    return groups
+
+
+def _session() -> Session:
+    if _state.session is None:
+        raise HorovodValueError("hpctrain.hvd is not initialised: call hvd.init() first")
+    return _state.session
+
+
+def _make_known(process_set: ProcessSet, *, sums_in_two_levels: bool = False) -> None:
+    """Gives the set a number, the same on all ranks, and its members a group. Collective over the members."""
+    groups = None
+    if _session().rank in process_set.ranks:
+        groups = _Groups(
+            *(_open_group(process_set, prefix, sums_in_two_levels) for prefix in ("", "gradients of "))
+        )
+    process_set.process_set_id = _state.next_id
+    _state.sets[_state.next_id] = (process_set, groups)
+    _state.next_id += 1
+
+
+def _open_group(process_set: ProcessSet, prefix: str, sums_in_two_levels: bool) -> Group:
+    session = _session()
+    opened = session.world.open_group(process_set.ranks, compared=False)
+    if opened is None:
+        raise LaunchError(f"backend {session.world.backend} has no groups for hpctrain.hvd")
+    comm, _ = opened
+    sums = two_level_sums(session.world, session.topology, comm.all_reduce) if sums_in_two_levels else None
+    return Group(comm, name=f"{prefix}{describe_ranks(process_set.ranks)}", sums=sums)
+
+
+def _close_groups() -> None:
+    for _, groups in _state.sets.values():
+        if groups is not None:
+            groups.close()
+
+
+def _check_everyone(comm: Any, session: Session) -> None:
+    """Raises UsageError unless `comm` stands for all ranks."""
+    everyone = list(range(session.num_ranks))
+    if comm is None or (isinstance(comm, Iterable) and list(comm) in ([], everyone)):
+        return
+    if hasattr(comm, "Get_size") and (comm.Get_size(), comm.Get_rank()) == (session.num_ranks, session.rank):
+        return
+    raise UsageError(
+        f"hvd.init(comm={comm}): it takes all {session.num_ranks} ranks. For operations of some ranks use "
+        "hvd.add_process_set"
+    )
+
+
+def _ranks_of_node() -> tuple[int, ...]:
+    session = _session()
+    return session.topology.groups("local")[session.topology.node_of(session.rank)]
+
+
+def _nodes_with_this_local_rank() -> list[int]:
+    nodes = _session().topology.groups("local")
+    return [node for node, ranks in enumerate(nodes) if len(ranks) > local_rank()]

@@ -1,0 +1,185 @@
+"""Packs a Python environment into one archive that is unpacked on every node, so that ranks import from its own disk.
+
+N ranks that import from a shared filesystem look up some thousand paths each, at the same moment. An archive is one
+file that each node reads once, and plain `tar` unpacks it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import LaunchError
+from hpctrain.storage import filesystem_of
+
+TOP = "environment"  # the archive's only folder
+# A script that runs the `python` of its own folder, wherever that is: the shell executes the second line and Python
+# reads it as a string. pip writes the same where an interpreter's path is too long for `#!`.
+_RELOCATABLE = b'#!/bin/sh\n\'\'\'exec\' "$(dirname -- "$(realpath -- "$0")")/python" "$0" "$@"\n\' \'\'\'\n'
+_SHEBANG = re.compile(rb"#!(?P<python>\S*/bin/python\S*)[^\n]*\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What was packed. editable: packages that are installed as a link to their source, which is not packed."""
+
+    num_files: int
+    num_bytes: int
+    with_python: bool
+    editable: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonPlaces:
+    """Where an environment's parts lie.
+
+    prefix: the environment. base: what it was made from, if it is a virtual environment, else the same as `prefix`.
+    library: the folder of the standard library, relative to both, such as `lib/python3.11`.
+    """
+
+    prefix: Path
+    base: Path
+    library: Path
+
+    @classmethod
+    def here(cls) -> PythonPlaces:
+        """Returns the places of this process."""
+        library = Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return cls(prefix=Path(sys.prefix), base=Path(sys.base_prefix), library=library)
+
+    @property
+    def is_virtual(self) -> bool:
+        return self.prefix != self.base
+
+
+def pack_environment(
+    archive: Path,
+    *,
+    places: PythonPlaces | None = None,
+    with_python: bool | None = None,
+    progress: Callable[[int], object] = lambda num_files: None,
+) -> Packed:
+    """Writes the environment to `archive`, an uncompressed tar, which replaces an older one when it is complete.
+
+    with_python: pack also the interpreter and its standard library, which a virtual environment only refers to; None:
+    if they lie on a shared filesystem. The interpreter's own packages are packed if the environment uses them.
+    progress: called now and then with the number of files so far.
+    Raises LaunchError if the environment cannot be read or the archive not be written.
+    """
+    places = places or PythonPlaces.here()
+    if with_python is None:
+        with_python = places.is_virtual and filesystem_of(places.base).is_shared
+    interpreter = places.prefix / "bin" / "python"
+    if not interpreter.exists():
+        raise LaunchError(f"{places.prefix} is no Python environment: there is no {interpreter}")
+    num_files = num_bytes = 0
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        partial = archive.with_name(f".{archive.name}.{os.getpid()}.partial")
+        try:
+            with tarfile.open(partial, mode="w") as tar:
+                for path, name in _files_of(places, with_python=with_python):
+                    num_bytes += _add(tar, path, name=name, interpreter=interpreter if with_python else None)
+                    num_files += 1
+                    if num_files % 1000 == 0:
+                        progress(num_files)
+            partial.replace(archive)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise LaunchError(f"cannot pack {places.prefix} into {archive}: {error}") from error
+    return Packed(
+        num_files=num_files, num_bytes=num_bytes, with_python=with_python, editable=tuple(_editable(places))
+    )
+
+
+def _files_of(places: PythonPlaces, *, with_python: bool) -> Iterator[tuple[Path, str]]:
+    """Yields the files and links to pack, and their names in the archive.
+
+    Compiled files (`__pycache__`) are packed too: they are valid as long as the time of their source is kept.
+    """
+    seen: set[str] = set()
+    roots = [(places.prefix, Path())]
+    left_out = ""
+    if with_python and places.is_virtual:
+        roots.append((places.base / places.library, places.library))
+        if not _sees_packages_of_base(places.prefix):
+            left_out = str(places.base / places.library / "site-packages")
+    for root, below in roots:
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(name for name in folders if os.path.join(folder, name) != left_out)
+            linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            for name in sorted([*names, *linked]):
+                path = Path(folder, name)
+                packed = (below / path.relative_to(root)).as_posix()
+                # Without `pyvenv.cfg` Python looks for its library next to its own executable.
+                if packed not in seen and not (with_python and packed == "pyvenv.cfg"):
+                    seen.add(packed)
+                    yield path, f"{TOP}/{packed}"
+
+
+def _sees_packages_of_base(prefix: Path) -> bool:
+    """Returns whether a virtual environment also uses the packages of the Python that it was made from."""
+    settings = (prefix / "pyvenv.cfg").read_text(encoding="utf-8")
+    return re.search(r"(?im)^include-system-site-packages\s*=\s*true\s*$", settings) is not None
+
+
+def _add(tar: tarfile.TarFile, path: Path, *, name: str, interpreter: Path | None) -> int:
+    """Adds a file. Returns its size in bytes. interpreter: is packed itself where the environment has links to it."""
+    if interpreter is not None and path.is_symlink() and path.parent == interpreter.parent:
+        path = path.resolve()
+    entry = tar.gettarinfo(str(path), arcname=name)
+    if not entry.isfile():
+        tar.addfile(entry)
+        return 0
+    with path.open("rb") as file:
+        script = (
+            _relocatable(file.read()) if Path(name).parent.name == "bin" and entry.size < 1 << 16 else None
+        )
+        if script is not None:
+            entry.size = len(script)
+            tar.addfile(entry, io.BytesIO(script))
+        else:
+            file.seek(0)
+            entry.type, entry.linkname = tarfile.REGTYPE, ""  # also for a second hard link
+            entry.size = os.fstat(file.fileno()).st_size
+            tar.addfile(entry, file)
+    return entry.size
+
+
+def _relocatable(script: bytes) -> bytes | None:
+    """Returns the script with a first line that does not name a folder; None if it is no script of Python's."""
+    found = _SHEBANG.match(script)
+    return _RELOCATABLE + script[found.end() :] if found else None
+
+
+def _editable(places: PythonPlaces) -> Iterator[str]:
+    """Yields the packages that are installed in editable mode (PEP 610)."""
+    for path in sorted(
+        (places.prefix / places.library / "site-packages").glob("*.dist-info/direct_url.json")
+    ):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if content.get("dir_info", {}).get("editable"):
+            yield path.parent.name.partition("-")[0]
+
+
+def describe_use(archive: Path) -> str:
+    """Returns the lines of a batch script that unpack the archive on every node and use it."""
+    # Without --ntasks, srun would start as many tasks a node as the job has ranks there.
+    return (
+        "local=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-$SLURM_JOB_ID\n"
+        "srun --mpi=none --nodes=$SLURM_JOB_NUM_NODES --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 \\\n"
+        f'  sh -c \'mkdir -p "$1" && tar -xf "$2" -C "$1"\' sh "$local" {shlex.quote(str(archive))}\n'
+        f"export PATH=$local/{TOP}/bin:$PATH\n"
+    )

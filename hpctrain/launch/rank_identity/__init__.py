@@ -1,0 +1,1 @@
+"""Who this rank is: the table of launchers, and what a container hides of them."""

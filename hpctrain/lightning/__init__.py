@@ -1,0 +1,8 @@
+"""Lightning's Trainer on ranks that mpirun or srun started: strategies, and the environment that they use.
+
+Needs `hpctrain[lightning]`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

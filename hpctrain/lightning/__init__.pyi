@@ -1,0 +1,2 @@
+from .environment import SessionEnvironment as SessionEnvironment
+from .strategies import DDPStrategy as DDPStrategy, ModelParallelStrategy as ModelParallelStrategy

@@ -1,0 +1,78 @@
+"""Lightning's strategies on the ranks of a session: the launcher has decided how many there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import strategies
+
+from hpctrain.lightning.environment import SessionEnvironment
+from hpctrain.run import Session, init_process_group
+
+
+class _OnRanks(strategies.ParallelStrategy):
+    """What the strategies have in common. Placed before one of Lightning's, whose __init__ takes the other options."""
+
+    def __init__(
+        self,
+        session: Session | None = None,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+        watch_folder: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        if session is None or not dist.is_initialized():
+            session = init_process_group(
+                session, device=device, timeout_s=timeout_s, watch_folder=watch_folder
+            )
+        self._session = session
+        super().__init__(**options)
+        self.cluster_environment = SessionEnvironment(session)
+
+    # The Trainer's `devices` and `num_nodes` do not count: it would set these.
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """This rank's device once for every rank of its node: Lightning takes their number from here."""
+        topology = self._session.topology
+        ranks = topology.groups("local")[topology.node_of(self._session.rank)]
+        return [self._session.device] * len(ranks)
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: object) -> None:
+        pass
+
+    @property
+    def num_nodes(self) -> int:
+        return self._session.topology.num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: object) -> None:
+        pass
+
+
+class DDPStrategy(_OnRanks, strategies.DDPStrategy):
+    """Lightning's DDPStrategy over `hpctrain.init_process_group`, which it calls. Collective.
+
+    Trainer(accelerator="cpu", strategy=DDPStrategy()); `devices` and `num_nodes` follow from the launcher.
+    session: of `hpctrain.start` or `hpctrain.init_process_group`; None starts one. device, timeout_s, watch_folder: as
+    for `init_process_group`. options: of Lightning's class, such as find_unused_parameters.
+    """
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Nodes may have different numbers of ranks.
+        return {"num_replicas": self._session.num_ranks, "rank": self._session.rank}
+
+
+class ModelParallelStrategy(_OnRanks, strategies.ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy over `hpctrain.init_process_group`, which it calls. Collective.
+
+    For FSDP2 and tensor parallelism: `configure_model` of the LightningModule applies them, over `self.device_mesh`.
+    session, device, timeout_s, watch_folder: as for `DDPStrategy`. options: of Lightning's class: data_parallel_size,
+    tensor_parallel_size, save_distributed_checkpoint.
+    """

@@ -1,0 +1,5 @@
+"""Dashboards for Grafana and alert rules for Prometheus, for the metrics of runs. Nothing here watches a run."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,198 @@
+"""A dashboard as Grafana's classic JSON, which Grafana 9 and later import and which people share. Pure.
+
+The data source and the run are variables of the dashboard, so that the same file suits every Grafana.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpctrain.monitoring.panel import Dashboard, Panel, Query
+
+_SCHEMA_VERSION = 36  # of Grafana 9; newer ones convert it when they load it
+_COLUMNS = 24
+_HEIGHTS = {"stat": 4, "timeseries": 8, "heatmap": 8, "table": 8}
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+RUN_VARIABLE_QUERY = "label_values(hpctrain_run_info, run)"
+
+
+def grafana_dashboard(dashboard: Dashboard) -> dict[str, Any]:
+    """Returns the JSON document of a dashboard."""
+    return {
+        "id": None,
+        "uid": f"hpctrain-{dashboard.name}",
+        "title": dashboard.title,
+        "description": dashboard.about,
+        "tags": ["hpctrain"],
+        "schemaVersion": _SCHEMA_VERSION,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,  # the same moment is marked in all panels
+        "timezone": "browser",
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "annotations": {"list": []},
+        "links": [_links_to_others()],
+        "templating": {"list": [_datasource_variable(), _run_variable()]},
+        "panels": list(_placed(dashboard)),
+    }
+
+
+def _links_to_others() -> dict[str, Any]:
+    return {
+        "title": "hpctrain",
+        "type": "dashboards",
+        "tags": ["hpctrain"],
+        "asDropdown": True,
+        "includeVars": True,
+        "keepTime": True,
+    }
+
+
+def _datasource_variable() -> dict[str, Any]:
+    return {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "current": {},
+        "hide": 0,
+        "includeAll": False,
+        "multi": False,
+        "options": [],
+        "refresh": 1,
+        "regex": "",
+    }
+
+
+def _run_variable() -> dict[str, Any]:
+    return {
+        "name": "run",
+        "label": "Run",
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "definition": RUN_VARIABLE_QUERY,
+        "query": {"query": RUN_VARIABLE_QUERY, "refId": "run"},
+        "current": {},
+        "hide": 0,
+        "includeAll": True,
+        "allValue": ".*",
+        "multi": True,
+        "options": [],
+        "refresh": 2,  # whenever the time range changes: runs come and go
+        "regex": "",
+        "sort": 1,
+    }
+
+
+def _placed(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
+    """Yields headings and panels from left to right and top to bottom, each with a number and its place."""
+    number, top = 0, 0
+    for section in dashboard.sections:
+        number += 1
+        yield {
+            "id": number,
+            "type": "row",
+            "title": section.title,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": {"x": 0, "y": top, "w": _COLUMNS, "h": 1},
+        }
+        top, left, height = top + 1, 0, 0
+        for panel in section.panels:
+            if left + panel.width > _COLUMNS:
+                top, left, height = top + height, 0, 0
+            number += 1
+            place = {"x": left, "y": top, "w": panel.width, "h": _HEIGHTS[panel.kind]}
+            yield {"id": number, **_panel(panel), "gridPos": place}
+            left, height = left + panel.width, max(height, _HEIGHTS[panel.kind])
+        top += height
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "mappings": [], "thresholds": _thresholds(panel)}
+    if panel.minimum is not None:
+        defaults["min"] = panel.minimum
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
+    if panel.kind == "timeseries":
+        defaults["color"] = {"mode": "palette-classic"}
+        marked = panel.warn_above is not None or panel.warn_below is not None
+        defaults["custom"] = {
+            "drawStyle": "line",
+            "lineWidth": 1,
+            "fillOpacity": 0,
+            "showPoints": "never",
+            "thresholdsStyle": {"mode": "dashed" if marked else "off"},
+        }
+    else:
+        defaults["color"] = {"mode": "thresholds"}
+    shown: dict[str, Any] = {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _DATASOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": _options(panel),
+        "targets": [_target(panel, query, index) for index, query in enumerate(panel.queries)],
+    }
+    if panel.kind == "table":
+        shown["transformations"] = [_one_table()]
+    return shown
+
+
+def _thresholds(panel: Panel) -> Mapping[str, Any]:
+    below, above = panel.warn_below, panel.warn_above
+    steps: list[dict[str, Any]] = [{"color": "green" if below is None else "orange", "value": None}]
+    if below is not None:
+        steps.append({"color": "green", "value": below})
+    if above is not None:
+        steps.append({"color": "orange", "value": above})
+    return {"mode": "absolute", "steps": steps}
+
+
+def _options(panel: Panel) -> dict[str, Any]:
+    if panel.kind == "stat":
+        return {
+            "colorMode": "value",
+            "graphMode": "none",
+            "justifyMode": "auto",
+            "orientation": "auto",
+            "textMode": "auto",
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        }
+    if panel.kind == "heatmap":
+        return {
+            "calculate": False,  # Prometheus has counted in buckets already
+            "cellGap": 1,
+            "color": {"mode": "scheme", "scheme": "Oranges", "steps": 64},
+            "yAxis": {"unit": panel.unit},
+            "tooltip": {"show": True, "yHistogram": False},
+        }
+    if panel.kind == "table":
+        return {"showHeader": True, "cellHeight": "sm"}
+    return {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    }
+
+
+def _target(panel: Panel, query: Query, index: int) -> dict[str, Any]:
+    formats = {"heatmap": "heatmap", "table": "table"}
+    instant = panel.kind in ("stat", "table")
+    return {
+        "refId": chr(ord("A") + index),
+        "datasource": _DATASOURCE,
+        "expr": query.expr,
+        "legendFormat": query.legend,
+        "format": formats.get(panel.kind, "time_series"),
+        "instant": instant,
+        "range": not instant,
+    }
+
+
+def _one_table() -> dict[str, Any]:
+    """Leaves out of a table what the reader does not look for."""
+    hidden = ("Time", "__name__", "instance", "job")
+    return {"id": "organize", "options": {"excludeByName": dict.fromkeys(hidden, True)}}

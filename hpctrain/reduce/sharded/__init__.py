@@ -1,0 +1,1 @@
+"""Sharded parameters: an updater of a model that FSDP2 shards."""

@@ -1,0 +1,170 @@
+"""Updates a model whose parameters FSDP2 shards: each rank updates its own part."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm import Collective
+from hpctrain.distributed import is_first_replica, is_sharded_tensor, local_part
+from hpctrain.errors import UsageError
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
+from hpctrain.reduce.data_parallel.loss_scale import LossScale
+
+
+@final
+class ShardedUpdater:
+    """`Updater` of a model that `shard_parameters` has sharded: FSDP2 sums the gradients within backward.
+
+    optimizer: of the sharded parameters. comm: the world, for the norm and the small sums of a step. loss_scale,
+    clip_norm: as for `AllReduceUpdater`. Forward and backward are collective: every rank runs them equally often, one
+    without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks. Each micro-batch
+    is reduced, so that no rank holds whole gradients.
+
+    Raises UsageError for an optimizer whose parameters are not sharded.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        comm: Collective,
+        loss_scale: LossScale | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+        self._model: Any = model
+        self._optimizer = optimizer
+        self._comm = comm
+        self._scale = loss_scale or LossScale()
+        self._clip_norm = clip_norm
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not self._parameters or not all(map(is_sharded_tensor, self._parameters)):
+            raise UsageError(
+                "the optimizer's parameters are not those of the sharded model: make the optimizer after parallelize"
+            )
+        self._weighted = False
+        self._closed = False
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, whose state is saved and which learning rate schedulers take."""
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self._scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's `param_groups`."""
+        return self._optimizer.param_groups
+
+    def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
+        """See `Updater.backward`; collective. Raises UsageError for another number of elements than one."""
+        if loss.numel() != 1:
+            raise UsageError(
+                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
+            )
+        self._weighted = True
+        (loss * (weight * self._scale.value)).backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Updater.no_sync`. Whole gradients are kept until the next backward outside."""
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
+
+    def zero_grad(self) -> None:
+        """See `Updater.zero_grad`."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
+        """See `Updater.step`. Raises UsageError also if the updater is closed."""
+        if self._closed:
+            raise UsageError("this updater is closed: make a new one")
+        scale = self._scale.value if self._weighted else float(self._comm.num_ranks)
+        names = sorted(sums or {})
+        started = time.perf_counter()
+        numbers = [self._squares(), *(float((sums or {})[name]) for name in names)]
+        found = torch.tensor(numbers, dtype=torch.float64)
+        if self._comm.num_ranks > 1:
+            self._comm.all_reduce(found)
+        waited_s = time.perf_counter() - started
+        square, *numbers = found.tolist()
+        totals = dict(zip(names, numbers, strict=True))
+        norm = math.sqrt(square) / scale if square >= 0 else math.nan
+        finite = math.isfinite(norm)
+        accepted = accepts is None or accepts(norm if finite else math.nan, totals)
+        applied = accepted and finite
+        if applied:
+            clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
+            if clip != scale:
+                for gradient in self._gradients():
+                    local_part(gradient).mul_(clip / scale)
+            self._optimizer.step()
+        self.zero_grad()
+        used_scale = self._scale.value
+        if accepted:
+            self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
+        self._weighted = False
+        self._scale.check(used_value=used_scale)
+        return StepOutcome(
+            applied=applied,
+            grad_norm=norm if applied or (finite and not accepted) else math.nan,
+            loss_scale=used_scale,
+            sums=totals,
+            sync_s=waited_s,
+            exposed_sync_s=waited_s,
+            update_s=time.perf_counter() - started - waited_s,
+        )
+
+    def observe_reductions(self, observer: ReductionObserver | None) -> None:
+        """Does nothing: FSDP2's reductions are not observed."""
+
+    def state(self) -> dict[str, Any]:
+        """See `Updater.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the other's."""
+        return {"loss_scale": asdict(self._scale), "order": None}
+
+    def state_tensors(self) -> list[StateTensor]:
+        return []
+
+    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
+        return {}
+
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        shapes: Shapes | None = None,
+    ) -> None:
+        """See `Updater.load_state`. tensors: of another updater; not used."""
+        self._scale = self._scale.continued(state["loss_scale"])
+
+    def close(self) -> bool:
+        self._closed = True
+        return True
+
+    # ------------------------------------------------------------------ implementation
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _squares(self) -> float:
+        """Returns the sum of squares of the gradients of which this rank holds the first replica."""
+        own = [local_part(gradient) for gradient in self._gradients() if is_first_replica(gradient)]
+        if not own:
+            return 0.0
+        return float(torch.stack([part.double().square().sum() for part in own]).sum())

@@ -1,0 +1,229 @@
+"""Reads what a run directory holds, in any state of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.scaling import Efficiency, StepTimes, read_step_times
+from hpctrain.supervise import Attempt, read_attempts
+from hpctrain.telemetry import ENERGY, STEP, read_records
+
+Record = Mapping[str, Any]
+
+# Kinds of records of failures, and of runs that stopped early.
+INCIDENTS = (
+    "slow", "slow_ended", "loss_jump", "roll_back", "out_of_memory", "damage", "checkpoint_skipped", "stopped",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Energy:
+    """What the energy counters of the run's nodes have counted, over all its starts.
+
+    joules: by source. total_j: a counter of a whole node includes the others. ranks: that have read the counters of
+    their nodes.
+    """
+
+    joules: Mapping[str, float]
+    total_j: float
+    ranks: frozenset[int]
+
+    @classmethod
+    def of(cls, records: Sequence[tuple[int, Record]]) -> Energy | None:
+        """Returns the sum of records `energy`, each with its rank; None if there are none."""
+        if not records:
+            return None
+        joules: dict[str, float] = {}
+        for _, record in records:
+            for source, value in record["joules"].items():
+                joules[source] = joules.get(source, 0.0) + value
+        return cls(
+            joules=joules,
+            total_j=sum(record["total_j"] for _, record in records),
+            ranks=frozenset(rank for rank, _ in records),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What the directory of one run holds.
+
+    label: what the run is called in the report, different for each. environment: of its newest start. starts: the
+    lines of starts.jsonl. summary: None if no start has ended in order. steps, checkpoints, evaluations: records of
+    rank 0, one a step or save, the newest where it was done twice. performed: seconds of all steps on rank 0, also of
+    those that were done twice, with the time of each (epoch). incidents: records of the kinds `INCIDENTS`, of all
+    ranks that have records, oldest first. efficiency: since the last start; None before it
+    was measured. times: of all ranks; None if not all have recorded their steps. why_no_times: the reason. energy: None
+    if no counter could be read. gradient_bytes: of a rank's buckets; None if they were not recorded. probe: speeds of
+    nodes and links, if they were measured before training. probed_link: bytes/s of the slowest node, where links were
+    measured during training. calibrations: entries of reduction.json.
+    """
+
+    directory: Path
+    label: str
+    environment: Mapping[str, Any]
+    starts: Sequence[Record]
+    summary: Mapping[str, Any] | None
+    steps: Sequence[Record]
+    checkpoints: Sequence[Record]
+    evaluations: Sequence[Record]
+    performed: Sequence[tuple[float, float]]
+    incidents: Sequence[Record]
+    attempts: Sequence[Attempt]
+    efficiency: Efficiency | None
+    times: StepTimes | None
+    why_no_times: str = ""
+    energy: Energy | None = None
+    gradient_bytes: int | None = None
+    probe: Mapping[str, Any] | None = None
+    probed_link: float | None = None
+    calibrations: Sequence[Record] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.environment["ranks"])
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.environment["node_names"])
+
+    @property
+    def status(self) -> str:
+        return "runs, or was killed" if self.summary is None else str(self.summary["status"])
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the threads of a node's ranks outnumber the cores that they may run on."""
+        threads: dict[str, int] = {}
+        cores: dict[str, set[int]] = {}
+        for rank in self.environment["ranks"]:
+            host = str(rank["host"])
+            threads[host] = threads.get(host, 0) + int(rank["threads"])
+            cores.setdefault(host, set()).update(rank["cores"])
+        return any(threads[host] > len(cores[host]) for host in threads if cores[host])
+
+    def jobs(self) -> list[str]:
+        """Returns the Slurm jobs in which the run was started, oldest first; empty outside Slurm."""
+        variables = [start["environment"].get("variables", {}) for start in self.starts]
+        return list(dict.fromkeys(found["SLURM_JOB_ID"] for found in variables if "SLURM_JOB_ID" in found))
+
+    def samples_per_s(self) -> float | None:
+        """Returns samples/s of all ranks, without start-up; None before two steps are known."""
+        if self.summary is not None and self.summary.get("samples_per_s"):
+            return float(self.summary["samples_per_s"])
+        found = self.efficiency
+        return None if found is None or not found.step_s else found.samples / found.steps / found.step_s
+
+    def node_hours(self) -> float:
+        """Returns the hours of all nodes: of the attempts, if `hpctrain supervise` has started them, otherwise of the
+        steps, without start-up."""
+        if self.attempts:
+            return sum(
+                (attempt.ended - attempt.began) * len(attempt.nodes)
+                for attempt in self.attempts
+                if attempt.ended is not None
+            ) / 3600  # fmt: skip
+        begins = [(float(start["time"]), len(start["environment"]["node_names"])) for start in self.starts]
+        hours = 0.0
+        for at, seconds in self.performed:
+            nodes = [count for began, count in begins if began <= at]
+            hours += seconds * (nodes[-1] if nodes else self.num_nodes) / 3600
+        return hours
+
+
+def read_run(directory: Path, *, label: str = "") -> RunData:
+    """Returns what the run directory holds. Raises UsageError if it is none, LaunchError for an unreadable ledger."""
+    environment = _read_json(directory / "environment.json")
+    if environment is None:
+        raise UsageError(f"{directory} is not the directory of a run: it has no environment.json")
+    steps: dict[int, Record] = {}
+    checkpoints: dict[int, Record] = {}
+    evaluations: dict[int, Record] = {}
+    performed: list[tuple[float, float]] = []
+    incidents: list[Record] = []
+    efficiency: Efficiency | None = None
+    energy: list[tuple[int, Record]] = []
+    gradient_bytes: int | None = None
+    probed_link: float | None = None
+    for rank, path in enumerate(sorted((directory / "metrics").glob("rank-*.jsonl"))):
+        for record in _records(path):
+            kind = record["kind"]
+            if kind in INCIDENTS and (rank == 0 or kind == "damage"):
+                incidents.append(record)
+            if kind == ENERGY:
+                energy.append((rank, record))
+            if rank > 0:
+                continue
+            if kind == STEP:
+                steps[record["step"]] = record
+                performed.append((record["time"], record["seconds"]["step"]))
+            elif kind == "checkpoint":
+                checkpoints[record["step"]] = record
+            elif kind == "evaluation":
+                evaluations[record["step"]] = record
+            elif kind == "efficiency":
+                efficiency = Efficiency.from_document(record)
+            elif kind == "buckets":
+                gradient_bytes = sum(record["bytes"])
+            elif kind == "probe":
+                probed_link = min(record["bytes_per_s"])
+    summary = _read_json(directory / "summary.json")
+    if summary is not None and summary.get("efficiency"):
+        efficiency = Efficiency.from_document(summary["efficiency"])
+    times, why = None, ""
+    try:
+        times = read_step_times(directory)
+    except UsageError as error:
+        why = str(error)
+    return RunData(
+        directory=directory,
+        label=label or directory.resolve().name,
+        environment=environment,
+        starts=[start for start in _lines(directory / "starts.jsonl") if "environment" in start],
+        summary=summary,
+        steps=[steps[step] for step in sorted(steps)],
+        checkpoints=[checkpoints[step] for step in sorted(checkpoints)],
+        evaluations=[evaluations[step] for step in sorted(evaluations)],
+        performed=performed,
+        incidents=sorted(incidents, key=lambda record: float(record["time"])),
+        attempts=read_attempts(directory),
+        efficiency=efficiency,
+        times=times,
+        why_no_times=why,
+        energy=Energy.of(energy),
+        gradient_bytes=gradient_bytes,
+        probe=_read_json(directory / "probe.json"),
+        probed_link=probed_link,
+        calibrations=(_read_json(directory / "reduction.json") or {}).get("entries", ()),
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        return list(read_records(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the records in {path} cannot be read: {error}") from error
+
+
+def _lines(path: Path) -> list[Record]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else None

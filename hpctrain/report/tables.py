@@ -1,0 +1,338 @@
+"""The tables of a report. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from hpctrain.report.prices import Prices
+from hpctrain.report.run_data import Record, RunData
+from hpctrain.report.table import Row, Table, Value
+from hpctrain.scaling import PARTS, Efficiency, against
+from hpctrain.supervise import effective_time
+
+Runs = Sequence[RunData]
+J_PER_KWH = 3.6e6
+
+
+def what_ran(runs: Runs) -> Table:
+    def row(name: str, value: Callable[[RunData], Value], specification: str = "", unit: str = "") -> Row:
+        return Row(name=name, values=[value(run) for run in runs], format=specification, unit=unit)
+
+    return Table(
+        name="what-ran",
+        title="What ran where",
+        columns=[run.label for run in runs],
+        rows=[
+            row("status", lambda run: run.status),
+            row("ranks", lambda run: run.num_ranks),
+            row("nodes", lambda run: _shortened(run.environment["node_names"])),
+            row("device", lambda run: _of_all(run, "device")),
+            row("threads a rank", lambda run: _of_all(run, "threads")),
+            row("launcher", lambda run: str(run.environment.get("launcher", ""))),
+            row("backend", lambda run: str(run.environment.get("backend", ""))),
+            row(
+                "reduction", lambda run: f"{run.environment.get('algorithm')}, {run.environment.get('wire')}"
+            ),
+            row("begun", lambda run: _date(run.starts[0]["time"]) if run.starts else None),
+            row("starts", lambda run: len(run.starts)),
+            row("steps", lambda run: int(run.steps[-1]["step"]) if run.steps else 0, ",d"),
+            row("samples/s", lambda run: run.samples_per_s(), ",.0f"),
+            row(
+                "loss of the last step",
+                lambda run: _number(run.steps[-1]["loss"]) if run.steps else None,
+                ".4g",
+            ),
+            row("hpctrain", lambda run: str(run.environment.get("hpctrain", ""))),
+            row("torch", lambda run: str(run.environment.get("packages", {}).get("torch", ""))),
+        ],
+    )
+
+
+def quality(runs: Runs) -> Table | None:
+    """Returns the held-out results at the end of each run; None if no run has any."""
+    last = [dict(run.evaluations[-1]["quality"]) if run.evaluations else {} for run in runs]
+    names = list(dict.fromkeys(name for found in last for name in found))
+    if not names:
+        return None
+    rows = [
+        Row(name=name, values=[_number(found.get(name)) for found in last], format=".4g") for name in names
+    ]
+    return Table(name="quality", title="Held out", columns=[run.label for run in runs], rows=rows)
+
+
+def pop(runs: Runs) -> Table | None:
+    """Returns the POP efficiencies, of several runs also against the first; None if no run has measured them."""
+    measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
+    if not measured:
+        return None
+    reference = measured[0][1]
+
+    def row(name: str, value: Callable[[Efficiency], float], indent: int = 0) -> Row:
+        return Row(name=name, values=[value(found) for _, found in measured], format=".1%", indent=indent)
+
+    rows = [
+        row("parallel efficiency", lambda found: found.factors.parallel),
+        row("load balance", lambda found: found.factors.load_balance, 1),
+        row("communication", lambda found: found.factors.communication, 1),
+        row("serialisation", lambda found: found.factors.serialisation, 2),
+        row("transfer", lambda found: found.factors.transfer, 2),
+        row("share of computing", lambda found: found.factors.computing),
+    ]
+    note = "Parallel efficiency = load balance x communication; communication = serialisation x transfer."
+    if len(measured) > 1:
+        rows.insert(
+            0, row("global efficiency", lambda found: against(found, reference=reference).global_efficiency)
+        )
+        rows += [
+            row("computation scaling", lambda found: against(found, reference=reference).computation),
+            row("samples/s of a rank", lambda found: against(found, reference=reference).relative_speed),
+        ]
+        note += (
+            " Global efficiency = parallel efficiency x share of computing x computation scaling. The last two and the "
+            f"first are relative to {measured[0][0].label}."
+        )
+    return Table(
+        name="pop", title="POP efficiencies", columns=[run.label for run, _ in measured], rows=rows, note=note
+    )
+
+
+def parts(runs: Runs) -> Table | None:
+    """Returns where a step's time went, in ms; None if no run has measured it."""
+    measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
+    if not measured:
+        return None
+    rows = [
+        Row(
+            name=name.replace("_", " "), values=[1e3 * found.parts[name] for _, found in measured], format=",.3f",
+            unit="ms",
+        )
+        for name in PARTS
+    ]  # fmt: skip
+    rows.append(
+        Row(name="step", values=[1e3 * found.step_s for _, found in measured], format=",.3f", unit="ms")
+    )
+    return Table(
+        name="parts", title="Where the time of a step went", columns=[run.label for run, _ in measured], rows=rows,
+        note="ms in a step, mean over ranks and steps; the parts add up to the step.",
+    )  # fmt: skip
+
+
+def step_times(runs: Runs) -> Table:
+    shares = (0.5, 0.95, 0.99)
+
+    def quantile(run: RunData, share: float) -> Value:
+        seconds = [record["seconds"]["step"] for record in run.steps]
+        return float(np.quantile(seconds, share)) * 1e3 if seconds else None
+
+    rows = [
+        Row(
+            name=f"p{100 * share:.0f}",
+            values=[quantile(run, share) for run in runs],
+            format=",.2f",
+            unit="ms",
+        )
+        for share in shares
+    ]
+    return Table(
+        name="step-times", title="Time of a step", columns=[run.label for run in runs], rows=rows,
+        note="Of rank 0; all ranks end a step together.",
+    )  # fmt: skip
+
+
+def checkpoints(runs: Runs) -> Table | None:
+    """Returns what the saves cost; None if no run has saved."""
+    if not any(run.checkpoints for run in runs):
+        return None
+
+    def mean(run: RunData, name: str) -> Value:
+        found = [float(record[name]) for record in run.checkpoints]
+        return sum(found) / len(found) if found else None
+
+    return Table(
+        name="checkpoints",
+        title="Checkpoints",
+        columns=[run.label for run in runs],
+        rows=[
+            Row(name="saved", values=[len(run.checkpoints) for run in runs], format="d"),
+            Row(name="newest, step", values=[_last(run, "step") for run in runs], format=",d"),
+            Row(
+                name="size",
+                values=[_scaled(mean(run, "bytes"), 1e-6) for run in runs],
+                format=",.2f",
+                unit="MB",
+            ),
+            Row(
+                name="written at", values=[mean(run, "mb_per_s") for run in runs], format=",.1f", unit="MB/s"
+            ),
+            Row(
+                name="a save takes",
+                values=[mean(run, "write_seconds") for run in runs],
+                format=".3f",
+                unit="s",
+            ),
+            Row(
+                name="training stands still",
+                values=[mean(run, "stall_seconds") for run in runs],
+                format=".3f",
+                unit="s",
+            ),
+        ],
+        note="Means over the saves. A save that takes long but stalls little goes on in the background.",
+    )
+
+
+def resources(runs: Runs, *, prices: Prices | None, slurm_j: Mapping[str, float] | None = None) -> Table:
+    """Returns the table of node-hours, money and energy of the runs.
+
+    slurm_j: energy of each job in joules, from Slurm's accounting; None: Slurm was not asked."""
+    hours = [run.node_hours() for run in runs]
+    epochs = [len({record["epoch"] for record in run.steps}) for run in runs]
+    rows = [
+        Row(name="node-hours", values=hours, format=",.4g"),
+        Row(name="node-hours an epoch", values=[_per(h, n) for h, n in zip(hours, epochs, strict=True)], format=",.4g"),
+        Row(
+            name="effective training time",
+            values=[effective_time(run.attempts).share if run.attempts else None for run in runs], format=".1%",
+        ),
+    ]  # fmt: skip
+    note = "Node-hours of supervised runs count from the start of each attempt, of others the time of the steps. "
+    note += _energy_note(runs)
+    energy = [None if run.energy is None else run.energy.total_j / J_PER_KWH for run in runs]
+    if any(value is not None for value in energy):
+        rows.append(Row(name="energy", values=energy, format=",.4g", unit="kWh"))
+    if slurm_j is not None:
+        rows.append(
+            Row(
+                name="energy of the jobs, by Slurm's accounting",
+                values=[_kwh_of_jobs(run, slurm_j) for run in runs], format=",.4g", unit="kWh",
+            )
+        )  # fmt: skip
+    if prices is not None:
+        rows.insert(
+            1,
+            Row(
+                name="cost",
+                values=[h * prices.per_node_hour for h in hours],
+                format=",.2f",
+                unit=prices.currency,
+            ),
+        )
+    return Table(
+        name="resources", title="Resources", columns=[run.label for run in runs], rows=rows, note=note
+    )
+
+
+def _energy_note(runs: Runs) -> str:
+    found = [run.energy for run in runs if run.energy is not None]
+    if not found:
+        return "No energy counter could be read."
+    sources = ", ".join(sorted({source for energy in found for source in energy.joules}))
+    missing = sum(run.num_nodes - len(run.energy.ranks) for run in runs if run.energy is not None)
+    note = f"Energy as counted by {sources} on the runs' nodes, also for other jobs there; over all starts."
+    return note + (f" The counters of {missing} nodes could not be read." if missing > 0 else "")
+
+
+def _kwh_of_jobs(run: RunData, slurm_j: Mapping[str, float]) -> Value:
+    known = [slurm_j[job] for job in run.jobs() if job in slurm_j]
+    return sum(known) / J_PER_KWH if known else None
+
+
+def attempts(run: RunData) -> Table | None:
+    """Returns the ledger of a supervised run; None of another."""
+    if not run.attempts:
+        return None
+    rows = [
+        Row(
+            name=f"{attempt.number}",
+            values=[
+                _date(attempt.began),
+                None if attempt.ended is None else f"{attempt.ended - attempt.began:,.0f} s",
+                _shortened(attempt.nodes),
+                None if attempt.cause is None else attempt.cause.value,
+                attempt.reason or None,
+                attempt.steps_gained,
+                attempt.steps_lost,
+                attempt.decision or None,
+            ],
+        )
+        for attempt in run.attempts
+    ]
+    columns = ["began", "lasted", "nodes", "cause", "reason", "steps gained", "lost", "decision"]
+    return Table(
+        name=f"attempts-{run.label}",
+        title=f"Attempts of {run.label}",
+        columns=columns,
+        rows=rows,
+        head="attempt",
+    )
+
+
+def incidents(run: RunData, *, most: int = 50) -> Table | None:
+    """Returns the newest incidents of a run; None if it had none."""
+    if not run.incidents:
+        return None
+    rows = [
+        Row(
+            name=str(record["kind"]).replace("_", " "),
+            values=[record.get("step"), _date(record["time"]), _details(record)],
+        )
+        for record in run.incidents[-most:]
+    ]
+    left = len(run.incidents) - len(rows)
+    note = f"{left} earlier ones are in the records." if left else ""
+    return Table(
+        name=f"incidents-{run.label}", title=f"Incidents of {run.label}", columns=["step", "time", "details"],
+        rows=rows,
+        note=note, head="kind",
+    )  # fmt: skip
+
+
+def incident_text(record: Record) -> str:
+    """Returns a record of an incident as a line of text, without its time."""
+    where = f", step {record['step']}" if record.get("step") is not None else ""
+    return f"{str(record['kind']).replace('_', ' ')}{where}: {_details(record)}"
+
+
+def _details(record: Record) -> str:
+    hidden = {"kind", "time", "step"}
+    return ", ".join(f"{name} {_plain(value)}" for name, value in record.items() if name not in hidden)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(_plain(each) for each in value)
+    return str(value)
+
+
+def _of_all(run: RunData, name: str) -> str:
+    found = list(dict.fromkeys(str(rank[name]) for rank in run.environment["ranks"]))
+    return ", ".join(found) if len(found) <= 4 else f"{found[0]}, … ({len(found)} different)"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def _number(value: object) -> Value:
+    return value if isinstance(value, int | float | str) else None
+
+
+def _last(run: RunData, name: str) -> Value:
+    return int(run.checkpoints[-1][name]) if run.checkpoints else None
+
+
+def _scaled(value: Value, factor: float) -> Value:
+    return value * factor if isinstance(value, float) else None
+
+
+def _per(a: float, count: int) -> Value:
+    return a / count if count else None

@@ -1,0 +1,162 @@
+"""When training diverges: which steps are dropped, when it is rolled back, when it ends (F5). Pure.
+
+    ok -> skip -> roll back, with a lower learning rate -> give up
+
+Everything follows from numbers that are summed over the ranks, so all ranks decide alike and nothing more is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from hpctrain.errors import DivergedError
+
+# Consistency of the median absolute deviation with the standard deviation of a normal distribution.
+_MAD_TO_STD = 1.4826
+# Least standard deviation, as a fraction of the loss: losses that hardly vary would make any change a jump.
+_LEAST_STD = 0.02
+
+
+def robust_z(loss: float, recent: Sequence[float]) -> float:
+    """Returns by how many robust standard deviations `loss` is above the median of `recent`.
+
+    If all are positive, their logarithms are compared: losses near zero vary over powers of ten. Source of the estimate
+    of the standard deviation (1.4826 MAD): Rousseeuw and Croux 1993, doi:10.1080/01621459.1993.10476408.
+    """
+    values = list(recent)
+    if loss > 0 and min(values) > 0:
+        values, loss, least = [math.log(value) for value in values], math.log(loss), _LEAST_STD
+        median = statistics.median(values)
+    else:
+        median = statistics.median(values)
+        least = _LEAST_STD * abs(median) or math.ulp(1.0)
+    deviation = statistics.median(abs(value - median) for value in values)
+    return (loss - median) / max(_MAD_TO_STD * deviation, least)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceLimits:
+    """jump_z: a loss at least so many robust standard deviations above the recent ones is a jump; 0: none is.
+
+    window: number of recent losses; before there are so many no loss is a jump. max_skipped_in_row: more steps in a
+    row whose loss jumps or is not finite are a divergence. max_roll_backs: of the whole run. lr_factor: of each.
+    """
+
+    jump_z: float = 0.0
+    window: int = 100
+    max_skipped_in_row: int = 20
+    max_roll_backs: int = 3
+    lr_factor: float = 0.5
+
+
+@final
+class Divergence:
+    """What a run knows about its divergence; the same on every rank, and saved with the run's state.
+
+    lr_factor: factor of the learning rate, lower after each roll-back. num_roll_backs: so far. skipped_in_row: newest
+    steps that were not accepted. last_applied: newest step that changed the parameters. rolled_back_to: step of the
+    checkpoint of the newest roll-back; None before the first.
+    """
+
+    def __init__(self, limits: DivergenceLimits) -> None:
+        self._limits = limits
+        self.lr_factor = 1.0
+        self.num_roll_backs = 0
+        self.skipped_in_row = 0
+        self.last_applied = 0
+        self.rolled_back_to: int | None = None
+        self._losses: deque[float] = deque(maxlen=limits.window)
+
+    def why_not(self, *, loss: float, grad_norm: float) -> str | None:
+        """Returns why a step must not be applied; None if it may be. For gradients that are not finite this is None:
+        the updater skips them itself, and adapts the loss scale."""
+        if not math.isfinite(grad_norm):
+            return None
+        if not math.isfinite(loss):
+            return f"loss {loss}"
+        if self._limits.jump_z == 0 or len(self._losses) < self._limits.window:
+            return None
+        jump = robust_z(loss, self._losses)
+        if jump < self._limits.jump_z:
+            return None
+        return (
+            f"loss {loss:.4g}, {jump:.0f} robust standard deviations above the median of the last {len(self._losses)} "
+            f"steps ({statistics.median(self._losses):.4g})"
+        )
+
+    def after_step(self, step: int, *, loss: float, applied: bool, why_not: str | None) -> None:
+        """Notes the outcome of `step`. why_not: of this step. Raises DivergedError after too many dropped in a row."""
+        if applied:
+            self.skipped_in_row = 0
+            self.last_applied = step
+            if self._limits.jump_z > 0:
+                self._losses.append(loss)
+        elif why_not is not None:
+            self.skipped_in_row += 1
+            if self.skipped_in_row > self._limits.max_skipped_in_row:
+                reason = f"{self.skipped_in_row} steps in a row had a loss that is not finite or jumped ({why_not})"
+                raise DivergedError(
+                    f"{reason}: the run has diverged. Lower optimizer.lr, raise optimizer.warmup_steps, set "
+                    "optimizer.clip_norm, or resume from an older checkpoint; if the loss may jump, raise "
+                    "guards.loss_jump_z",
+                    agreed=True,
+                    reason=reason,
+                )
+
+    @property
+    def may_roll_back(self) -> bool:
+        return self.num_roll_backs < self._limits.max_roll_backs
+
+    def why_no_roll_back(self) -> str:
+        """Returns why the run ends instead of being rolled back."""
+        if self._limits.max_roll_backs == 0:
+            return "guards.max_roll_backs = 0"
+        if not self.may_roll_back:
+            times = f"{self.num_roll_backs} time{'s' if self.num_roll_backs > 1 else ''}"
+            return f"rolled back {times} already (guards.max_roll_backs)"
+        return "there is no checkpoint from before to roll back to"
+
+    def choose(self, saved_steps: Sequence[int]) -> int | None:
+        """Returns to which of the checkpoints' steps to roll back; None if there is none from before the divergence.
+
+        The last step that was applied may have spoiled the parameters, so only older checkpoints count. If the last
+        roll-back led to the newest of these and did not help, an older one is better, if there is one.
+        """
+        before = sorted(step for step in saved_steps if step < self.last_applied)
+        if not before:
+            return None
+        if before[-1] == self.rolled_back_to and len(before) > 1:
+            return before[-2]
+        return before[-1]
+
+    def rolled_back(self, saved: Mapping[str, Any], *, step: int) -> None:
+        """The state of `step` is restored, with `saved` in it: continues from there, with a lower learning rate."""
+        lr_factor, num_roll_backs = self.lr_factor * self._limits.lr_factor, self.num_roll_backs + 1
+        self.load_state(saved)
+        self.lr_factor, self.num_roll_backs, self.rolled_back_to = lr_factor, num_roll_backs, step
+        self.skipped_in_row = 0
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint must hold, as JSON."""
+        return {
+            "lr_factor": self.lr_factor,
+            "num_roll_backs": self.num_roll_backs,
+            "skipped_in_row": self.skipped_in_row,
+            "last_applied": self.last_applied,
+            "rolled_back_to": self.rolled_back_to,
+            "losses": list(self._losses),
+        }
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Restores `state`; of a checkpoint without one, as that of a new run."""
+        self.lr_factor = float(saved.get("lr_factor", 1.0))
+        self.num_roll_backs = int(saved.get("num_roll_backs", 0))
+        self.skipped_in_row = int(saved.get("skipped_in_row", 0))
+        self.last_applied = int(saved.get("last_applied", 0))
+        self.rolled_back_to = saved.get("rolled_back_to")
+        self._losses = deque(saved.get("losses", []), maxlen=self._limits.window)

@@ -1,0 +1,49 @@
+"""What becomes of memory that torch frees on the host: kept for the next step, or given back to the system.
+
+glibc at first gives freed memory back in pieces of more than 128 KiB. A training step frees its activations and
+allocates as many again in the next step: the kernel then clears and maps each page again. Measured with digits on two
+ranks: half of all page faults, and 14 % of the samples a second.
+Where memory is short, kept memory does harm: a free block of one size is not used for others, nor by other threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+# mallopt(3): requests of more bytes than the first are mapped alone; more free bytes than the second are given back.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_BYTES = 32 << 20  # the largest that glibc takes
+_TRIM_BYTES = 256 << 20
+_DEFAULT_BYTES = 128 << 10  # of both
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Makes glibc keep up to 256 MiB of freed memory.
+
+    Returns False, and changes nothing, if the user has set one of glibc's own variables (`MALLOC_TRIM_THRESHOLD_` and
+    so on), or the C library is another one.
+    """
+    return _set_thresholds(_MMAP_BYTES, _TRIM_BYTES, environ=environ)
+
+
+def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Makes glibc give back all that it keeps, and from now on each piece of more than 128 KiB when it is freed.
+
+    Returns False, and changes nothing, where `keep_freed_memory` does.
+    """
+    if not _set_thresholds(_DEFAULT_BYTES, _DEFAULT_BYTES, environ=environ):
+        return False
+    ctypes.CDLL(None).malloc_trim(0)
+    return True
+
+
+def _set_thresholds(mmap_bytes: int, trim_bytes: int, *, environ: Mapping[str, str]) -> bool:
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_bytes))

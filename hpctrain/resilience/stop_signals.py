@@ -1,0 +1,86 @@
+"""The signals that may ask a run to stop or to save, and how they are held back while a rank starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from types import FrameType
+from typing import Literal, get_args
+
+from hpctrain.errors import ExitCode
+
+# Those that batch systems and users send. SIGQUIT, SIGXCPU: Grid Engine and LSF can be configured to send them.
+SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU"]
+SIGNAL_NAMES: tuple[SignalName, ...] = get_args(SignalName)
+
+# SIGTERM: Slurm's preemption and scancel. SIGUSR1: `sbatch --signal=USR1@120`, and `hpctrain launch` through
+# mpirun. SIGINT: Ctrl-C on a run of one rank. SIGHUP: the terminal was closed.
+DEFAULT_STOP_SIGNALS: tuple[SignalName, ...] = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+
+
+def hold_signals() -> None:
+    """Blocks all signals that can be configured: one that arrives now is delivered by `release_signals`.
+
+    Python needs seconds to load torch, and only then the recipe says which signals are handled; until then a signal
+    would end the rank. The block survives the exec of `restart_with_sleep`. Call it in the main thread, before there
+    are others.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _all())
+
+
+def let_interrupts_end() -> None:
+    """Lets Ctrl-C end this process at once, until its handler is installed. For a rank without a launcher.
+
+    There is nothing to save yet, and the run would only stop after its first step. A launcher does not pass Ctrl-C on
+    to its ranks: a SIGINT that they get has been sent for a stop. If it is ignored, it stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def let_stop_end(name: str, *, says: bool) -> None:
+    """Lets the signal `name` end this process at once, with code 75, until `release_signals` is called.
+
+    For a rank of `hpctrain launch`, which ends all ranks when one has left: nothing is trained yet, and loading the
+    libraries may take long. says: this rank prints that it was stopped.
+    """
+    signal.signal(signal.Signals[name], _Leave(says=says))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.Signals[name]])
+
+
+class _Leave:
+    """Handler of a signal that ends this process."""
+
+    def __init__(self, *, says: bool) -> None:
+        self._says = says
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._says:
+            name = signal.Signals(number).name
+            text = f"stopped while the ranks started ({name}): nothing was trained"
+            os.write(2, f"hpctrain: {text}; run the same command again\n".encode())
+        os._exit(int(ExitCode.STOPPED_EARLY))
+
+
+def release_signals() -> None:
+    """Delivers the signals held back by `hold_signals`, or by a launcher (`env --block-signal`).
+
+    Takes back `let_stop_end`, if no other handler has been installed since.
+    """
+    for number in _all():
+        if isinstance(signal.getsignal(number), _Leave):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _all())
+
+
+def ignore_signals(names: Iterable[SignalName]) -> None:
+    """Ignores signals from now on. For a process that is about to end: the interpreter gives handled signals their
+    default action before it has ended, which would kill the rank."""
+    for name in names:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+
+def _all() -> list[signal.Signals]:
+    return [signal.Signals[name] for name in SIGNAL_NAMES]

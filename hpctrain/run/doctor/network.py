@@ -1,0 +1,147 @@
+"""InfiniBand and other RDMA networks: whether MPI uses them, and whether forked processes are safe there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.run.doctor.finding import Facts, Finding, ok, warning
+
+# Variables that choose a transport, or make forking safe.
+_VARIABLES = (
+    "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER", "I_MPI_FABRICS",
+    "I_MPI_OFI_PROVIDER", "MPICH_OFI_USE_PROVIDER", "RDMAV_FORK_SAFE", "IBV_FORK_SAFE",
+)  # fmt: skip
+_RDMA_BTLS = {"openib", "uct", "ofi", "usnic"}
+_MEANS = (
+    ("mca_pml_ucx", "UCX"), ("libucp", "UCX"), ("mca_mtl_psm2", "PSM2"), ("mca_mtl_ofi", "libfabric"),
+    ("libfabric", "libfabric"),
+)  # fmt: skip
+_TCP_PROVIDERS = {"tcp", "sockets", "udp", "net"}
+# UCX's transports over RDMA, without the endings that choose a variant.
+_UCX_RDMA = ("all", "ib", "rc", "ud", "dc")
+# Since this kernel a fork copies memory that is registered with an RDMA device.
+_COPIES_AT_FORK = (5, 12)
+_SAFE_FORK = "start processes afresh (multiprocessing_context='spawn'), as hpctrain's own workers are"
+
+
+def read_network(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, Any]:
+    """Returns the ports of RDMA devices, whether this process may open the devices, and variables about transports.
+
+    root: the directory that has `sys` and `dev`.
+    """
+    ports = []
+    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        state, layer, rate = (_read(port / name) for name in ("state", "link_layer", "rate"))
+        ports.append(
+            {
+                "device": port.parent.parent.name,
+                "port": port.name,
+                "active": "ACTIVE" in state,  # the file says, for example, `4: ACTIVE`
+                "layer": layer,
+                "rate": rate.partition(" (")[0],
+            }
+        )
+    devices = list((root / "dev/infiniband").glob("uverbs*"))
+    return {
+        "ports": ports,
+        "may_open": any(os.access(device, os.R_OK | os.W_OK) for device in devices),
+        "variables": {name: environ[name] for name in _VARIABLES if environ.get(name)},
+        "kernel": platform.release(),
+    }
+
+
+def judge_network(facts: Facts) -> list[Finding]:
+    """Returns the findings about RDMA networks of one rank's node: TCP although there is one, and forking. Pure."""
+    network = facts.get("network")  # missing in the facts of an older hpctrain
+    if network is None:
+        return []
+    topic, active = "network", [port for port in network["ports"] if port["active"]]
+    if not network["ports"]:
+        return [
+            ok(topic, "no InfiniBand or other RDMA device: TCP between nodes"),
+            ok("fork safety", "no RDMA device whose memory a forked process could damage"),
+        ]
+    if not active:
+        names = ", ".join(f"{port['device']} port {port['port']}" for port in network["ports"])
+        cure = "the site must bring a port up (cable, subnet manager); until then nodes communicate over TCP"
+        return [warning(topic, f"no port of the RDMA devices is active: {names}", cure)]
+    shown = ", ".join(f"{port['device']} {port['rate']} ({port['layer']})" for port in active)
+    return [_transport(shown, network, facts["mpi"].get("transports", [])), _fork(network, facts["mpi"])]
+
+
+def _transport(shown: str, network: Mapping[str, Any], transports: list[str]) -> Finding:
+    topic = "network"
+    if not network["may_open"]:
+        return warning(
+            topic,
+            f"{shown} is there, but this process may not open /dev/infiniband/uverbs*: TCP is used",
+            "in a container pass the devices on (Docker and Podman: --device=/dev/infiniband), else ask the site "
+            "for the right to use them",
+        )
+    forced = keeps_to_tcp(network["variables"])
+    if forced is not None:
+        return warning(
+            topic, f"{shown} is there, but {forced} keeps communication on TCP", "unset the variable"
+        )
+    if "mca_pml_ob1" in transports and not {f"mca_btl_{name}" for name in _RDMA_BTLS} & set(transports):
+        return warning(
+            topic,
+            f"{shown} is there, but Open MPI uses its component ob1 without any RDMA transport: TCP between nodes",
+            "use an Open MPI that is built with UCX (ompi_info | grep ucx), and for Omni-Path with PSM2; the site's "
+            "MPI module usually is",
+        )
+    through = next((means for name, means in _MEANS if name in transports), None)
+    return ok(
+        topic, f"{shown}, " + (f"through {through}" if through else "MPI does not show whether it uses it")
+    )
+
+
+def keeps_to_tcp(variables: Mapping[str, str]) -> str | None:
+    """Returns the setting, as NAME=VALUE, that keeps MPI from using an RDMA network; None if there is none. Pure."""
+    pml, btl = variables.get("OMPI_MCA_pml", ""), variables.get("OMPI_MCA_btl", "")
+    if pml == "ob1" and btl and not btl.startswith("^") and not _RDMA_BTLS & set(btl.split(",")):
+        return f"OMPI_MCA_pml={pml} with OMPI_MCA_btl={btl}"
+    tls = [name.strip() for name in variables.get("UCX_TLS", "").split(",") if name.strip()]
+    if tls and not tls[0].startswith("^") and not any(name.startswith(_UCX_RDMA) for name in tls):
+        return f"UCX_TLS={variables['UCX_TLS']}"
+    for name in ("FI_PROVIDER", "I_MPI_OFI_PROVIDER", "MPICH_OFI_USE_PROVIDER"):
+        if variables.get(name, "").partition(";")[0] in _TCP_PROVIDERS:
+            return f"{name}={variables[name]}"
+    if "tcp" in variables.get("I_MPI_FABRICS", "").split(":"):
+        return f"I_MPI_FABRICS={variables['I_MPI_FABRICS']}"
+    return None
+
+
+def _fork(network: Mapping[str, Any], mpi: Mapping[str, Any]) -> Finding:
+    """Judges what happens to memory that is registered with a device if this process forks."""
+    topic = "fork safety"
+    state = mpi.get("rdma_fork")
+    asked = any(network["variables"].get(name, "0") != "0" for name in ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE"))
+    if state == "unneeded" or (state is None and kernel_version(network["kernel"]) >= _COPIES_AT_FORK):
+        return ok(topic, f"kernel {network['kernel']} copies memory of RDMA devices at a fork")
+    if state == "enabled" or asked:
+        return ok(topic, "libibverbs keeps memory of RDMA devices from forked processes")
+    return warning(
+        topic,
+        f"a fork (DataLoader with workers, subprocess) may corrupt memory that the RDMA device uses: kernel "
+        f"{network['kernel']} and libibverbs do not prevent it",
+        f"set RDMAV_FORK_SAFE=1 for the ranks, and with huge pages RDMAV_HUGEPAGES_SAFE=1; or {_SAFE_FORK}",
+    )
+
+
+def kernel_version(release: str) -> tuple[int, int]:
+    """Returns major and minor version of a kernel's release, such as (5, 14) of `5.14.0-427.el9`. Pure."""
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

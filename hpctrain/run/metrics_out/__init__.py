@@ -1,0 +1,1 @@
+"""What a run sends to monitoring systems, in addition to its own records."""

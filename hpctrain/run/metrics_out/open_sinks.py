@@ -1,0 +1,216 @@
+"""Opens what receives a run's records besides its own files, as the recipe's section [telemetry] says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import xxhash
+
+from hpctrain.comm import all_gather_json, broadcast_json
+from hpctrain.errors import RecipeError
+from hpctrain.resilience import WallClock
+from hpctrain.run.metrics_out.history import read_figures_of_starts
+from hpctrain.run.recipe.schema import Recipe
+from hpctrain.run.recipe.telemetry_schema import TelemetrySection
+from hpctrain.run.reduction import Reduction
+from hpctrain.run.session import Session
+from hpctrain.telemetry import (
+    INFO_LABELS,
+    OtlpSink,
+    Probe,
+    PrometheusEndpoint,
+    PrometheusTextFile,
+    RunMetrics,
+    Sinks,
+    TargetsFile,
+    TensorBoardSink,
+    Value,
+    missing_prometheus_client,
+)
+from hpctrain.version import __version__
+
+TENSORBOARD = "tensorboard"  # folder in the run directory
+# `telemetry.ranks = "auto"` lets each of up to so many ranks record its steps.
+MOST_RANKS_RECORDED = 64
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+def records_steps(ranks: str, *, session: Session) -> bool:
+    """Returns True if this rank records its steps. ranks: `telemetry.ranks` of the recipe."""
+    if ranks == "auto":
+        ranks = "all" if session.num_ranks <= MOST_RANKS_RECORDED else "node"
+    return ranks == "all" or session.rank == 0 or (ranks == "node" and session.leads_node)
+
+
+def check_sinks(recipe: Recipe) -> None:
+    """Raises RecipeError if a package that the recipe's sinks need is not installed on this node."""
+    section = recipe.telemetry
+    for key, wanted, package, extra in (
+        (
+            "otlp_endpoint",
+            section.otlp_endpoint is not None,
+            "opentelemetry.exporter.otlp.proto.http",
+            "otlp",
+        ),
+        ("tensorboard", section.tensorboard, "tensorboard", "tensorboard"),
+    ):
+        if wanted and not _is_installed(package):
+            raise RecipeError(
+                f"telemetry.{key} needs packages that are missing: pip install 'hpctrain[{extra}]'"
+            )
+    if recipe.telemetry.prometheus != "off" and (missing := missing_prometheus_client()) is not None:
+        raise RecipeError(f"telemetry.prometheus = {recipe.telemetry.prometheus!r} {missing}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What the metrics take from the run besides its records.
+
+    started: seconds since 1970. environment: as in `environment.json`. reduction: whose bytes are counted; None: they
+    are not. clock: on rank 0.
+    """
+
+    started: float
+    environment: Mapping[str, Any]
+    reduction: Reduction | None
+    clock: WallClock | None
+
+
+def open_sinks(sinks: Sinks, recipe: Recipe, *, session: Session, facts: RunFacts) -> None:
+    """Opens the sinks of this rank. A sink that cannot be opened is reported, and the run goes on. Collective."""
+    section = recipe.telemetry
+    directory = Path(recipe.run.directory)
+    if section.tensorboard and session.rank == 0:
+        sinks.open(TensorBoardSink.name, lambda: TensorBoardSink(directory / TENSORBOARD))
+    if section.prometheus == "off" and section.otlp_endpoint is None:
+        return
+    names = {"run": recipe.run.name, "run_id": run_id(directory)}
+    names = broadcast_json(session.world, names)  # nodes may have the directory under other paths
+    exposes = session.rank == 0 or (session.leads_node and records_steps(section.ranks, session=session))
+    metrics = _run_metrics(recipe, names, session=session, facts=facts) if exposes else None
+    endpoint = section.otlp_endpoint
+    if exposes and endpoint is not None:
+        mine = _run_metrics(recipe, names, session=session, facts=facts)
+        resource = _resource(names, session=session)
+        sinks.open(
+            OtlpSink.name,
+            lambda: OtlpSink(mine, endpoint=endpoint, every_s=section.otlp_every_s, resource=resource),
+        )
+    if section.prometheus == "endpoint":
+        _open_endpoint(sinks, section, metrics, session=session, directory=directory, names=names)
+    elif metrics is not None and section.prometheus_directory is not None:
+        file = Path(section.prometheus_directory) / f"hpctrain-{names['run_id']}-rank-{session.rank:05}.prom"
+        sinks.open(
+            PrometheusTextFile.name,
+            lambda: PrometheusTextFile(metrics, file, every_s=section.prometheus_every_s, labels=names),
+        )
+
+
+def _resource(names: Mapping[str, str], *, session: Session) -> dict[str, str]:
+    """Returns OpenTelemetry's attributes of this process (opentelemetry.io/docs/specs/semconv/resource)."""
+    return {
+        "service.name": "hpctrain",
+        "service.version": __version__,
+        "service.namespace": names["run"],
+        "service.instance.id": f"{names['run_id']}/{session.rank}",
+        "host.name": socket.gethostname(),
+        "hpctrain.run": names["run"],
+        "hpctrain.run_id": names["run_id"],
+        **({"slurm.job.id": job} if (job := _job_id()) else {}),
+    }
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def run_id(directory: Path) -> str:
+    """Returns the name of a run directory among all: 12 hexadecimal digits, the same for all starts of the run."""
+    return xxhash.xxh3_64_hexdigest(str(directory.resolve()))[:12]
+
+
+def _open_endpoint(
+    sinks: Sinks,
+    section: TelemetrySection,
+    metrics: RunMetrics | None,
+    *,
+    session: Session,
+    directory: Path,
+    names: Mapping[str, str],
+) -> None:
+    """Starts this rank's endpoint; rank 0 writes where all of them are. Collective."""
+    address = section.prometheus_address
+    mine: str | None = None
+    if metrics is not None:
+
+        def start() -> PrometheusEndpoint:
+            nonlocal mine
+            endpoint = PrometheusEndpoint(metrics, address=address, port=section.prometheus_port)
+            host = socket.gethostname() if address in _ANY_ADDRESS else address
+            mine = f"[{host}]:{endpoint.port}" if ":" in host else f"{host}:{endpoint.port}"
+            return endpoint
+
+        sinks.open(PrometheusEndpoint.name, start)
+    targets = [target for target in all_gather_json(session.world, mine) if target is not None]
+    if session.topology.num_nodes > 1 and address.startswith(_LOOPBACK):
+        session.note(
+            f"telemetry.prometheus_address = {address!r} on {session.topology.num_nodes} nodes: each endpoint can be "
+            "reached from its own node only"
+        )
+    if session.rank == 0 and targets:
+        folder = section.prometheus_targets
+        path = directory / "metrics" / "prometheus" if folder is None else Path(folder)
+        path = path / f"hpctrain-{names['run_id']}.json"
+        sinks.open(TargetsFile.name, lambda: TargetsFile(path, targets=targets, labels=names))
+
+
+def _run_metrics(
+    recipe: Recipe, names: Mapping[str, str], *, session: Session, facts: RunFacts
+) -> RunMetrics:
+    process, clock, num_nodes = psutil.Process(), facts.clock, session.topology.num_nodes
+    given: list[Value] = [
+        ("hpctrain_start_time_seconds", (), facts.started),
+        ("hpctrain_ranks", (), session.num_ranks),
+        ("hpctrain_nodes", (), num_nodes),
+        ("hpctrain_cores", (), len(os.sched_getaffinity(0))),
+    ]
+    if session.rank == 0:
+        info = {
+            **names,
+            "job_id": _job_id(),
+            "directory": str(Path(recipe.run.directory).absolute()),
+            "version": __version__,
+            "device": session.device.type,
+            **{name: str(facts.environment[name]) for name in ("launcher", "backend", "algorithm", "wire")},
+        }
+        given.append(("hpctrain_run_info", tuple(info[name] for name in INFO_LABELS), 1.0))
+        given += read_figures_of_starts(Path(recipe.run.directory))
+    probes: dict[str, Probe] = {
+        "hpctrain_cpu_seconds_total": time.process_time,
+        "hpctrain_resident_memory_bytes": lambda: process.memory_info().rss,
+        "hpctrain_last_collective_timestamp_seconds": session.world.last_ended,
+        "hpctrain_node_seconds_total": lambda: num_nodes * (time.time() - facts.started),
+    }
+    if facts.reduction is not None:
+        probes["hpctrain_sent_bytes_total"] = facts.reduction.reducer.bytes_sent
+    if clock is not None:
+        probes["hpctrain_time_left_seconds"] = clock.time_left_s
+    return RunMetrics(rank=session.rank, given=given, probes=probes)
+
+
+def _job_id() -> str:
+    """Returns the Slurm job, as Slurm writes it for a task of an array; "" outside Slurm."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")

@@ -1,0 +1,166 @@
+"""A calibrated model: constants with their standard errors, and what these errors make of a prediction."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.errors import UsageError
+from hpctrain.scaling.model.fit import Fit, fit_machine, machine_of, timed_of
+from hpctrain.scaling.model.machine import Layout, Node
+from hpctrain.scaling.model.predict import Scenario, Setup, step_of
+from hpctrain.scaling.model.runs import RunRecords, read_run, workload_of
+
+STEP_OF_DIFFERENCE = 1e-2  # of a constant's logarithm
+TWO_SIDED_90 = 1.645
+Of = Callable[[Scenario, Layout], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """fit: of the machine. node: without the fitted constants. run: whose workload and settings are predicted.
+    link_bytes_per_s: nominal rate of the links for which is predicted. compute_error: relative standard error of the
+    computation's time. notes: what a reader of the predictions has to know."""
+
+    fit: Fit
+    node: Node
+    scenario: Scenario
+    run: RunRecords
+    link_bytes_per_s: float | None
+    compute_error: float
+    notes: tuple[str, ...] = ()
+
+    def with_link(self, bytes_per_s: float) -> Calibration:
+        """The same machine with links of another nominal rate, of which the same share is reached."""
+        machine = machine_of(self.fit.values, node=self.node, link_bytes_per_s=bytes_per_s)
+        return replace(self, scenario=replace(self.scenario, machine=machine), link_bytes_per_s=bytes_per_s)
+
+    def with_scenario(self, scenario: Scenario) -> Calibration:
+        return replace(self, scenario=scenario)
+
+    def shifted(self, logs: Mapping[str, float]) -> Scenario:
+        """Returns the scenario with some constants multiplied by exp(logs[name])."""
+        values = {name: value * math.exp(logs.get(name, 0.0)) for name, value in self.fit.values.items()}
+        machine = machine_of(values, node=self.node, link_bytes_per_s=self.link_bytes_per_s)
+        workload, factor = self.scenario.workload, math.exp(logs.get("compute", 0.0))
+        workload = replace(
+            workload, forward_s=factor * workload.forward_s, backward_s=factor * workload.backward_s,
+            update_s=factor * workload.update_s,
+        )  # fmt: skip
+        return replace(self.scenario, machine=machine, workload=workload)
+
+    @property
+    def errors(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
+        """Names of all uncertain constants, and the covariance of their logarithms."""
+        size = len(self.fit.names)
+        covariance = np.zeros((size + 1, size + 1))
+        covariance[:size, :size] = self.fit.covariance
+        covariance[size, size] = self.compute_error**2
+        return (*self.fit.names, "compute"), covariance
+
+
+def relative_error(calibration: Calibration, layout: Layout, *, of: Of | None = None) -> float:
+    """Returns the relative standard error of a prediction, of the step's time unless `of` says otherwise.
+
+    To first order in the constants' errors, and with the residual of the fit for the share of the step that waits for
+    communication.
+    """
+    value = of or (lambda scenario, at: step_of(scenario, at).step_s)
+    names, covariance = calibration.errors
+    slopes = np.array([
+        (
+            math.log(value(calibration.shifted({name: STEP_OF_DIFFERENCE}), layout))
+            - math.log(value(calibration.shifted({name: -STEP_OF_DIFFERENCE}), layout))
+        )
+        / (2 * STEP_OF_DIFFERENCE)
+        for name in names
+    ])  # fmt: skip
+    step = step_of(calibration.scenario, layout)
+    model = calibration.fit.residual * step.exposed_s / step.step_s
+    return math.sqrt(float(slopes @ covariance @ slopes) + model**2)
+
+
+def interval(calibration: Calibration, layout: Layout) -> tuple[float, float]:
+    """Returns the lower and upper end of the step's seconds at a confidence of 90 %."""
+    step_s = step_of(calibration.scenario, layout).step_s
+    error = TWO_SIDED_90 * relative_error(calibration, layout)
+    return step_s * math.exp(-error), step_s * math.exp(error)
+
+
+def calibrate(
+    sources: Sequence[Path], *, link_bytes_per_s: float | None = None, cores_shared_by: int = 1
+) -> Calibration:
+    """Reads documents of `hpctrain bench allreduce --json` and run directories, and fits the model.
+
+    Of the run directories the one with the fewest ranks gives the workload; others on one node with the same batch
+    for each rank say how much slower cores are when all are busy. link_bytes_per_s: of the links for which is
+    predicted; None: those of the documents. cores_shared_by: nodes that share the cores of one machine. Raises
+    UsageError.
+    """
+    documents = [json.loads(_read(path)) for path in sources if path.is_file()]
+    runs = sorted((read_run(path) for path in sources if path.is_dir()), key=lambda run: run.ranks)
+    if not documents or not runs:
+        raise UsageError(
+            "--calibration needs a document of `hpctrain bench allreduce --json` and the directory of a training run "
+            "on one node: give the option once for each"
+        )
+    alone, on_a_node = runs[0], [run for run in runs if run.nodes == 1]
+    busy = [run for run in on_a_node[1:] if run.ranks * run.threads >= run.cores > 1]
+    notes = []
+    if alone.nodes > 1:
+        notes.append(f"the run was made on {alone.nodes} nodes: waits in it are taken for computation")
+    node = Node(
+        cores=max(1, alone.cores), cores_shared_by=cores_shared_by, threads=alone.threads,
+    )  # fmt: skip
+    measured = [one for document in documents for one in timed_of(document)]
+    fit = fit_machine(measured, node=node)
+    rates = [one.link_bytes_per_s for one in measured if one.link_bytes_per_s is not None]
+    rate = link_bytes_per_s or (max(rates) if rates else None)
+    if rate is None:
+        notes.append("no rate of the links is known: give --link, or measure with --link-mbit")
+    workload = workload_of(alone, busy=busy)
+    setup = Setup(
+        algorithm=alone.algorithm if alone.ranks > 1 else "hierarchical", wire=alone.wire, overlap=True
+    )
+    scenario = Scenario(
+        machine=machine_of(fit.values, node=node, link_bytes_per_s=rate), workload=workload, setup=setup
+    )
+    steps = sum(map(len, alone.compute_s))
+    return Calibration(
+        fit=fit, node=node, scenario=scenario, run=alone, link_bytes_per_s=rate,
+        # Of a median of n lognormal times; runs of the same program differ by a percent or two besides.
+        compute_error=math.hypot(1.2533 * workload.sigma / math.sqrt(steps), 0.02), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def calibration_record(calibration: Calibration) -> dict[str, Any]:
+    """Returns constants, standard errors and workload as JSON."""
+    workload, fit = calibration.scenario.workload, calibration.fit
+    return {
+        "constants": {
+            name: {"value": fit.values[name], "relative_standard_error": error}
+            for name, error in fit.standard_errors().items()
+        },
+        "residual": fit.residual,
+        "link_bytes_per_s": calibration.link_bytes_per_s,
+        "workload": {
+            "forward_s": workload.forward_s, "backward_s": workload.backward_s, "update_s": workload.update_s,
+            "samples": workload.samples, "sigma": workload.sigma, "busy_slowdown": workload.busy_slowdown,
+            "gradient_bytes": workload.gradient_bytes, "buckets": len(workload.buckets),
+            "compute_relative_standard_error": calibration.compute_error,
+        },
+    }  # fmt: skip
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--calibration {path} cannot be read: {error.strerror}") from error

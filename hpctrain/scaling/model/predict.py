@@ -1,0 +1,215 @@
+"""Predicts the time of a step and the efficiency for any layout, and says what binds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import UsageError
+from hpctrain.scaling.model.costs import Cost, cost_of
+from hpctrain.scaling.model.machine import Layout, Machine
+from hpctrain.scaling.model.overlap import IN_FLIGHT, Overlap, reduce_during, reduce_fused
+from hpctrain.scaling.model.stragglers import slowest_factor
+from hpctrain.scaling.model.workload import Workload
+
+VOTE_BYTES = 64.0  # loss and votes of a step, in one sum at its end
+BINDS_FROM = 0.02  # share of the step that must be saved without it before something binds
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Horovod's own fusion: once in `cycle_s`, gradients are joined up to `num_bytes`."""
+
+    num_bytes: float
+    cycle_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a run communicates. overlap: False if the reduction begins after backward. local_steps: of local SGD,
+    between two averages of the parameters; 1: every step reduces gradients. fusion: of Horovod; None: buckets as
+    planned."""
+
+    algorithm: str = "hierarchical"
+    wire: str = "fp32"
+    overlap: bool = True
+    in_flight: int = IN_FLIGHT
+    local_steps: int = 1
+    fusion: Fusion | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_steps < 1 or self.in_flight < 1:
+            raise UsageError("a run reduces every step or less often, and at least one bucket at a time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Shared filesystem. bytes_per_s: of all nodes together, for reading batches; infinite if they are on the nodes."""
+
+    bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """All that a prediction depends on, except the number of nodes and ranks."""
+
+    machine: Machine
+    workload: Workload
+    setup: Setup = Setup()
+    storage: Storage = Storage()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Seconds of a step. compute_s: of the slowest rank, with all that shares its cores. exposed_s: for which it
+    waits for the reduction. overlapped_s: of the reduction, hidden behind computation."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    overlapped_s: float
+    input_s: float
+    checkpoint_s: float
+
+
+def step_of(scenario: Scenario, layout: Layout) -> Step:
+    """Returns the seconds of a step of `layout`."""
+    workload, setup = scenario.workload, scenario.setup
+    machine = _slowest_links(scenario.machine, layout)
+    factor = _compute_factor(machine, workload, layout) * slowest_factor(workload.sigma, layout.ranks)
+    forward_s, backward_s = factor * workload.forward_s, factor * workload.backward_s
+    update_s = factor * workload.update_s
+    compute_s = forward_s + backward_s
+
+    def cost(num_bytes: float) -> Cost:
+        return cost_of(setup.algorithm, num_bytes, wire=setup.wire, layout=layout, machine=machine)
+
+    vote = cost_of("flat", VOTE_BYTES, wire="fp32", layout=layout, machine=machine)
+    costs = [cost(bucket.num_bytes) for bucket in workload.buckets]
+    # On one node whose ranks use every core, hpctrain reduces after backward.
+    node = machine.node
+    full = layout.nodes == 1 and node.threads * layout.ranks_per_node >= node.cores and not node.offloaded
+    after = setup.local_steps > 1 or not setup.overlap or full
+    ready_s = [backward_s * (1.0 if after else bucket.ready) for bucket in workload.buckets]
+    reduced = _reduced(scenario, ready_s, costs, cost)
+    exposed_s = max(0.0, reduced.end_s - backward_s)
+    waits_s = exposed_s + vote.total_s
+    if not after:
+        # Computation and reduction share the cores: no step is shorter than all of their work, and backward is longer
+        # by the work of what is reduced meanwhile.
+        comm_s = sum(c.cpu_s for c in costs)
+        meanwhile = 1 - exposed_s / reduced.busy_s if reduced.busy_s > 0 else 0.0
+        own_s = compute_s + update_s
+        longer_s = max(0.0, _cores_s(machine, workload, layout, comm_s=meanwhile * comm_s) - own_s)
+        waits_s = max(waits_s + longer_s, _cores_s(machine, workload, layout, comm_s=comm_s) - own_s)
+    waits_s /= setup.local_steps
+    reading_s = layout.ranks * workload.input_bytes / scenario.storage.bytes_per_s
+    input_s = max(workload.input_s, reading_s - compute_s - waits_s - update_s)
+    return Step(
+        step_s=compute_s + waits_s + update_s + input_s + workload.checkpoint_s,
+        compute_s=compute_s + update_s,
+        exposed_s=waits_s,
+        overlapped_s=max(0.0, reduced.busy_s - max(0.0, reduced.end_s - backward_s)) / setup.local_steps,
+        input_s=input_s,
+        checkpoint_s=workload.checkpoint_s,
+    )
+
+
+def predicted_efficiency(scenario: Scenario, layout: Layout, step: Step) -> float:
+    """Returns samples/s of each rank, divided by those of one rank alone on the machine."""
+    return step_of(scenario, Layout(1, 1)).step_s / step.step_s
+
+
+def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
+    """Returns what binds and the share of the step that would be saved without it; `computation` if nothing saves 2
+    %.
+
+    Each resource is made infinitely fast in turn, and the step is predicted again.
+    """
+    before = step_of(scenario, layout).step_s
+    saved = {
+        name: 1 - step_of(without(scenario), layout).step_s / before for name, without in RESOURCES.items()
+    }
+    name = max(saved, key=lambda key: saved[key])
+    return (name, saved[name]) if saved[name] >= BINDS_FROM else ("computation", 0.0)
+
+
+def _reduced(
+    scenario: Scenario, ready_s: list[float], costs: list[Cost], cost: Callable[[float], Cost]
+) -> Overlap:
+    setup = scenario.setup
+    if setup.fusion is None or not setup.overlap:
+        return reduce_during(ready_s, costs, in_flight=setup.in_flight)
+    sizes = [bucket.num_bytes for bucket in scenario.workload.buckets]
+    return reduce_fused(
+        ready_s, sizes, cost, fusion_bytes=setup.fusion.num_bytes, cycle_s=setup.fusion.cycle_s
+    )
+
+
+def _slowest_links(machine: Machine, layout: Layout) -> Machine:
+    """An all-reduce is as fast as the slowest of its nodes' links."""
+    factor = slowest_factor(machine.network.sigma, layout.nodes)
+    return machine.with_rate(machine.network.bytes_per_s / factor)
+
+
+def _compute_factor(machine: Machine, workload: Workload, layout: Layout) -> float:
+    """Returns by what factor computation takes longer than that of one rank alone on the machine."""
+    node = machine.node
+    if node.offloaded:
+        return 1.0
+    wanted = node.threads * layout.ranks_per_node * min(layout.nodes, node.cores_shared_by)
+    busy = (
+        min(1.0, (wanted - node.threads) / max(1, node.cores - node.threads))
+        if wanted > node.threads
+        else 0.0
+    )
+    return max(1.0, wanted / node.cores) * (1 + busy * (workload.busy_slowdown - 1))
+
+
+def _cores_s(machine: Machine, workload: Workload, layout: Layout, *, comm_s: float) -> float:
+    """Seconds that all cores need for the step's work. comm_s: of each rank, as lengthened by crowding."""
+    node = machine.node
+    if node.offloaded:
+        return 0.0
+    ranks = layout.ranks_per_node * min(layout.nodes, node.cores_shared_by)
+    busy = _compute_factor(machine, workload, layout) / max(1.0, node.threads * ranks / node.cores)
+    comm_s /= machine.crowding(layout)
+    return ranks * (node.threads * busy * workload.compute_s + comm_s) / node.cores
+
+
+def _no_bandwidth_limit(scenario: Scenario) -> Scenario:
+    return replace(scenario, machine=scenario.machine.with_rate(float("inf")))
+
+
+def _no_latency(scenario: Scenario) -> Scenario:
+    machine = scenario.machine
+    network = replace(machine.network, latency_s=0.0, per_message_s=0.0)
+    return replace(scenario, machine=replace(machine, network=network))
+
+
+def _no_crowd(scenario: Scenario) -> Scenario:
+    """A core for every rank and for its reductions, and sums, conversions and copies in no time."""
+    node = replace(
+        scenario.machine.node, cores=1 << 40, sum_bytes_per_s=float("inf"), code_bytes_per_s=float("inf"),
+        wire_bytes_per_s=float("inf"),
+    )  # fmt: skip
+    workload = replace(scenario.workload, busy_slowdown=1.0)
+    return replace(scenario, machine=replace(scenario.machine, node=node), workload=workload)
+
+
+def _no_stragglers(scenario: Scenario) -> Scenario:
+    machine = scenario.machine
+    return replace(
+        scenario, workload=replace(scenario.workload, sigma=0.0),
+        machine=replace(machine, network=replace(machine.network, sigma=0.0)),
+    )  # fmt: skip
+
+
+RESOURCES: dict[str, Callable[[Scenario], Scenario]] = {
+    "network bandwidth": _no_bandwidth_limit,
+    "network latency": _no_latency,
+    "processor cores": _no_crowd,
+    "stragglers": _no_stragglers,
+    "reading": lambda s: replace(s, storage=Storage(), workload=replace(s.workload, input_s=0.0)),
+    "checkpoints": lambda s: replace(s, workload=replace(s.workload, checkpoint_s=0.0)),
+}

@@ -1,0 +1,142 @@
+"""Predictions for several numbers of nodes: rows, JSON document, table, plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.scaling.model.advice import Advice, advice
+from hpctrain.scaling.model.calibrate import (
+    TWO_SIDED_90,
+    Calibration,
+    calibration_record,
+    interval,
+    relative_error,
+)
+from hpctrain.scaling.model.machine import Layout
+from hpctrain.scaling.model.predict import Step, binding, predicted_efficiency, step_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = "hpctrain.bench.predict/1"
+MOST_ADVICE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRow:
+    """A prediction. low_s, high_s: of the step, at a confidence of 90 %; low, high: of the efficiency. saved: share
+    of the step without what binds."""
+
+    layout: Layout
+    step: Step
+    low_s: float
+    high_s: float
+    samples_per_s: float
+    efficiency: float
+    low: float
+    high: float
+    binds: str
+    saved: float
+    advice: tuple[Advice, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "nodes": self.layout.nodes, "ranks": self.layout.ranks, "seconds": asdict(self.step),
+            "step_s_90": [self.low_s, self.high_s], "samples_per_s": self.samples_per_s,
+            "efficiency": self.efficiency, "efficiency_90": [self.low, self.high], "binds": self.binds,
+            "saved_without": self.saved, "advice": [asdict(one) for one in self.advice],
+        }  # fmt: skip
+
+
+def predicted_rows(calibration: Calibration, layouts: Sequence[Layout]) -> list[PredictedRow]:
+    """Returns the prediction for each layout: step time, efficiency, their intervals, and what binds."""
+    return [_row(calibration, layout) for layout in layouts]
+
+
+def _row(calibration: Calibration, layout: Layout) -> PredictedRow:
+    scenario = calibration.scenario
+    step = step_of(scenario, layout)
+    low_s, high_s = interval(calibration, layout)
+    efficiency = predicted_efficiency(scenario, layout, step)
+    error = TWO_SIDED_90 * relative_error(
+        calibration, layout, of=lambda shifted, at: predicted_efficiency(shifted, at, step_of(shifted, at))
+    )
+    binds, saved = binding(scenario, layout)
+    return PredictedRow(
+        layout=layout, step=step, low_s=low_s, high_s=high_s,
+        samples_per_s=layout.ranks * scenario.workload.samples / step.step_s, efficiency=efficiency,
+        low=efficiency * math.exp(-error), high=min(1.0, efficiency * math.exp(error)), binds=binds, saved=saved,
+        advice=tuple(advice(scenario, layout)),
+    )  # fmt: skip
+
+
+def prediction_document(calibration: Calibration, rows: Sequence[PredictedRow]) -> dict[str, Any]:
+    """JSON document of `--json`; docs/guides/predicting.md describes its fields."""
+    return {
+        "schema": SCHEMA,
+        "calibration": calibration_record(calibration),
+        "setup": asdict(calibration.scenario.setup),
+        "notes": list(calibration.notes),
+        "predictions": [row.as_json() for row in rows],
+    }
+
+
+def prediction_table(calibration: Calibration, rows: Sequence[PredictedRow], *, title: str) -> Table:
+    """Returns the predictions as a table for the terminal, one line a layout."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("nodes", "ranks", "step, ms", "90 %", "samples/s", "efficiency", "90 %"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("binds", no_wrap=True)
+    table.add_column("what would help")
+    for row in rows:
+        table.add_row(
+            f"{row.layout.nodes:,}",
+            f"{row.layout.ranks:,}",
+            f"{1e3 * row.step.step_s:.4g}",
+            f"{1e3 * row.low_s:.3g}-{1e3 * row.high_s:.3g}",
+            f"{row.samples_per_s:,.0f}",
+            f"{row.efficiency:.0%}",
+            f"{row.low:.0%}-{row.high:.0%}",
+            f"{row.binds} {row.saved:.0%}" if row.saved else row.binds,
+            ", ".join(f"{one.change} +{one.gain:.0%}" for one in row.advice[:MOST_ADVICE]),
+        )
+    return table
+
+
+def plot_predictions(rows: Sequence[PredictedRow], path: Path, *, title: str) -> None:
+    """Writes the curve of the efficiency with its 90 % band, and of samples/s against what would be linear."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display on a compute node
+    from matplotlib import pyplot as plt
+
+    nodes = [row.layout.nodes for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    try:
+        left.plot(nodes, [row.efficiency for row in rows], marker="o", markersize=4, color="C0")
+        left.fill_between(nodes, [row.low for row in rows], [row.high for row in rows], color="C0", alpha=0.2)
+        left.set_ylim(0, 1.05)
+        left.set_ylabel("efficiency, 90 % band")
+        each = rows[0].samples_per_s / rows[0].layout.ranks / rows[0].efficiency
+        right.plot(nodes, [row.samples_per_s for row in rows], marker="o", markersize=4, color="C0")
+        right.plot(
+            nodes, [each * row.layout.ranks for row in rows], color="0.5", linestyle="--", label="linear"
+        )
+        right.set_yscale("log")
+        right.set_ylabel("samples/s")
+        right.legend(fontsize="small")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_xlabel("nodes")
+            axes.grid(visible=True, which="major", alpha=0.3)
+        figure.suptitle(title, fontsize="medium")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    finally:
+        plt.close(figure)

@@ -1,0 +1,1 @@
+"""Statistics of measurements with few repeats: intervals, permutation tests, fits of scaling laws. Pure."""

@@ -1,0 +1,169 @@
+"""Compares the figures of two measurements, round by round, and says which fell by more than noise explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import variance
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.scaling.statistics.intervals import (
+    LEVEL,
+    RatioEstimate,
+    paired_ratio,
+    quantile_of_t,
+    unpaired_ratio,
+    welch_error,
+)
+from hpctrain.scaling.statistics.permutation import (
+    PermutationTest,
+    paired_decrease,
+    unpaired_decrease,
+)
+
+ALL_FIGURES = "all"
+ALPHA = 0.05
+POWER = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FigureComparison:
+    """A figure of two measurements; higher is better. Figure `ALL_FIGURES` is the geometric mean of the others.
+
+    ratio: new / old with its interval. p_fell, p_rose: adjusted for all figures, one-sided.
+    noise: standard deviation of one repeat, relative. detectable: relative decrease that a comparison with this noise
+    and as many repeats finds in 95% of cases (normal theory, without the adjustment for several figures).
+    fell: the figure fell by more than its noise, and by more than the threshold.
+    """
+
+    name: str
+    ratio: RatioEstimate
+    p_fell: float
+    p_rose: float
+    noise: float
+    detectable: float
+    fell: bool
+    rose: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """paired: whether the rounds alternated. exact, arrangements: of the permutation test; least_p: its smallest p."""
+
+    figures: tuple[FigureComparison, ...]
+    paired: bool
+    exact: bool
+    arrangements: int
+    least_p: float
+    alpha: float
+    threshold: float
+
+    @property
+    def fell(self) -> list[FigureComparison]:
+        return [figure for figure in self.figures if figure.fell]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_rounds(
+    old: Mapping[str, Sequence[float]],
+    new: Mapping[str, Sequence[float]],
+    *,
+    paired: bool,
+    threshold: float = 0.0,
+    alpha: float = ALPHA,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Comparison:
+    """Compares figure -> value of each round, in the order of the rounds; higher values are better.
+
+    Both must have the same figures, each with a value of every round; with `paired` round r of both belong together.
+    threshold: relative decrease that is tolerated. alpha: probability of a false alarm among all figures.
+    Raises ValueError if there are fewer than two rounds, figures differ, or a value is not positive.
+    """
+    if not old or set(old) != set(new):
+        raise ValueError("the two measurements have no common set of figures")
+    names = sorted(old, key=list(old).index)
+    first, second = (_logs(rounds, names) for rounds in (old, new))
+    if paired and len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} rounds cannot be paired")
+    if len(names) > 1:
+        names = [*names, ALL_FIGURES]
+        first, second = (np.column_stack([logs, logs.mean(axis=1)]) for logs in (first, second))
+    fell, rose = (_test(first, second, sign=sign, paired=paired, seed=seed) for sign in (1.0, -1.0))
+    figures = tuple(
+        _figure(
+            name, first[:, column].tolist(), second[:, column].tolist(), paired=paired, threshold=threshold,
+            alpha=alpha, level=level, p_fell=fell.p[column], p_rose=rose.p[column],
+        )
+        for column, name in enumerate(names)
+    )  # fmt: skip
+    return Comparison(
+        figures=figures,
+        paired=paired,
+        exact=fell.exact,
+        arrangements=fell.arrangements,
+        least_p=fell.least_p,
+        alpha=alpha,
+        threshold=threshold,
+    )
+
+
+def _logs(rounds: Mapping[str, Sequence[float]], names: Sequence[str]) -> NDArray[np.float64]:
+    """Returns the logarithms of the values, shape (rounds, figures)."""
+    lengths = {len(rounds[name]) for name in names}
+    if len(lengths) != 1 or min(lengths) < 2:
+        raise ValueError("every figure needs the same number of rounds, at least two")
+    values = np.array([rounds[name] for name in names], dtype=np.float64).T
+    if not (values > 0).all():
+        raise ValueError("a rate is not positive")
+    return np.log(values)
+
+
+def _test(
+    first: NDArray[np.float64], second: NDArray[np.float64], *, sign: float, paired: bool, seed: int
+) -> PermutationTest:
+    if paired:
+        return paired_decrease(sign * (second - first), seed=seed)
+    return unpaired_decrease(sign * first, sign * second, seed=seed)
+
+
+def _figure(
+    name: str,
+    first: list[float],
+    second: list[float],
+    *,
+    paired: bool,
+    threshold: float,
+    alpha: float,
+    level: float,
+    p_fell: float,
+    p_rose: float,
+) -> FigureComparison:
+    new, old = [math.exp(value) for value in second], [math.exp(value) for value in first]
+    ratio = (paired_ratio if paired else unpaired_ratio)(new, old, level=level)
+    if paired:
+        spread = variance([b - a for a, b in zip(first, second, strict=True)])
+        error, freedom, noise = math.sqrt(spread / len(first)), float(len(first) - 1), math.sqrt(spread / 2)
+    else:
+        error, freedom = welch_error(first, second) or (math.inf, 1.0)
+        noise = math.sqrt((variance(first) + variance(second)) / 2)
+    needed = error * (quantile_of_t(1 - 2 * alpha, freedom) + quantile_of_t(2 * POWER - 1, freedom))
+    return FigureComparison(
+        name=name,
+        ratio=ratio,
+        p_fell=p_fell,
+        p_rose=p_rose,
+        noise=noise,
+        detectable=1 - math.exp(-needed),
+        fell=p_fell <= alpha and ratio.value < 1 - threshold,
+        rose=p_rose <= alpha and ratio.value > 1 + threshold,
+    )

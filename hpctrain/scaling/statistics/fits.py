@@ -1,0 +1,231 @@
+"""Fits of scaling laws to the rates of a sweep, with standard errors, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+from scipy.special import fdtrc
+
+from hpctrain.scaling.statistics.intervals import LEVEL, quantile_of_t
+from hpctrain.scaling.statistics.laws import ScalingLaw, laws_of
+
+# A parameter this close to its bound, as a share of the range, lies on it.
+_AT_BOUND = 1e-6
+_MISFIT = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedParameter:
+    """A parameter's value, its standard error, and its t interval, clipped to the parameter's range.
+
+    All but the value are None for a parameter on its bound, where the errors of least squares do not hold, and where
+    no degree of freedom is left.
+    """
+
+    name: str
+    value: float
+    error: float | None
+    low: float | None
+    high: float | None
+    at_bound: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LawFit:
+    """A law fitted to the logarithms of all measured rates.
+
+    rate_1: rate of one rank, in the unit of the rates. residual: standard deviation of measured / fitted rates around
+    1, with the degrees of freedom taken off; None if none are left. aicc: Akaike's criterion, corrected for few
+    values; lower is better, only differences count; None if there are too few values for it.
+    checked_by: number of sizes beyond the number of parameters. At 0 the law goes through the means whatever they are.
+    misfit_p: probability of means this far from the law if the law holds (F test of the lack of fit against the spread
+    of repeats); None if it cannot be tested. peak_ranks: number of ranks with the highest rate, None if it grows for
+    ever. efficiency: of each measured size by this law, relative to the smallest size; predicted: the same beyond the
+    largest size, where nothing was measured.
+    """
+
+    law: str
+    formula: str
+    rate_1: float
+    parameters: tuple[FittedParameter, ...]
+    residual: float | None
+    aicc: float | None
+    checked_by: int
+    misfit_p: float | None
+    peak_ranks: float | None
+    efficiency: dict[int, float]
+    predicted: dict[int, float]
+
+    def as_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        for name in ("efficiency", "predicted"):
+            document[name] = {str(ranks): value for ranks, value in getattr(self, name).items()}
+        return document
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitChoice:
+    """All fits, and which law to use. chosen: None if the sizes are too few to prefer one, or contradict
+    all; why: the reason in words."""
+
+    fits: tuple[LawFit, ...]
+    chosen: str | None
+    why: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"chosen": self.chosen, "why": self.why, "laws": [fit.as_json() for fit in self.fits]}
+
+
+def fit_laws(
+    rates: Mapping[int, Sequence[float]],
+    *,
+    mode: str,
+    laws: Sequence[ScalingLaw] | None = None,
+    level: float = LEVEL,
+) -> FitChoice:
+    """Fits the laws to the rates of all repeats, by number of ranks, and chooses one by AICc.
+
+    rates: number of ranks -> samples/s of each repeat. mode: `strong` or `weak`. laws: None for those of the mode. A
+    law with more parameters than there are sizes is left out. Raises ValueError if there is no rate.
+    """
+    if not rates or not all(rates.values()):
+        raise ValueError("no rates to fit")
+    ranks = np.array([n for n, found in sorted(rates.items()) for _ in found], dtype=np.float64)
+    logs = np.log(np.array([rate for _, found in sorted(rates.items()) for rate in found]))
+    fits = tuple(
+        _fit(law, ranks, logs, level=level)
+        for law in (laws_of(mode) if laws is None else laws)
+        if len(law.parameters) + 1 <= len(rates)
+    )
+    return _choose(fits, num_sizes=len(rates))
+
+
+def _fit(law: ScalingLaw, ranks: NDArray[np.float64], logs: NDArray[np.float64], *, level: float) -> LawFit:
+    low = np.array([p.low for p in law.parameters])
+    high = np.array([p.high for p in law.parameters])
+
+    def residuals(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return values[0] + np.log(np.maximum(law.speedup(ranks, values[1:]), 1e-300)) - logs
+
+    start = np.array([p.start for p in law.parameters])
+    first = -float(np.mean(residuals(np.concatenate([[0.0], start]))))
+    found = least_squares(
+        residuals,
+        np.concatenate([[first], start]),
+        bounds=(np.concatenate([[-np.inf], low]), np.concatenate([[np.inf], high])),
+        x_scale="jac",
+        xtol=1e-12,
+        ftol=1e-12,
+        gtol=1e-12,
+    )
+    count, num_parameters = len(logs), len(found.x)
+    freedom = count - num_parameters
+    squares = float(np.sum(found.fun**2))
+    values = found.x[1:]
+    near = _AT_BOUND * (high - low)
+    at_bound = (values - low <= near) | (high - values <= near)
+    errors = _errors(found.jac, np.concatenate([[False], at_bound]), squares=squares, freedom=freedom)[1:]
+    parameters = []
+    for place, parameter in enumerate(law.parameters):
+        error = None if at_bound[place] or math.isnan(errors[place]) else float(errors[place])
+        half = None if error is None else quantile_of_t(level, freedom) * error
+        parameters.append(
+            FittedParameter(
+                name=parameter.name,
+                value=float(values[place]),
+                error=error,
+                low=None if half is None else max(parameter.low, float(values[place]) - half),
+                high=None if half is None else min(parameter.high, float(values[place]) + half),
+                at_bound=bool(at_bound[place]),
+            )
+        )
+    sizes = sorted({int(n) for n in ranks})
+    beyond = [2 * sizes[-1], 4 * sizes[-1]]
+    speedup = law.speedup(np.array([*sizes, *beyond], dtype=np.float64), values)
+    efficiency = {
+        n: float(s / n / (speedup[0] / sizes[0])) for n, s in zip([*sizes, *beyond], speedup, strict=True)
+    }
+    return LawFit(
+        law=law.name,
+        formula=law.formula,
+        rate_1=math.exp(found.x[0]),
+        parameters=tuple(parameters),
+        residual=math.sqrt(squares / freedom) if freedom > 0 else None,
+        aicc=_aicc(squares, count=count, num_parameters=num_parameters),
+        checked_by=len(sizes) - num_parameters,
+        misfit_p=_misfit(ranks, logs, squares=squares, num_parameters=num_parameters),
+        peak_ranks=law.peak({p.name: p.value for p in parameters}),
+        efficiency={n: efficiency[n] for n in sizes},
+        predicted={n: efficiency[n] for n in beyond},
+    )
+
+
+def _errors(
+    jacobian: NDArray[np.float64], fixed: NDArray[np.bool_], *, squares: float, freedom: int
+) -> NDArray[np.float64]:
+    """Returns the standard errors of the parameters that are not `fixed`; nan for the others."""
+    errors = np.full(len(fixed), np.nan)
+    free = jacobian[:, ~fixed]
+    if freedom > 0:
+        covariance = np.linalg.pinv(free.T @ free) * squares / freedom
+        errors[~fixed] = np.sqrt(np.diag(covariance))
+    return errors
+
+
+def _aicc(squares: float, *, count: int, num_parameters: int) -> float | None:
+    """Source: Hurvich and Tsai 1989, doi:10.1093/biomet/76.2.297. The variance counts as a parameter too."""
+    estimated = num_parameters + 1
+    if count <= estimated + 1:
+        return None
+    # Repeats that agree to the last bit would give minus infinity.
+    likelihood = count * math.log(max(squares / count, 1e-24))
+    return likelihood + 2 * estimated + 2 * estimated * (estimated + 1) / (count - estimated - 1)
+
+
+def _misfit(
+    ranks: NDArray[np.float64], logs: NDArray[np.float64], *, squares: float, num_parameters: int
+) -> float | None:
+    sizes = np.unique(ranks)
+    pure = float(sum(np.sum((logs[ranks == n] - logs[ranks == n].mean()) ** 2) for n in sizes))
+    of_means, of_repeats = len(sizes) - num_parameters, len(logs) - len(sizes)
+    if of_means < 1 or of_repeats < 1:
+        return None
+    lack = max(0.0, squares - pure)
+    if pure == 0:
+        return 1.0 if lack == 0 else 0.0
+    return float(fdtrc(of_means, of_repeats, lack / of_means / (pure / of_repeats)))
+
+
+def _choose(fits: tuple[LawFit, ...], *, num_sizes: int) -> FitChoice:
+    """The law with the lowest AICc among those that at least one size more than their parameters can check, unless the
+    sizes' means contradict it."""
+    known = [fit for fit in fits if fit.aicc is not None and fit.checked_by >= 1]
+    if not known:
+        return FitChoice(
+            fits=fits, chosen=None,
+            why=f"{num_sizes} size{'s' * (num_sizes > 1)} cannot tell laws apart: measure at least three",
+        )  # fmt: skip
+    ordered = sorted(known, key=lambda fit: fit.aicc or 0.0)
+    best = ordered[0]
+    close = [fit.law for fit in ordered[1:] if (fit.aicc or 0.0) - (best.aicc or 0.0) < 2]
+    parts = [
+        f"lowest AICc, checked by {best.checked_by} size{'s' * (best.checked_by > 1)} more than it has parameters"
+    ]
+    if close:
+        parts.append(f"{', '.join(close)} explain{'s' * (len(close) == 1)} the rates as well (AICc within 2)")
+    left_out = [fit.law for fit in fits if fit not in known]
+    if left_out:
+        parts.append(f"{', '.join(left_out)}: {num_sizes} sizes are too few to check it")
+    chosen: str | None = best.law
+    if best.misfit_p is not None and best.misfit_p < _MISFIT:
+        chosen = None
+        parts.insert(
+            0, f"the sizes' means differ from every law by more than the repeats' noise; closest: {best.law}"
+        )
+    return FitChoice(fits=fits, chosen=chosen, why="; ".join(parts))

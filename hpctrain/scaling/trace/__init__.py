@@ -1,0 +1,1 @@
+"""Traces of chosen steps: clock offsets between nodes, and Chrome JSON."""

@@ -1,0 +1,5 @@
+"""Which ranks, nodes and links are slower than the others, and why: scores from the steps' times, and a probe."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,266 @@
+"""Which ranks are slow, from the numbers of all ranks in successive windows. Pure.
+
+In synchronous training every rank's step takes as long as the slowest rank's own work, so the durations of steps do not
+show which rank is slow. A rank's own work (input, compute, other: all before it waits for other ranks) does.
+
+A rank stands out in a window if its own work exceeds the median of the ranks by a share of the step, by several robust
+deviations between the ranks, and by as many of what the same rank varies from window to window. It is named if it
+stands out in several windows in a row: in so many that chance, at the rate at which windows of this run have stood out
+so far, names a rank once in a hundred days. It is no longer slow if its excess is below half of the limit in several
+windows in a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.stragglers.slowness import Cause, Change, Slow
+from hpctrain.stragglers.window_times import COMPUTE, INPUT, NUM_OWN, OTHER, SAMPLES, SAVE, STEP
+from hpctrain.topology import Topology
+
+Numbers = NDArray[np.float64]
+
+CAUSES = {INPUT: Cause.INPUT, COMPUTE: Cause.COMPUTE, OTHER: Cause.OTHER}
+DEVIATIONS = 3.0
+# The median of absolute deviations of a normal distribution is its standard deviation divided by this.
+MAD_FACTOR = 1.4826
+# Smaller differences are not worth a message, however short the steps are.
+LEAST_EXCESS_S = 2e-3
+_WINDOWS_REMEMBERED = 12
+# The rate at which windows stand out is that of the last hour; at first it counts as one in twenty.
+_WINDOWS_COUNTED = 360
+_PRIOR = 0.05
+_PRIOR_WEIGHT = 4.0
+_WINDOWS_A_DAY = 8640
+_SAVES_A_DAY = 150
+_FALSE_A_DAY = 0.01
+# Saves are rare, and compared one by one.
+SAVES_IN_A_ROW = 2
+SAVE_EXCESS = 0.5  # of the median
+LEAST_SAVE_EXCESS_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """min_excess: of own work over the median of the ranks, as a share of the step. windows: in a row."""
+
+    min_excess: float = 0.1
+    windows: int = 3
+
+
+def lower_median(values: Numbers) -> Numbers:
+    """Returns the median along the first axis; of an even number of values the lower one of the two in the middle.
+
+    So of two ranks the faster one is the usual one.
+    """
+    middle: Numbers = np.partition(values, (len(values) - 1) // 2, axis=0)[(len(values) - 1) // 2]
+    return middle
+
+
+def own_work(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """Returns each rank's own work in a step, and what is usual, each in seconds, shape (ranks, NUM_OWN).
+
+    numbers: of all ranks, shape (ranks, columns). Usual is the median of the ranks; a rank with more samples than
+    others may compute longer in that proportion.
+    """
+    own = numbers[:, :NUM_OWN]
+    samples = numbers[:, SAMPLES]
+    share = np.ones_like(own)
+    share[:, COMPUTE] = np.maximum(1.0, samples / max(float(lower_median(samples)), 1e-9))
+    return own, share * lower_median(own / share)
+
+
+def deviations_for(num_ranks: int) -> float:
+    """Returns how many deviations count: the largest of many normal numbers has sqrt(2 ln n) of them."""
+    return max(DEVIATIONS, math.sqrt(2 * math.log(max(num_ranks, 2))))
+
+
+def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float) -> int:
+    """Returns in how many windows in a row a rank must stand out so that chance does not name it.
+
+    num_out of num_seen windows of single ranks stood out without a cause. Their probability is estimated as if one in
+    twenty of a few more had; a streak of k windows then has the k-th power of it. per_day: windows.
+    """
+    probability = (num_out + _PRIOR * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
+    return math.ceil(math.log(num_ranks * per_day / _FALSE_A_DAY) / -math.log(min(probability, 0.9)))
+
+
+@final
+class _Streaks:
+    """Counts for each rank the windows in a row in which it stands out, or is well under the limit."""
+
+    def __init__(self, *, num_ranks: int, least: int, per_day: float) -> None:
+        self._least = least
+        self._per_day = per_day
+        self._over: NDArray[np.int64] = np.zeros(num_ranks, dtype=np.int64)
+        self._under: NDArray[np.int64] = np.zeros(num_ranks, dtype=np.int64)
+        self._num_out: deque[int] = deque(
+            maxlen=_WINDOWS_COUNTED
+        )  # ranks that stood out, without those named
+        self.named: NDArray[np.bool_] = np.zeros(num_ranks, dtype=bool)
+
+    def update(self, excess: Numbers, *, limit: float) -> tuple[list[int], list[int]]:
+        """Returns the ranks that are slow from now on, and those that no longer are."""
+        over = excess >= limit
+        self._over = np.where(over, self._over + 1, 0)
+        self._under = np.where(excess < limit / 2, self._under + 1, 0)
+        self._num_out.append(int((over & ~self.named).sum()))
+        # Streaks that still go on may have a cause.
+        in_streaks = int(np.minimum(self._over[~self.named], _WINDOWS_COUNTED).sum())
+        needed = streak_needed(
+            num_out=max(0, sum(self._num_out) - in_streaks),
+            num_seen=len(over) * len(self._num_out) - in_streaks,
+            num_ranks=len(over),
+            per_day=self._per_day,
+        )
+        begin = ~self.named & (self._over >= max(self._least, needed))
+        for length in self._over[begin].tolist():  # these windows had a cause
+            for place in range(1, min(length, len(self._num_out)) + 1):
+                self._num_out[-place] -= 1
+        end = self.named & (self._under >= self._least)
+        self.named = (self.named | begin) & ~end
+        return np.flatnonzero(begin).tolist(), np.flatnonzero(end).tolist()
+
+
+@final
+class SlowRanks:
+    """Names slow ranks, once when they become slow and again when they no longer are."""
+
+    def __init__(self, topology: Topology, *, limits: Limits = Limits()) -> None:
+        num = topology.num_ranks
+        self._topology = topology
+        self._limits = limits
+        self._deviations = deviations_for(num)
+        self._steps = _Streaks(num_ranks=num, least=limits.windows, per_day=_WINDOWS_A_DAY)
+        self._saves = _Streaks(num_ranks=num, least=min(limits.windows, SAVES_IN_A_ROW), per_day=_SAVES_A_DAY)
+        self._recent: deque[tuple[Numbers, Numbers]] = deque(maxlen=limits.windows)  # own work, usual
+        self._apart: Numbers | None = (
+            None  # own work without the mean of the other ranks, in the window before
+        )
+        self._changes: deque[Numbers] = deque(maxlen=_WINDOWS_REMEMBERED)
+        self._named: dict[tuple[tuple[int, ...], Cause], Slow] = {}
+        self._turned: dict[
+            tuple[tuple[int, ...], Cause], int
+        ] = {}  # windows in a row that show another cause
+
+    @property
+    def named(self) -> list[Slow]:
+        """What is slow now."""
+        return list(self._named.values())
+
+    def observe(self, numbers: Numbers) -> list[Change]:
+        """Judges a window. numbers: of all ranks, shape (ranks, columns of `WindowTimes`). Returns what is new."""
+        numbers = numbers.astype(np.float64)
+        changes = self._observe_steps(numbers)
+        if not np.isnan(numbers[:, SAVE]).any():
+            changes += self._observe_saves(numbers[:, SAVE])
+        return changes
+
+    def _observe_steps(self, numbers: Numbers) -> list[Change]:
+        own, usual = own_work(numbers)
+        self._recent.append((own, usual))
+        excess = (own - usual).sum(axis=1)
+        # Not the excess itself: that of the usual rank is 0, and of two ranks one is always the usual one.
+        apart = (excess - excess.mean()) * len(excess) / max(1, len(excess) - 1)
+        if self._apart is not None:
+            self._changes.append(np.abs(apart - self._apart))
+        self._apart = apart
+        limit = max(
+            self._limits.min_excess * float(lower_median(numbers[:, STEP])),
+            self._deviations * max(_spread(excess), self._variation()),
+            LEAST_EXCESS_S,
+        )
+        began, ended = self._steps.update(excess, limit=limit)
+        changes = self._ended(ended, causes=CAUSES.values())
+        column_of = np.mean([a - b for a, b in self._recent], axis=0).argmax(axis=1)
+        for (_, column), ranks in self._by_node(began, kinds=column_of):
+            changes.append(self._began(ranks, column=column))
+        return changes + self._turns(excess >= limit, column_of=(own - usual).argmax(axis=1))
+
+    def _turns(self, over: NDArray[np.bool_], *, column_of: NDArray[np.int64]) -> list[Change]:
+        """Of ranks that are still slow, for another cause in several windows in a row, the other one is named."""
+        changes = []
+        for key, slow in list(self._named.items()):
+            if slow.cause is Cause.CHECKPOINT:
+                continue
+            shown = {int(column_of[rank]) for rank in slow.ranks if over[rank]}
+            turned = len(shown) == 1 and CAUSES[min(shown)] is not slow.cause
+            self._turned[key] = self._turned.get(key, 0) + 1 if turned else 0
+            if self._turned[key] >= self._limits.windows:
+                self._forget(key)
+                changes += [Change(slow, ended=True), self._began(slow.ranks, column=min(shown))]
+        return changes
+
+    def _observe_saves(self, seconds: Numbers) -> list[Change]:
+        usual = float(lower_median(seconds))
+        excess = seconds - usual
+        limit = max(SAVE_EXCESS * usual, self._deviations * _spread(excess), LEAST_SAVE_EXCESS_S)
+        began, ended = self._saves.update(excess, limit=limit)
+        changes = self._ended(ended, causes=[Cause.CHECKPOINT])
+        for _, ranks in self._by_node(began, kinds=np.zeros(len(seconds), dtype=np.int64)):
+            slow = Slow(
+                ranks=ranks, nodes=self._nodes_of(ranks), cause=Cause.CHECKPOINT,
+                value=float(seconds[list(ranks)].mean()), usual=usual,
+            )  # fmt: skip
+            self._named[slow.key] = slow
+            changes.append(Change(slow))
+        return changes
+
+    def _variation(self) -> float:
+        """Returns how much a rank's excess varies from window to window, as a standard deviation."""
+        if not self._changes:
+            return 0.0
+        # The difference of two numbers varies sqrt(2) times as much as one.
+        return MAD_FACTOR / math.sqrt(2) * float(np.median(np.concatenate(self._changes)))
+
+    def _by_node(
+        self, ranks: list[int], *, kinds: NDArray[np.int64]
+    ) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+        """Groups ranks of the same node and kind. kinds: of all ranks."""
+        groups: dict[tuple[int, int], tuple[int, ...]] = {}
+        for rank in ranks:
+            key = (self._topology.node_of(rank), int(kinds[rank]))
+            groups[key] = (*groups.get(key, ()), rank)
+        return list(groups.items())
+
+    def _nodes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        return (self._topology.node_names[self._topology.node_of(ranks[0])],)
+
+    def _began(self, ranks: tuple[int, ...], *, column: int) -> Change:
+        """column: of the cause. Its seconds are means over the last windows."""
+        own, usual = (np.mean([pair[k][list(ranks)] for pair in self._recent], axis=0) for k in (0, 1))
+        slow = Slow(
+            ranks=ranks, nodes=self._nodes_of(ranks), cause=CAUSES[column], value=float(own[:, column].mean()),
+            usual=float(usual[:, column].mean()), wait_s=float((own - usual).sum(axis=1).max()),
+        )  # fmt: skip
+        self._named[slow.key] = slow
+        return Change(slow)
+
+    def _forget(self, key: tuple[tuple[int, ...], Cause]) -> None:
+        del self._named[key]
+        self._turned.pop(key, None)
+
+    def _ended(self, ranks: list[int], *, causes: Iterable[Cause]) -> list[Change]:
+        """A group that was named together ends when none of its ranks is slow any more."""
+        if not ranks:
+            return []
+        changes = []
+        causes = set(causes)
+        for key, slow in list(self._named.items()):
+            streaks = self._saves if slow.cause is Cause.CHECKPOINT else self._steps
+            if slow.cause in causes and not streaks.named[list(slow.ranks)].any():
+                self._forget(key)
+                changes.append(Change(slow, ended=True))
+        return changes
+
+
+def _spread(values: Numbers) -> float:
+    """Returns the standard deviation between ranks, from the median of absolute deviations."""
+    return MAD_FACTOR * float(lower_median(np.abs(values - lower_median(values))))

@@ -1,0 +1,137 @@
+"""Rules of restarting: what follows from the attempts so far, and which nodes are excluded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hpctrain.errors import ExitCode
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.ledger import Attempt
+
+# The node may be what failed. Out of memory is not among them: mostly the program asks for too much, wherever it runs.
+_BLAMES_NODES = (Cause.LOST_NODE, Cause.LOST_RANK, Cause.HANG)
+# Errors that a restart repeats, unless they were a passing disturbance: the second time shows that they were not.
+_LIKELY_TO_REPEAT = (Cause.USER_ERROR, Cause.DATA, Cause.CHECKPOINT, Cause.DISK_FULL, Cause.OUT_OF_MEMORY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """max_restarts: in one allocation. node_budget: failures attributed to a node before it is excluded, for
+    `exclude_for_s` from the last of them. max_without_progress: restarts in a row without a newer checkpoint.
+    min_nodes: least number of nodes to train on."""
+
+    max_restarts: int = 10
+    node_budget: int = 2
+    exclude_for_s: float = 86400.0
+    max_without_progress: int = 3
+    min_nodes: int = 1
+
+
+class Action(Enum):
+    """END: nothing more is to be done, or the user has ended the run. REQUEUE: end, so that the job is queued again.
+    GIVE_UP: end, and do not queue the job again."""
+
+    RESTART = "restart"
+    REQUEUE = "requeue"
+    GIVE_UP = "give up"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    action: Action
+    reason: str
+
+
+def decide(attempts: Sequence[Attempt], *, limits: Limits) -> Decision:
+    """Returns what is to be done after the last attempt, which has ended.
+
+    Attempts of other jobs do not count: who submits a job anew has seen why the last one ended.
+    """
+    last = attempts[-1]
+    of_job = [attempt for attempt in attempts if attempt.job == last.job]
+    cause = last.cause
+    assert cause is not None
+    if cause in (Cause.FINISHED, Cause.CANCELLED):
+        return Decision(action=Action.END, reason=cause.value)
+    if last.exit_code == ExitCode.USAGE and cause is Cause.USER_ERROR:
+        return Decision(
+            action=Action.GIVE_UP, reason="the command or the recipe cannot be carried out as it is"
+        )
+    if (
+        last.error
+        and cause in _LIKELY_TO_REPEAT
+        and any(attempt.error == last.error and attempt.cause is cause for attempt in of_job[:-1])
+    ):
+        return Decision(action=Action.GIVE_UP, reason=f"the same error ({cause.value}) a second time")
+    vain = restarts_without_progress(of_job)
+    if vain >= limits.max_without_progress:
+        return Decision(
+            action=Action.GIVE_UP, reason=f"{vain} restarts in a row have led to no newer checkpoint"
+        )
+    if cause in (Cause.WALL_CLOCK, Cause.PREEMPTION):
+        return Decision(action=Action.REQUEUE, reason=cause.value)
+    if cause is Cause.HANG and last.training_began is None and not last.blamed:
+        # srun itself may hang, and would in the same allocation again.
+        return Decision(
+            action=Action.REQUEUE, reason="training did not begin, and no node is known to be at fault"
+        )
+    here = sum(attempt.allocation == last.allocation for attempt in of_job) - 1
+    if here >= limits.max_restarts:
+        return Decision(
+            action=Action.REQUEUE, reason=f"{here} restarts in this allocation are the limit (--max-restarts)"
+        )
+    return Decision(action=Action.RESTART, reason=cause.value)
+
+
+def needs_smaller_micro_batches(attempt: Attempt) -> bool:
+    """Returns True if the attempt ended out of memory without having divided its micro-batches as far as that helps.
+
+    The kernel kills a rank without an error that the rank could handle. Exit code 8 says that dividing does not help.
+    """
+    return attempt.cause is Cause.OUT_OF_MEMORY and attempt.exit_code != ExitCode.OUT_OF_MEMORY
+
+
+def restarts_without_progress(of_job: Sequence[Attempt]) -> int:
+    """Returns how many of the last attempts in a row have led to no newer checkpoint; the job's first is no restart."""
+    count = 0
+    for before, attempt in zip(of_job[-2::-1], of_job[:0:-1], strict=False):
+        if _reached(attempt) > _reached(before):
+            break
+        count += 1
+    return count
+
+
+def _reached(attempt: Attempt) -> int:
+    """Step from which the next attempt can continue, as far as it is known."""
+    return max(attempt.first_step or 0, attempt.checkpoint_step or 0)
+
+
+def excluded_nodes(attempts: Sequence[Attempt], *, limits: Limits, now: float) -> dict[str, float]:
+    """Returns the nodes that have used up their budget, each with the time (epoch) until which it is excluded.
+
+    It follows from the ledger, so it survives requeues and new jobs in the same run directory.
+    """
+    failures: dict[str, list[float]] = {}
+    for attempt in attempts:
+        if attempt.cause in _BLAMES_NODES and attempt.ended is not None:
+            for node in attempt.blamed:
+                failures.setdefault(node, []).append(attempt.ended)
+    excluded = {}
+    for node, times in failures.items():
+        recent = [time for time in times if time + limits.exclude_for_s > now]
+        if len(recent) >= limits.node_budget:
+            excluded[node] = max(recent) + limits.exclude_for_s
+    return excluded
+
+
+def choose_nodes(usable: Sequence[str], *, wanted: int, in_use: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns up to `wanted` of the usable nodes, in their order: those of the last attempt first, then spares."""
+    preferred = [node for node in usable if node in in_use]
+    chosen = {*preferred[:wanted]}
+    for node in usable:
+        if len(chosen) < wanted:
+            chosen.add(node)
+    return tuple(node for node in usable if node in chosen)

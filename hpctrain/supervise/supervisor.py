@@ -1,0 +1,306 @@
+"""`hpctrain supervise`: starts the ranks, watches them, and starts them again on the nodes that are left.
+
+Thin: what an end means is decided by `classify` and `decide`, which are pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+from hpctrain.errors import ExitCode, GivenUp
+from hpctrain.launch import STOP_SIGNALS, Machine, plan_launch, run_launch
+from hpctrain.resilience import OUT_OF_MEMORY_VARIABLE
+from hpctrain.supervise.allocation import Allocation, nodes_now, was_preempted
+from hpctrain.supervise.attempt_record import close_open_attempt, record_begin_of_training, record_end
+from hpctrain.supervise.attempt_watch import AttemptWatch
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import Evidence, classify
+from hpctrain.supervise.ledger import Attempt, Ledger, effective_time
+from hpctrain.supervise.node_watch import NodeWatch
+from hpctrain.supervise.rules import (
+    Action,
+    Decision,
+    Limits,
+    choose_nodes,
+    decide,
+    excluded_nodes,
+    needs_smaller_micro_batches,
+)
+from hpctrain.supervise.run_progress import RunProgress
+from hpctrain.supervise.survey import MARK_VARIABLE, Checks, Survey, survey_nodes
+
+ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
+# A controller that is busy or failing over: pauses before nodes are asked once more when none has answered.
+_ASK_AGAIN_AFTER_S = (5.0, 15.0, 30.0)
+
+# srun has the living nodes' ranks killed in about a second, but then waits for the lost node for KillWait, 30 s as a
+# rule.
+_SRUN_KILLED_AFTER_S = 1.0
+# mpirun gives its ranks a second before it kills them.
+_MPIRUN_KILLED_AFTER_S = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedRun:
+    """What is supervised.
+
+    command: of each rank. again: words that are added to it from the job's second attempt on. num_ranks: at most;
+    fewer if too few nodes are left. ranks_per_node: outside Slurm, less than `num_ranks` emulates nodes. checkpoints:
+    folder of finished checkpoints. start_within_s: from the launch to the begin of training; None: not limited.
+    """
+
+    command: Sequence[str]
+    again: Sequence[str]
+    num_ranks: int
+    ranks_per_node: int
+    directory: Path
+    checkpoints: Path
+    start_within_s: float | None
+    check_paths: Sequence[str] = ()
+    check_script: str | None = None
+    check_timeout_s: float = 30.0
+
+
+@final
+class Supervisor:
+    """Runs attempts until the run has ended.
+
+    machine: this one's launchers. environ: of this process.
+    """
+
+    def __init__(
+        self,
+        run: SupervisedRun,
+        *,
+        allocation: Allocation,
+        limits: Limits,
+        machine: Machine,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._run = run
+        self._allocation = allocation
+        self._limits = limits
+        self._machine = machine
+        self._environ = environ
+        self._ledger = Ledger(run.directory)
+        self._checks = Checks(
+            mark=secrets.token_hex(8),
+            run_directory=run.directory,
+            paths=run.check_paths,
+            script=run.check_script,
+            timeout_s=run.check_timeout_s,
+        )
+        self._signals: list[str] = []
+
+    def run(self) -> int:
+        """Returns the exit code: 0, 75 if the job is to be queued again, or that of ranks which the user has stopped.
+
+        Raises GivenUp if starting again would not help.
+        """
+        self._run.directory.mkdir(parents=True, exist_ok=True)
+        close_open_attempt(self._ledger, directory=self._run.directory, checkpoints=self._run.checkpoints)
+        with self._noting_signals():
+            survey = self._survey()
+            while True:
+                nodes = self._choose(survey)
+                if self._signals:
+                    say(f"{self._signals[0]}: nothing more is started")
+                    return int(ExitCode.STOPPED_EARLY)
+                if len(nodes) < self._limits.min_nodes:
+                    say(
+                        f"{len(nodes)} nodes are usable and at least {self._limits.min_nodes} needed (--min-nodes): "
+                        "ending with 75, so that the job is queued again"
+                    )
+                    return int(ExitCode.STOPPED_EARLY)
+                attempt, survey = self._attempt(nodes, before=survey)
+                decision = decide(self._ledger.attempts, limits=self._limits)
+                decided = f"{decision.action.value}: {decision.reason}"
+                self._ledger.replace(replace(attempt, decision=decided))
+                say(f"attempt {attempt.number}: {_cause(attempt)}: {attempt.reason}; {decided}")
+                if decision.action is not Action.RESTART:
+                    return self._end(decision, attempt)
+
+    def _end(self, decision: Decision, attempt: Attempt) -> int:
+        """Returns the exit code. Raises GivenUp."""
+        spent = effective_time([entry for entry in self._ledger.attempts if entry.job == attempt.job])
+        say(
+            f"effective training time of this job: {spent.share:.0%} of {spent.wall_s:.0f} s; its attempts are in "
+            f"{self._ledger.path}"
+        )
+        if decision.action is Action.GIVE_UP:
+            raise GivenUp(
+                f"given up after attempt {attempt.number}: {decision.reason} ({_cause(attempt)}: {attempt.reason}). "
+                f"Do not queue the job again before the cause is removed; {self._ledger.path} lists the attempts"
+            )
+        if decision.action is Action.REQUEUE:
+            say("ending with 75, so that the job is queued again")
+            return int(ExitCode.STOPPED_EARLY)
+        return attempt.exit_code or 0
+
+    # ---- nodes
+
+    def _survey(self, *, known_silent: Sequence[str] = ()) -> Survey:
+        survey = self._survey_once(known_silent)
+        for pause_s in _ASK_AGAIN_AFTER_S:
+            if survey.usable or not self._allocation.in_slurm or self._signals:
+                break
+            say(f"no node is usable ({_fold(survey.unusable)}): asking again in {pause_s:.0f} s")
+            self._pause(pause_s)
+            survey = self._survey_once(())
+        return survey
+
+    def _survey_once(self, known_silent: Sequence[str]) -> Survey:
+        return survey_nodes(
+            nodes_now(self._allocation),
+            allocation=self._allocation,
+            checks=self._checks,
+            environ=self._environ,
+            known_silent=known_silent,
+        )
+
+    def _choose(self, survey: Survey) -> tuple[str, ...]:
+        """Returns the nodes of the next attempt; prints which are left out, and why."""
+        left_out = dict(survey.unusable)
+        if self._allocation.in_slurm:  # elsewhere there is no other node
+            excluded = excluded_nodes(self._ledger.attempts, limits=self._limits, now=time.time())
+            for node in {*survey.usable} & {*excluded}:
+                until = time.strftime("%F %T", time.localtime(excluded[node]))
+                left_out[node] = f"excluded until {until} for its failures"
+        if left_out:
+            say(f"nodes that are not used: {_fold(left_out)}")
+        usable = [node for node in survey.usable if node not in left_out]
+        before = self._ledger.attempts[-1].nodes if self._ledger.attempts else ()
+        wanted = -(-self._run.num_ranks // self._run.ranks_per_node) if self._allocation.in_slurm else 1
+        return choose_nodes(usable, wanted=wanted, in_use=before)
+
+    # ---- one attempt
+
+    def _attempt(self, nodes: Sequence[str], *, before: Survey) -> tuple[Attempt, Survey]:
+        """Starts the ranks on `nodes` and waits for their end. Returns the attempt and the state of the nodes then."""
+        run, in_slurm = self._run, self._allocation.in_slurm
+        num_ranks = min(run.num_ranks, run.ranks_per_node * len(nodes)) if in_slurm else run.num_ranks
+        attempts = self._ledger.attempts
+        attempt = Attempt(
+            number=attempts[-1].number + 1 if attempts else 1,
+            job=self._allocation.job,
+            allocation=self._allocation.number,
+            nodes=tuple(nodes),
+            ranks=num_ranks,
+            began=time.time(),
+            time_limit=self._allocation.time_limit,
+        )
+        is_first = all(entry.job != attempt.job for entry in attempts)
+        environ = {
+            **self._environ,
+            MARK_VARIABLE: self._checks.mark,
+            ATTEMPT_VARIABLE: str(attempt.number),
+        }
+        if attempts and needs_smaller_micro_batches(attempts[-1]):
+            environ[OUT_OF_MEMORY_VARIABLE] = str(attempts[-1].number)
+        plan = plan_launch(
+            [*run.command, *(() if is_first else run.again)],
+            num_ranks=num_ranks,
+            ranks_per_node=run.ranks_per_node,
+            environ=environ,
+            machine=self._machine,
+            nodes=nodes if in_slurm else (),
+        )
+        self._ledger.add(attempt)
+        say(f"attempt {attempt.number}: {num_ranks} ranks on {', '.join(nodes)}")
+        progress = RunProgress(run.directory, checkpoints=run.checkpoints)
+        watch = AttemptWatch(
+            progress,
+            nodes=NodeWatch(
+                nodes, addresses=self._allocation.addresses, slurmd_port=self._allocation.slurmd_port
+            ),
+            start_within_s=run.start_within_s,
+            kill_after_s=_SRUN_KILLED_AFTER_S if in_slurm else _MPIRUN_KILLED_AFTER_S,
+            training_begins=self._training_begins,
+        )
+        outcome = run_launch(plan, environ=environ, observer=watch)
+        watch.look_for_begin()
+        self._signals += outcome.signals
+        ended, lines = time.time(), watch.log.lines()
+        after, stopped = before, outcome.exit_code == ExitCode.STOPPED_EARLY or bool(self._signals)
+        if outcome.exit_code != ExitCode.DONE and not stopped:
+            after = self._survey(known_silent=watch.silent_nodes)
+        announced = progress.announced_ending()
+        diagnosis = classify(
+            Evidence(
+                exit_code=outcome.exit_code,
+                lines=lines if announced is None else (*lines, announced),
+                ended=ended,
+                time_limit=self._allocation.time_limit,
+                signals=self._signals,
+                nodes=nodes,
+                silent_nodes=(*watch.silent_nodes, *after.silent),
+                answering_nodes=[node for node in nodes if node not in after.silent],
+                oom_nodes=[
+                    node
+                    for node in nodes
+                    if after.oom_kills.get(node, 0) > before.oom_kills.get(node, sys.maxsize)
+                ],
+                overdue_s=run.start_within_s if watch.overdue else None,
+                preempted=stopped and was_preempted(self._allocation),
+            )
+        )
+        finished = record_end(
+            self._ledger,
+            progress,
+            exit_code=outcome.exit_code,
+            diagnosis=diagnosis,
+            ended=ended,
+            lost_at=watch.lost_at,
+        )
+        return finished, after
+
+    def _training_begins(self, first_step: int, at: float) -> None:
+        lost_at = record_begin_of_training(self._ledger, first_step=first_step, at=at)
+        if lost_at is not None:
+            say(f"training continues from step {first_step}, {at - lost_at:.1f} s after the loss")
+
+    # ---- signals
+
+    @contextlib.contextmanager
+    def _noting_signals(self) -> Iterator[None]:
+        """Between launches, which handle signals themselves, those that ask to stop are noted and acted on."""
+
+        def note(number: int, frame: object) -> None:
+            self._signals.append(signal.Signals(number).name)
+
+        previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _pause(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s and not self._signals:
+            time.sleep(0.2)
+
+
+def _cause(attempt: Attempt) -> str:
+    return attempt.cause.value if attempt.cause is not None else Cause.UNKNOWN.value
+
+
+def _fold(reasons: Mapping[str, str]) -> str:
+    """Names the nodes by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for node, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(node)
+    return "; ".join(f"{', '.join(nodes)}: {reason}" for reason, nodes in by_reason.items())
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"hpctrain supervise: {text}", file=sys.stderr, flush=True)

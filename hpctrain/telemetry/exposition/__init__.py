@@ -1,0 +1,1 @@
+"""A run's metrics by name, and how monitoring systems get them."""

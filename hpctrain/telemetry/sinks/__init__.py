@@ -1,0 +1,1 @@
+"""What receives a run's records besides its own files."""

@@ -1,0 +1,101 @@
+"""When a run stops before its last step: because a rank was asked to, or because its time is nearly over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from hpctrain.comm import Collective, all_gather_distinct, describe_ranks, on_rank_0
+from hpctrain.errors import ExitCode
+from hpctrain.resilience import StopPlan, StopRequest, WallClock
+
+# Reading a checkpoint back must not take the time in which the ranks are to leave.
+_VERIFY_AT_MOST_S = 60.0
+_LEAVING_TAKES_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """Why a run stopped; the same on every rank. time_left_s: until its end; None if no limit is known."""
+
+    reason: str
+    time_left_s: float | None
+
+
+@final
+class Stopping:
+    """A run's stop. The ranks agree through the sums of a step: `votes` are summed, `agreed` reads the sums.
+
+    request: what signals ask of this rank. plan: how long a stop takes; used on the rank that has the `clock`.
+    clock: on one rank, the others have None, so that clocks that differ do not matter. say: prints a line, on rank 0.
+    """
+
+    def __init__(
+        self,
+        request: StopRequest,
+        *,
+        comm: Collective,
+        plan: StopPlan,
+        clock: WallClock | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.plan = plan
+        self._request = request
+        self._comm = comm
+        self._clock = clock
+        self._say = say
+        self._time_was_up = False
+
+    def say_news(self) -> None:
+        """Prints when the run has to have ended, once that is known, and whenever it has changed. Not collective."""
+        if self._clock is not None and (news := self._clock.news()) is not None:
+            self._say(news)
+
+    def votes(self, *, num_saves: int = 1, evaluates: bool = False) -> dict[str, float]:
+        """This rank's contributions to the sums of a step. Not collective. See `StopPlan.needed_s`."""
+        time_up = False
+        if self._clock is not None:
+            self.say_news()
+            left_s = self._clock.time_left_s()
+            time_up = self.plan.must_stop(left_s, num_saves=num_saves, evaluates=evaluates)
+        return {"stop": float(self._request.requested), "time_up": float(time_up)}
+
+    def agreed(self, sums: Mapping[str, float]) -> bool:
+        """Returns True if the run stops after this step; the same on every rank."""
+        self._time_was_up = sums["time_up"] > 0
+        return self._time_was_up or sums["stop"] > 0
+
+    def saved(self) -> None:
+        """The state is saved: from now on a second signal ends this rank with the code that says so."""
+        self._request.leave_code = int(ExitCode.STOPPED_EARLY)
+
+    def has_time_to_verify(self) -> bool:
+        """Returns True if the checkpoint can be read back before the run has to leave. Collective."""
+
+        def has_time() -> bool:
+            left_s = self._clock.time_left_s() if self._clock is not None else None
+            longest_s = (
+                _VERIFY_AT_MOST_S if left_s is None else min(_VERIFY_AT_MOST_S, left_s - _LEAVING_TAKES_S)
+            )
+            return self.plan.save_s < longest_s
+
+        return bool(on_rank_0(self._comm, has_time))
+
+    def why(self) -> Stopped:
+        """Returns why the run stops: which ranks got which signal, or the time limit. Collective."""
+        names, name_of_rank = all_gather_distinct(self._comm, self._request.signal_name)
+        reasons = []
+        for number, name in enumerate(names):
+            ranks = [rank for rank, found in enumerate(name_of_rank) if found == number]
+            if name is not None:
+                reasons.append(name if len(names) == 1 else f"{name} on {describe_ranks(ranks)}")
+        source, left_s = on_rank_0(self._comm, self._left)
+        if self._time_was_up:
+            reasons.append(source)
+        return Stopped(reason=", ".join(reasons), time_left_s=left_s)
+
+    def _left(self) -> tuple[str | None, float | None]:
+        if self._clock is None or self._clock.end is None:
+            return None, None
+        return self._clock.end.source, self._clock.time_left_s()

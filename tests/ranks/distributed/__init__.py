@@ -1,0 +1,1 @@
+"""torch.distributed on ranks that mpirun started."""

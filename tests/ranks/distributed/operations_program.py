@@ -1,0 +1,215 @@
+"""Every rank calls the operations of torch.distributed, and compares the results with what they must be."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import hpctrain
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+]  # fmt: skip
+OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "product": (dist.ReduceOp.PRODUCT, torch.mul),
+    "and": (dist.ReduceOp.BAND, torch.bitwise_and),
+    "or": (dist.ReduceOp.BOR, torch.bitwise_or),
+    "xor": (dist.ReduceOp.BXOR, torch.bitwise_xor),
+}
+
+
+def values(rank: int, *, dtype: torch.dtype, num: int = 12) -> torch.Tensor:
+    """Small numbers, so that sums and products of four of them are exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randint(0, 3, (num,), generator=generator).to(dtype)
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), what
+    assert torch.equal(found, expected), f"{what}: {found} instead of {expected}"
+
+
+def reductions() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        for name, (op, function) in OPS.items():
+            if name in ("and", "or", "xor") and dtype.is_floating_point:
+                continue
+            parts = [values(r, dtype=dtype) for r in range(size)]
+            expected = functools.reduce(function, parts)
+            mine = values(rank, dtype=dtype)
+            dist.all_reduce(mine, op=op)
+            check(mine, expected, f"all_reduce {name} {dtype}")
+            mine = values(rank, dtype=dtype)
+            dist.reduce(mine, size - 1, op=op)
+            check(mine, expected if rank == size - 1 else parts[rank], f"reduce {name} {dtype}")
+            whole = torch.cat([values(rank, dtype=dtype, num=5) for r in range(size)]).to(dtype)
+            part = torch.empty(5, dtype=dtype)
+            dist.reduce_scatter_tensor(part, whole, op=op)
+            expected = functools.reduce(function, [values(r, dtype=dtype, num=5) for r in range(size)])
+            check(part, expected, f"reduce_scatter {name} {dtype}")
+    mean = torch.full((3,), float(rank))
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    check(mean, torch.full((3,), (size - 1) / 2), "mean")
+    rows = torch.arange(12.0).view(3, 4).t() * (rank + 1)  # not contiguous
+    dist.all_reduce(rows)
+    check(rows, torch.arange(12.0).view(3, 4).t() * (size * (size + 1) / 2), "not contiguous")
+    outputs = [torch.full((r + 1,), float(rank + 1)) for r in range(size)]  # uneven
+    part = torch.empty(rank + 1)
+    dist.reduce_scatter(part, outputs)
+    check(part, torch.full((rank + 1,), size * (size + 1) / 2), "uneven reduce_scatter")
+    indices = torch.tensor([[0, rank]])
+    sparse = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (size, 3))
+    dist.all_reduce(sparse)
+    expected = torch.ones(size, 3)
+    expected[0] += size
+    check(sparse.to_dense(), expected, "sparse")
+    works = [dist.all_reduce(torch.full((4,), float(rank)), async_op=True) for _ in range(5)]
+    for work in works:
+        assert work.wait()
+        assert work.is_success()
+        check(work.result()[0], torch.full((4,), size * (size - 1) / 2), "behind")
+
+
+def movements() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in [*DTYPES, torch.complex64]:
+        mine = values(rank, dtype=dtype)
+        everyone = [values(r, dtype=dtype) for r in range(size)]
+        gathered = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(gathered, mine)
+        for found, expected in zip(gathered, everyone, strict=True):
+            check(found, expected, f"all_gather {dtype}")
+        whole = torch.empty(size * 12, dtype=dtype)
+        own = whole[12 * rank : 12 * rank + 12]
+        own.copy_(mine)
+        dist.all_gather_into_tensor(whole, own)
+        check(whole, torch.cat(everyone), f"all_gather_into_tensor {dtype}")
+        copied = values(rank, dtype=dtype)
+        dist.broadcast(copied, src=size - 1)
+        check(copied, everyone[-1], f"broadcast {dtype}")
+        received = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else None
+        dist.gather(mine, received, dst=0)
+        for found, expected in zip(received or [], everyone, strict=False):
+            check(found, expected, f"gather {dtype}")
+        part = torch.empty_like(mine)
+        dist.scatter(part, everyone if rank == size - 1 else None, src=size - 1)
+        check(part, mine, f"scatter {dtype}")
+        sent = [torch.full((rank + r + 1, 2), rank).to(dtype) for r in range(size)]
+        taken = [torch.empty(rank + r + 1, 2, dtype=dtype) for r in range(size)]
+        dist.all_to_all(taken, sent)
+        for r, found in enumerate(taken):
+            check(found, torch.full((rank + r + 1, 2), r).to(dtype), f"all_to_all {dtype}")
+        rows = [rank + r + 1 for r in range(size)]
+        output = torch.empty(sum(rows), 2, dtype=dtype)
+        dist.all_to_all_single(output, torch.cat(sent), rows, rows)
+        check(output, torch.cat(taken), f"all_to_all_single {dtype}")
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    sent_object: list[object] = [f"from {rank}"]
+    dist.broadcast_object_list(sent_object, src=size - 1)
+    assert sent_object == [f"from {size - 1}"]
+    with dist._coalescing_manager(async_ops=True) as works:
+        outputs = [torch.empty(size), torch.empty(2 * size)]
+        dist.all_gather_into_tensor(outputs[0], torch.full((1,), float(rank)))
+        dist.all_gather_into_tensor(outputs[1], torch.full((2,), float(rank)))
+    works.wait()
+    check(outputs[1], torch.arange(float(size)).repeat_interleave(2), "coalesced")
+    dist.barrier()
+
+
+def messages() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    right, left = (rank + 1) % size, (rank - 1) % size
+    received = torch.empty(3, 2)
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, torch.full((3, 2), float(rank)), right),
+        dist.P2POp(dist.irecv, received, left),
+    ])  # fmt: skip
+    for work in works:
+        work.wait()
+    check(received, torch.full((3, 2), float(left)), "around")
+    # Tags in the other order than they were sent in.
+    if rank == 0:
+        first, second = torch.empty(1), torch.empty(1)
+        dist.recv(second, src=1, tag=7)
+        dist.recv(first, src=1, tag=5)
+        assert (first.item(), second.item()) == (5.0, 7.0)
+        found = set()
+        for _ in range(1, size):
+            number = torch.empty(1)
+            source = dist.recv(number, tag=9)
+            assert number.item() == source
+            found.add(source)
+        assert found == set(range(1, size))
+    else:
+        if rank == 1:
+            works = [dist.isend(torch.tensor([float(tag)]), 0, tag=tag) for tag in (5, 7)]
+            for work in works:
+                work.wait()
+        dist.send(torch.tensor([float(rank)]), 0, tag=9)
+
+
+def groups() -> None:
+    """Groups of some ranks, made while others do other things; the same ranks twice; in another order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    even = dist.new_group(list(range(0, size, 2)), use_local_synchronization=True)
+    if rank % 2 == 0:
+        count = torch.ones(1)
+        dist.all_reduce(count, group=even)
+        assert count.item() == (size + 1) // 2
+    again = [dist.new_group(list(range(size))) for _ in range(2)]
+    works = []
+    for group in again:
+        works.append(dist.all_reduce(torch.full((1000,), 1.0), group=group, async_op=True))
+    for work in reversed(works):
+        work.wait()
+        check(work.result()[0], torch.full((1000,), float(size)), "two groups at once")
+    if size > 1:
+        mesh = dist.init_device_mesh("cpu", (size,), mesh_dim_names=("data",))
+        assert mesh.get_local_rank() == rank
+
+
+def refusals() -> None:
+    """Errors come before anything is sent, and the group still works afterwards."""
+    for wrong in (
+        lambda: dist.all_reduce(torch.empty(2, dtype=torch.float8_e4m3fn)),
+        lambda: dist.all_gather_into_tensor(torch.empty(3 * dist.get_world_size() + 1), torch.empty(3)),
+        lambda: dist.isend(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=1 << 20),
+        hpctrain.init_process_group,
+    ):
+        try:
+            wrong()
+        except (hpctrain.HpctrainError, ValueError):
+            continue
+        raise AssertionError("no error")
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    assert count.item() == dist.get_world_size()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["absent"]:
+        session = hpctrain.init_process_group(timeout_s=12, watch_folder=sys.argv[2])
+        if session.rank == 1:
+            time.sleep(3600)
+        dist.all_reduce(torch.ones(3))
+    session = hpctrain.init_process_group(timeout_s=300)
+    if sys.argv[1:2] == ["mismatch"]:
+        dist.all_reduce(torch.ones(3 + session.rank))
+    for case in (reductions, movements, messages, groups, refusals):
+        case()
+    dist.destroy_process_group()
+    print(f"rank {session.rank} has seen everything", flush=True)

@@ -1,0 +1,1 @@
+"""Horovod scripts over hpctrain.hvd, on ranks that mpirun started."""

@@ -1,0 +1,81 @@
+"""A task whose steps are like those of a healthy run, and ranks of it that are slow for a while."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpctrain.train import Fields
+
+# Width of a sample, 64 KB: what a rank reads is worth reading.
+WIDTH = 1 << 14
+_MATRIX = 256
+
+
+class Steps:
+    """Its steps multiply matrices `products` times (a millisecond each), sleep, and reduce `parameters` numbers."""
+
+    def __init__(self, *, products: int = 0, sleep_s: float = 0.0, parameters: int = 1000) -> None:
+        self._products = products
+        self._sleep_s = sleep_s
+        self._num_parameters = parameters
+        self._matrix = torch.eye(_MATRIX)
+
+    def build_model(self) -> torch.nn.Module:
+        return Scaled(self._num_parameters)
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+        for _ in range(self._products):
+            torch.mm(self._matrix, self._matrix)
+        time.sleep(self._sleep_s)
+        return model(fields["x"]).square().mean()
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
+        return {"mean_square": float(model(fields["x"]).square().mean())}
+
+
+class Scaled(torch.nn.Module):
+    """Parameters that are multiplied with the mean of the input: as many gradients as wanted, and no work."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((num_parameters,), 0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x.mean()
+
+
+def _is_rank_1() -> bool:
+    return os.environ.get("OMPI_COMM_WORLD_RANK") == "1"
+
+
+class SlowForAWhile(Steps):
+    """Rank 1 takes 40 ms longer from step 100 to step `until`."""
+
+    _step = 0
+
+    def __init__(self, *, until: int = 180, sleep_s: float = 0.0) -> None:
+        super().__init__(sleep_s=sleep_s)
+        self._until = until
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+        self._step += 1
+        if _is_rank_1() and 100 <= self._step < self._until:
+            time.sleep(0.04)
+        return super().loss(model, fields)
+
+
+_batches = 0
+
+
+def reads_slowly_later(arrays: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """A transform that on rank 1 takes 60 ms for batches 320 to 400, as a slow disk would."""
+    global _batches
+    _batches += 1
+    if _is_rank_1() and 320 <= _batches < 400:
+        time.sleep(0.06)
+    return arrays

@@ -1,0 +1,1 @@
+"""Splitting of models: what needs no ranks."""

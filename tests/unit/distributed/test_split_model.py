@@ -1,0 +1,66 @@
+"""Repeated blocks of a model, and plans that are refused before anything is split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.comm import SerialWorld
+from hpctrain.distributed import ParallelPlan, parallelize, repeated_blocks
+from hpctrain.errors import UsageError
+from hpctrain.topology import Topology
+
+
+class Residual(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.linear = norm(4), nn.Linear(4, 4)
+
+
+def split(model: nn.Module, plan: ParallelPlan) -> None:
+    topology = Topology.from_node_names(["a"])
+    parallelize(model, plan, world=SerialWorld(), topology=topology, device=torch.device("cpu"))
+
+
+def test_blocks_within_stages_are_found_and_the_stages_are_not() -> None:
+    stages = nn.Sequential(*(nn.Sequential(Residual(), Residual()) for _ in range(2)))
+    model = nn.Sequential(nn.Linear(4, 4), stages)
+    assert list(repeated_blocks(model)) == ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
+    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}
+
+
+def test_what_cannot_be_split_is_refused_in_words() -> None:
+    tied = nn.Sequential(Residual(), Residual())
+    tied[1].linear = tied[0].linear
+    with pytest.raises(UsageError, match=r"0\.linear\.weight and 1\.linear\.weight are one parameter"):
+        split(tied, ParallelPlan(shard="parameters"))
+    normalised = nn.Sequential(Residual(nn.BatchNorm1d), Residual(nn.BatchNorm1d))
+    with pytest.raises(UsageError, match=r"running statistics of 0\.norm"):
+        split(normalised, ParallelPlan(activation_checkpointing="blocks"))
+    with pytest.raises(UsageError, match="the model has none"):
+        split(nn.Linear(2, 2), ParallelPlan(activation_checkpointing="blocks"))
+    with pytest.raises(UsageError, match="choose none or parameters"):
+        ParallelPlan(shard="gradients")  # type: ignore[arg-type]
+
+
+class Containers(nn.Module):
+    """Two lists of layers without children, which have no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+
+
+def test_lists_of_layers_are_no_blocks() -> None:
+    assert list(repeated_blocks(Containers())) == ["blocks.0", "blocks.1"]
+
+
+def test_a_plan_that_is_refused_changes_nothing() -> None:
+    model = nn.Sequential(Residual(), Residual())
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(UsageError, match="no dimension"):
+        split(model, ParallelPlan(shard="parameters", activation_checkpointing="blocks"))
+    assert all("forward" not in vars(block) for block in model)

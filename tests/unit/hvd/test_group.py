@@ -1,0 +1,120 @@
+"""Comparison of what ranks call, join, and Adasum, on ranks that are threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm import World
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.hvd.asynchronous import start_all_reduce
+from hpctrain.hvd.errors import HorovodInternalError
+from hpctrain.hvd.group import Group, join_all
+from hpctrain.hvd.reductions import Adasum, Average, Max, Sum, adasum
+
+
+def make_group(world: World) -> Group:
+    return Group(world.duplicate(), name="all ranks")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 0, 20, 5], [400]])
+def test_adasum_is_the_tree_of_pairs(num_ranks: int, sizes: list[int]) -> None:
+    """Each tensor by itself, however the ranks' slices cut the buffer; the same bits on every rank."""
+
+    def part(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+
+    def rank_main(world: World) -> torch.Tensor:
+        flat = part(world.rank)
+        adasum(world.duplicate(), flat, sizes=sizes)
+        return flat
+
+    def combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * (1 - a @ b / (2 * a @ a)) + b * (1 - a @ b / (2 * b @ b)) if len(a) else a
+
+    def tree(parts: list[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        pairs = [combined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        return tree(pairs + parts[2 * len(pairs) :])
+
+    expected = torch.cat(
+        [tree([part(r).split(sizes)[i] for r in range(num_ranks)]) for i in range(len(sizes))]
+    )
+    found = run_threads(num_ranks, rank_main)
+    for flat in found:
+        torch.testing.assert_close(flat, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(flat, found[0])
+
+
+def test_adasum_of_zeros_is_the_other_tensor() -> None:
+    def rank_main(world: World) -> list[float]:
+        flat = torch.arange(4.0) * world.rank
+        adasum(world.duplicate(), flat, sizes=[4])
+        return flat.tolist()
+
+    assert run_threads(2, rank_main) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"), [([0, 0, 0], 2), ([2, 0, 1], 0), ([1, 3, 3], 2), ([5, 4, 0], 0), ([0, 1, 0], 1)]
+)
+def test_ranks_that_have_joined_add_zeros_until_all_have(steps: list[int], last: int) -> None:
+    def rank_main(world: World) -> tuple[list[float], int, int]:
+        group, gradients, found = make_group(world), make_group(world), []
+        for step in range(steps[world.rank]):
+            tensors = [torch.full((3,), 6.0), torch.ones(2, 2, dtype=torch.float64)]
+            start_all_reduce(group, tensors, name=f"step {step}", op=Average if step % 2 else Sum).wait()
+            start_all_reduce(gradients, [torch.ones(5)], name="small", op=Adasum, behind=False)
+            found.append(float(tensors[0][2]))
+        joined = join_all([group, gradients])
+        again = torch.ones(1)
+        start_all_reduce(group, [again], name="after", op=Max, behind=False)
+        group.close()
+        gradients.close()
+        return found, joined, int(again)
+
+    for rank, (found, joined, again) in enumerate(run_threads(3, rank_main)):
+        active = [sum(step < count for count in steps) for step in range(steps[rank])]
+        assert found == [6.0 * count / (3 if step % 2 else 1) for step, count in enumerate(active)]
+        assert (joined, again) == (last, 1)
+
+
+def test_what_each_rank_called_is_in_the_error_of_all() -> None:
+    def rank_main(world: World) -> str:
+        group = make_group(world)
+        names = ["first", "second"] if world.rank != 1 else ["second", "first"]
+        works = [start_all_reduce(group, [torch.ones(2)], name=name, op=Sum) for name in names]
+        messages = set()
+        for work in works:  # after the first error the ranks do not agree on the next operation
+            try:
+                work.wait()
+            except Exception as error:
+                messages.add(str(error))
+        group.close()
+        (message,) = messages
+        return message
+
+    found = run_threads(3, rank_main)
+    assert len(set(found)) == 1
+    assert "operation 1 of all ranks" in found[0]
+    assert "ranks 0, 2 \"allreduce 'first' float32 (2,) sum\"" in found[0]
+    assert "rank 1 \"allreduce 'second' float32 (2,) sum\"" in found[0]
+
+
+def test_only_sums_go_on_without_ranks_that_have_joined() -> None:
+    def rank_main(world: World) -> str:
+        group, gradients = make_group(world), make_group(world)
+        tensors = [torch.ones(2)]
+        calls = [lambda: start_all_reduce(group, tensors, name="best", op=Max, behind=False)] * 2
+        with pytest.raises(HorovodInternalError) as found:
+            [*calls, lambda: join_all([group, gradients])][world.rank]()
+        assert found.value.agreed
+        group.close()
+        gradients.close()  # in which rank 2 still takes part
+        return str(found.value)
+
+    for message in run_threads(3, rank_main):
+        assert message.startswith("allreduce 'best' float32 (2,) max: rank 2 has called join")

@@ -1,0 +1,73 @@
+"""A small task, and runs of it on the dataset of the fixture `where`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hpctrain.comm import World
+from hpctrain.comm.backends.serial_world import SerialWorld
+from hpctrain.resilience import StopRequest
+from hpctrain.run import parse_recipe
+from hpctrain.run.training import Resume, carry_out
+from tests.sessions import session_over
+
+SAMPLES = 100
+
+
+class Task:
+    """Logistic regression on digits. Counts its steps; may ask for a stop, fail in evaluation, or diverge."""
+
+    def __init__(self, *, stop_after: int = 0, fail_in_metrics: bool = False, nan: bool = False) -> None:
+        self.stop = StopRequest()
+        self.stop_after = stop_after
+        self.fail_in_metrics = fail_in_metrics
+        self.nan = nan
+        self.steps = 0
+        self.seen: list[int] = []
+        self.precisions: set[torch.dtype] = set()
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+    def loss(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.steps += 1
+        self.seen += fields["id"].tolist()
+        if self.steps == self.stop_after:
+            self.stop.request("test")
+        logits = model(fields["image"])
+        self.precisions.add(logits.dtype)
+        return functional.cross_entropy(logits.float(), fields["label"]) * (float("nan") if self.nan else 1)
+
+    def metrics(self, model: torch.nn.Module, fields: dict[str, torch.Tensor]) -> dict[str, float]:
+        if self.fail_in_metrics:
+            raise KeyError("a bug in the metrics")
+        return {"accuracy": float((model(fields["image"]).argmax(1) == fields["label"]).double().mean())}
+
+
+def run(
+    where: Path,
+    task: Task,
+    *,
+    resume: str = "auto",
+    world: World | None = None,
+    nodes: Sequence[str] | None = None,
+    **sections: dict[str, Any],
+) -> dict[str, Any]:
+    document: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(where / "run"), "steps": 10},
+        "task": {"target": "tests:Task"},
+        "data": {"train": str(where / "data"), "held_out": str(where / "data"), "global_batch": 20},
+        "optimizer": {"name": "adamw", "lr": 0.01},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    document["run"] = {k: v for k, v in document["run"].items() if v is not None}
+    session = session_over(world or SerialWorld(), nodes=nodes)
+    return carry_out(
+        parse_recipe(document), task, session=session, resume=Resume.parse(resume), stop=task.stop
+    )

@@ -1,0 +1,104 @@
+"""The classifier names the cause of every recorded failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.supervise.causes import Cause
+from hpctrain.supervise.classify import Evidence, classify
+from hpctrain.supervise.log_lines import LogLines
+
+LOGS = sorted((Path(__file__).parents[2] / "fixtures" / "failures").glob("*.log"))
+
+
+def read_log(path: Path) -> tuple[Evidence, dict[str, str]]:
+    """The evidence in a recorded log, and its header: what is known apart from the lines, and what is expected."""
+    header: dict[str, str] = {}
+    lines = path.read_text().splitlines()
+    while lines and lines[0].startswith("# "):
+        key, _, value = lines.pop(0).removeprefix("# ").partition(": ")
+        header[key] = value
+    number = {name: float(header[name]) for name in ("ended", "time_limit", "overdue_s") if name in header}
+    names = {
+        name: tuple(header.get(name, "").split())
+        for name in ("nodes", "silent", "answering", "oom", "signals")
+    }
+    evidence = Evidence(
+        exit_code=None if header["exit_code"] == "none" else int(header["exit_code"]),
+        lines=lines,
+        nodes=names["nodes"],
+        silent_nodes=names["silent"],
+        answering_nodes=names["answering"],
+        oom_nodes=names["oom"],
+        signals=names["signals"],
+        **number,
+    )
+    return evidence, header
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_the_cause_of_a_recorded_failure_is_named(path: Path) -> None:
+    evidence, header = read_log(path)
+    found = classify(evidence)
+    assert found.cause.value == header["cause"], found
+    assert " ".join(found.nodes) == header.get("blamed", ""), found
+    assert found.reason
+
+
+def test_there_are_enough_logs_and_each_cause_has_some() -> None:
+    headers = [read_log(path)[1] for path in LOGS]
+    assert len(headers) >= 30
+    assert {header["cause"] for header in headers} == {cause.value for cause in Cause} - {"finished"}
+    assert all(header["source"] for header in headers)
+    assert sum(header["source"].startswith("recorded") for header in headers) >= 15
+
+
+def test_ranks_that_saved_when_they_were_ended_for_a_late_start_are_a_hang() -> None:
+    assert classify(Evidence(exit_code=75, overdue_s=300.0)).cause is Cause.HANG
+    # A signal to the supervisor meanwhile is what the user wants.
+    assert classify(Evidence(exit_code=75, overdue_s=300.0, signals=["SIGINT"])).cause is Cause.CANCELLED
+
+
+@pytest.mark.parametrize("signals", [(), ("SIGTERM",)])
+def test_sigterm_is_a_preemption_where_slurm_says_so_and_else_somebodys_wish(
+    signals: tuple[str, ...],
+) -> None:
+    lines = ["hpctrain: stopped after step 40 of 100 (SIGTERM); the state is saved"]
+    for preempted, cause in ((True, Cause.PREEMPTION), (False, Cause.CANCELLED)):
+        evidence = Evidence(exit_code=75, lines=lines, signals=signals, preempted=preempted)
+        assert classify(evidence).cause is cause
+
+
+def test_0_is_a_finished_run_whatever_was_printed() -> None:
+    found = classify(Evidence(exit_code=0, lines=["srun: error: hpct0: task 1: Killed"]))
+    assert found.cause is Cause.FINISHED
+
+
+def test_the_same_error_has_the_same_fingerprint_and_another_has_another() -> None:
+    def error(text: str) -> str:
+        lines = [f"hpctrain: rank 1 on hpct0: Traceback (most recent call last):\n{text}".splitlines()]
+        lines = [*lines[0], "hpctrain: rank 1 ends the run (exit code 1), so that no other rank waits for it"]
+        found = classify(Evidence(exit_code=1, lines=lines))
+        assert found.cause is Cause.USER_ERROR
+        return found.error
+
+    assert error("ValueError: bad sample 17 at 0x7f00") == error("ValueError: bad sample 4711 at 0x7fab")
+    assert error("ValueError: bad sample 17") != error("ValueError: bad label 17")
+
+
+def test_lines_are_kept_in_order_and_telling_ones_survive_what_is_printed_after_them() -> None:
+    log = LogLines()
+    log.add(b"hpctrain: rank 1 on hpct0: Traceback (most recent call last):\r")
+    log.add("mu \u00b5 \xff".encode("latin-1", "replace"))
+    log.add(b"ZeroDivisionError: division by zero")
+    for number in range(5000):
+        log.add(f"step {number}".encode())
+    lines = log.lines()
+    assert lines[:2] == (
+        "hpctrain: rank 1 on hpct0: Traceback (most recent call last):",
+        "ZeroDivisionError: division by zero",
+    )
+    assert lines[-1] == "step 4999"
+    assert len(lines) < 1100
