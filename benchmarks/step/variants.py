@@ -78,7 +78,7 @@ class Cell:
 
 def _cells() -> dict[str, Cell]:
     made = []
-    for recipe, own, steps in (("digits", "hierarchical", 100), ("characters", "auto", 50)):
+    for recipe, own, steps in (("digits", "hierarchical", 100), ("characters", "hierarchical", 50)):
         cell = Cell(name=f"{recipe}-1", recipe=recipe, num_ranks=1, own=own, steps=steps)
         made += [replace(cell, name=f"{recipe}-{ranks}", num_ranks=ranks) for ranks in (1, 2, 4)]
         made.append(replace(cell, name=f"{recipe}-4x{RANKS_PER_NODE}", num_ranks=8, rates=RATES))
