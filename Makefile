@@ -12,16 +12,6 @@ else
 BIN := $(VENV)/bin/
 endif
 
-# How a process of low priority is started; without chrt (util-linux) as any other.
-IDLE := $(shell command -v chrt >/dev/null && chrt -i 0 true 2>/dev/null && echo "chrt -i 0")
-
-# What `make test` runs at idle priority besides tests/unit and tests/contract: tests of files alone, and of ranks that
-# only compare numbers, so that it does not matter how fast they run.
-PATIENT := tests/faults/checkpoint/test_crashes.py tests/ranks/data tests/ranks/comm/test_large_buffers.py \
-  $(filter-out %/test_autotune.py,$(wildcard tests/ranks/reduce/test_*.py)) \
-  $(addprefix tests/ranks/checkpoint/test_,engines.py load.py replicas.py reshape.py save.py) \
-  $(addprefix tests/ranks/train/test_,check_gpu.py examples.py sync_batch_norm.py training.py)
-
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
@@ -49,15 +39,8 @@ lint: setup ## ruff, mypy, import-linter, sizes of folders and modules
 	$(BIN)lint-imports
 	$(BIN)python scripts/structure.py
 
-test: setup ## lint and all tests, with real MPI ranks
-	@# What can wait takes the time in which ranks wait: it runs at the same time, at idle priority.
-	@mkdir -p build; \
-	  $(IDLE) $(MAKE) --no-print-directory lint > build/lint.log 2>&1 & lint=$$!; \
-	  $(IDLE) $(BIN)python -m pytest $(PATIENT) tests/unit tests/contract -m "not timing and not thorough" -n 2 --dist loadfile --no-loadscope-reorder --durations=10 > build/unit.log 2>&1 & \
-	  unit=$$!; trap "kill $$lint $$unit" INT TERM; \
-	  $(BIN)python -m pytest tests/unit tests/contract -m timing -n 4; timing=$$?; \
-	  $(BIN)python -m pytest tests/ranks tests/faults tests/cluster $(addprefix --ignore=,$(PATIENT)) -m "not thorough" --durations=10; ranks=$$?; \
-	  wait $$lint; lint=$$?; cat build/lint.log; wait $$unit; unit=$$?; cat build/unit.log; exit $$(( timing || ranks || lint || unit ))
+test: setup ## lint and all tests, with real MPI ranks; what fails is run once more, alone
+	@bash scripts/run_tests.sh "$(BIN)"
 
 trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; and the tests with the mark `thorough`; some 20 minutes
 	HPCTRAIN_TRIALS=300 $(BIN)python -m pytest --timeout=1600 tests/faults/checkpoint/test_mounts.py \

@@ -151,6 +151,7 @@ def slurm_conf(plan: ClusterPlan) -> str:
         "SchedulerParameters": "batch_sched_delay=0,bf_interval=1,sched_interval=1",
         "ReturnToService": "2",
         "KillWait": "5",
+        "MinJobAge": "3600",  # a job is looked at long after its end where the machine is slow
         "SlurmdTimeout": "60",
         "MailProg": "/bin/true",
         "PreemptType": "preempt/partition_prio",
