@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.checkpoint.print_export import print_export
 from hpctrain.cli.ranks import all_ranks, progress
 
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -37,20 +38,8 @@ def export_dcp_command(
     with all_ranks() as world, progress("exported", rank=world.rank) as report:
         done = export_dcp(path, directory, comm=world, weights=weights, under=under, progress=report)
         rank = world.rank
-    if rank != 0:
-        return
-    if as_json:
-        about = {
-            "path": str(done.path),
-            "step": done.step,
-            "tensors": done.num_tensors,
-            "bytes": done.num_bytes,
-        }
-        typer.echo(json.dumps(about, indent=1))
-    else:
-        typer.echo(
-            f"{done.path}: {done.num_tensors} tensors of step {done.step}, {done.num_bytes / 1e6:.1f} MB"
-        )
+    if rank == 0:
+        print_export(done, as_json=as_json)
 
 
 def import_dcp_command(
