@@ -45,6 +45,7 @@ from .operations.diff import (
     compare as compare,
 )
 from .operations.export import (
+    Exported as Exported,
     export_safetensors as export_safetensors,
     export_state_dict as export_state_dict,
 )

@@ -1,4 +1,4 @@
-"""The doctor's checks of network, limits, filesystem, clocks, variables, start and Slurm: pure, from given facts."""
+"""The doctor's checks of limits, filesystem, clocks, variables, start and Slurm: pure, from given facts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_limits_that_a_run_may_hit_are_warned_of(
     facts = {
         "limits": all_limits,
         "launcher": {"num_ranks": ranks},
-        "network": network() if rdma else {"ports": []},
+        "network": {"ports": [PORT] if rdma else []},
     }
     found = only(judge_limits(facts), topic)
     assert found.level is Severity.WARNING
