@@ -7,7 +7,7 @@
 # more alone; the run is red when it fails again, and says which tests passed only then. More than ten that fail are a
 # fault of the code, so nothing is repeated.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 bin=${1:?usage: bash scripts/run_tests.sh BIN}
 reports=build/tests
 mkdir -p "$reports"
