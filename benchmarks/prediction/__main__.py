@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return finish(
             console, run, benchmark="prediction", about=about, output=arguments.output, refresh=_refresh
         )
-    cells = compared(launches)
+    cells = compared(launches, calibration_rate=CALIBRATION_RATE)
     records = records_of(cells, calibrated(launches)[0])
     console.print(table_of(records[0].samples["cells"]), markup=False)
     started = {FIGURE: {"all launches": [start.as_json() for start in starts[:1]]}} if starts else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -11,6 +11,7 @@ from benchmarks.results_file import Record
 from hpctrain.scaling import (
     Fit,
     Layout,
+    MeasuredStep,
     Node,
     ReadyBucket,
     Scenario,
@@ -19,6 +20,7 @@ from hpctrain.scaling import (
     binding,
     fit_machine,
     machine_of,
+    overlap_slowdown,
     spread_of_times,
     step_of,
     timed_of,
@@ -104,27 +106,46 @@ def workload_from(alone: Mapping[str, Any], busy: Mapping[str, Any] | None) -> W
     )  # fmt: skip
 
 
-def compared(launches: Sequence[Launch]) -> list[Compared]:
-    """Returns each measured cell of several ranks with its prediction."""
+def compared(launches: Sequence[Launch], *, calibration_rate: str) -> list[Compared]:
+    """Returns each measured cell of several ranks with its prediction. calibration_rate: of the links with which the
+    steps of a pair are used for the calibration."""
     fit, node = calibrated(launches)
     one_node = {launch.layout.ranks: launch.found["steps"] for launch in launches if launch.layout.nodes == 1}
+
+    def scenario(cell: str, rate: str | None, workload: Workload) -> Scenario:
+        machine = machine_of(
+            fit.values, node=node, link_bytes_per_s=None if rate is None else bytes_per_s(rate)
+        )
+        return Scenario(
+            machine=machine, workload=workload, setup=Setup(algorithm=cell.split()[1], wire="fp32")
+        )
+
+    def used(launch: Launch) -> bool:
+        return launch.layout.nodes == 1 or (launch.layout.nodes == 2 and launch.rate == calibration_rate)
+
+    pairs = [launch for launch in launches if launch.layout.nodes == 2 and used(launch)]
+    workloads = {}
+    for cell, steps in one_node[1].items():
+        workload = workload_from(steps, one_node.get(2, {}).get(cell))
+        measured = [
+            MeasuredStep(
+                scenario=scenario(cell, launch.rate, workload), layout=launch.layout,
+                seconds=median(launch.found["steps"][cell]["step_s"]),
+            )
+            for launch in pairs
+        ]  # fmt: skip
+        workloads[cell] = replace(workload, overlap_slowdown=overlap_slowdown(measured))
     found = []
     for launch in launches:
         if launch.layout.ranks == 1:
             continue
         for cell, steps in launch.found["steps"].items():
-            model, algorithm = cell.split()
-            workload = workload_from(one_node[1][cell], one_node.get(2, {}).get(cell))
-            rate = None if launch.rate is None else bytes_per_s(launch.rate)
-            scenario = Scenario(
-                machine=machine_of(fit.values, node=node, link_bytes_per_s=rate), workload=workload,
-                setup=Setup(algorithm=algorithm, wire="fp32"),
-            )  # fmt: skip
+            asked = scenario(cell, launch.rate, workloads[cell])
             found.append(
                 Compared(
-                    name=f"{model}, {algorithm}", layout=launch.layout, rate=launch.rate,
-                    measured_s=median(steps["step_s"]), predicted_s=step_of(scenario, launch.layout).step_s,
-                    binds=binding(scenario, launch.layout)[0], calibrated=launch.layout.nodes == 1,
+                    name=", ".join(cell.split()), layout=launch.layout, rate=launch.rate,
+                    measured_s=median(steps["step_s"]), predicted_s=step_of(asked, launch.layout).step_s,
+                    binds=binding(asked, launch.layout)[0], calibrated=used(launch),
                 )
             )  # fmt: skip
     return found

@@ -39,6 +39,7 @@ from .model.machine import (
     parse_nodes as parse_nodes,
     parse_rate as parse_rate,
 )
+from .model.overlap_slowdown import MeasuredStep as MeasuredStep, overlap_slowdown as overlap_slowdown
 from .model.predict import (
     Fusion as Fusion,
     Scenario as Scenario,

@@ -16,8 +16,8 @@ def predict_command(
     calibration: Annotated[
         list[Path],
         typer.Option(
-            help="A document of `hpctrain bench allreduce --json`, or the directory of a training run on one node; "
-            "give the option once for each, at least one of both."
+            help="A document of `hpctrain bench allreduce --json`, or the directory of a training run on one node or "
+            "on a pair; give the option once for each, at least one document and one run on one node."
         ),
     ],
     nodes: Annotated[

@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.errors import UsageError
+from hpctrain.scaling.model.costs import ALGORITHMS
 from hpctrain.scaling.model.fit import Fit, fit_machine, machine_of, timed_of
-from hpctrain.scaling.model.machine import Layout, Node
+from hpctrain.scaling.model.machine import WIRE_SHARE, Layout, Node
+from hpctrain.scaling.model.overlap_slowdown import MeasuredStep, overlap_slowdown
 from hpctrain.scaling.model.predict import Scenario, Setup, step_of
 from hpctrain.scaling.model.runs import RunRecords, read_run, workload_of
+from hpctrain.scaling.model.workload import Workload
 
 STEP_OF_DIFFERENCE = 1e-2  # of a constant's logarithm
 TWO_SIDED_90 = 1.645
@@ -49,11 +52,7 @@ class Calibration:
         """Returns the scenario with some constants multiplied by exp(logs[name])."""
         values = {name: value * math.exp(logs.get(name, 0.0)) for name, value in self.fit.values.items()}
         machine = machine_of(values, node=self.node, link_bytes_per_s=self.link_bytes_per_s)
-        workload, factor = self.scenario.workload, math.exp(logs.get("compute", 0.0))
-        workload = replace(
-            workload, forward_s=factor * workload.forward_s, backward_s=factor * workload.backward_s,
-            update_s=factor * workload.update_s,
-        )  # fmt: skip
+        workload = self.scenario.workload.with_slower_computation(math.exp(logs.get("compute", 0.0)))
         return replace(self.scenario, machine=machine, workload=workload)
 
     @property
@@ -100,7 +99,8 @@ def calibrate(
     """Reads documents of `hpctrain bench allreduce --json` and run directories, and fits the model.
 
     Of the run directories the one with the fewest ranks gives the workload; others on one node with the same batch
-    for each rank say how much slower cores are when all are busy. link_bytes_per_s: of the links for which is
+    for each rank say how much slower cores are when all are busy, and others on several nodes how much slower
+    computation is while reductions are under way. link_bytes_per_s: of the links for which is
     predicted; None: those of the documents. cores_shared_by: nodes that share the cores of one machine. Raises
     UsageError.
     """
@@ -126,6 +126,11 @@ def calibrate(
     if rate is None:
         notes.append("no rate of the links is known: give --link, or measure with --link-mbit")
     workload = workload_of(alone, busy=busy)
+    spread = [run for run in runs[1:] if run.nodes > 1]
+    workload = replace(
+        workload,
+        overlap_slowdown=_overlap_slowdown(spread, workload, fit=fit, node=node, rates=rates, notes=notes),
+    )
     setup = Setup(
         algorithm=alone.algorithm if alone.ranks > 1 else "hierarchical", wire=alone.wire, overlap=True
     )
@@ -138,6 +143,36 @@ def calibrate(
         # Of a median of n lognormal times; runs of the same program differ by a percent or two besides.
         compute_error=math.hypot(1.2533 * workload.sigma / math.sqrt(steps), 0.02), notes=tuple(notes),
     )  # fmt: skip
+
+
+def _overlap_slowdown(
+    runs: Sequence[RunRecords], workload: Workload, *, fit: Fit, node: Node, rates: Sequence[float], notes: list[str]
+) -> float:  # fmt: skip
+    """rates: nominal, of the links that the runs on several nodes were made with. Adds to `notes` which runs are of no
+    use."""
+    machine = machine_of(fit.values, node=node, link_bytes_per_s=max(rates) if rates else None)
+    measured = []
+    for run in runs:
+        if run.algorithm not in ALGORITHMS or run.wire not in WIRE_SHARE or not run.overlap:
+            notes.append(
+                f"the run on {run.nodes} nodes ({run.algorithm}, {run.wire}) is not used: name one algorithm that has "
+                "a formula (reduction.algorithm) whose reductions overlap with backward"
+            )
+            continue
+        if run.samples != workload.samples:
+            raise UsageError(
+                f"the runs to calibrate with have {workload.samples} and {run.samples} samples for each rank in a "
+                "step: give both the same"
+            )
+        setup = Setup(algorithm=run.algorithm, wire=run.wire)
+        measured.append(
+            MeasuredStep(
+                scenario=Scenario(machine=machine, workload=workload, setup=setup),
+                layout=Layout(run.nodes, run.ranks // run.nodes),
+                seconds=run.step_s - run.input_s - run.checkpoint_s,
+            )
+        )
+    return overlap_slowdown(measured)
 
 
 def calibration_record(calibration: Calibration) -> dict[str, Any]:
@@ -153,6 +188,7 @@ def calibration_record(calibration: Calibration) -> dict[str, Any]:
         "workload": {
             "forward_s": workload.forward_s, "backward_s": workload.backward_s, "update_s": workload.update_s,
             "samples": workload.samples, "sigma": workload.sigma, "busy_slowdown": workload.busy_slowdown,
+            "overlap_slowdown": workload.overlap_slowdown,
             "gradient_bytes": workload.gradient_bytes, "buckets": len(workload.buckets),
             "compute_relative_standard_error": calibration.compute_error,
         },

@@ -76,6 +76,12 @@ def step_of(scenario: Scenario, layout: Layout) -> Step:
     """Returns the seconds of a step of `layout`."""
     workload, setup = scenario.workload, scenario.setup
     machine = _slowest_links(scenario.machine, layout)
+    # On one node whose ranks use every core, hpctrain reduces after backward.
+    node = machine.node
+    full = layout.nodes == 1 and node.threads * layout.ranks_per_node >= node.cores and not node.offloaded
+    after = setup.local_steps > 1 or not setup.overlap or full
+    if layout.ranks > 1 and not after:
+        workload = workload.with_slower_computation(workload.overlap_slowdown)
     factor = _compute_factor(machine, workload, layout) * slowest_factor(workload.sigma, layout.ranks)
     forward_s, backward_s = factor * workload.forward_s, factor * workload.backward_s
     update_s = factor * workload.update_s
@@ -86,10 +92,6 @@ def step_of(scenario: Scenario, layout: Layout) -> Step:
 
     vote = cost_of("flat", VOTE_BYTES, wire="fp32", layout=layout, machine=machine)
     costs = [cost(bucket.num_bytes) for bucket in workload.buckets]
-    # On one node whose ranks use every core, hpctrain reduces after backward.
-    node = machine.node
-    full = layout.nodes == 1 and node.threads * layout.ranks_per_node >= node.cores and not node.offloaded
-    after = setup.local_steps > 1 or not setup.overlap or full
     ready_s = [backward_s * (1.0 if after else bucket.ready) for bucket in workload.buckets]
     reduced = _reduced(scenario, ready_s, costs, cost)
     exposed_s = max(0.0, reduced.end_s - backward_s)
@@ -193,7 +195,7 @@ def _no_crowd(scenario: Scenario) -> Scenario:
         scenario.machine.node, cores=1 << 40, sum_bytes_per_s=float("inf"), code_bytes_per_s=float("inf"),
         wire_bytes_per_s=float("inf"),
     )  # fmt: skip
-    workload = replace(scenario.workload, busy_slowdown=1.0)
+    workload = replace(scenario.workload, busy_slowdown=1.0, overlap_slowdown=1.0)
     return replace(scenario, machine=replace(scenario.machine, node=node), workload=workload)
 
 

@@ -23,8 +23,9 @@ class Workload:
     forward_s, backward_s: of `samples` samples. update_s: optimizer and all else that happens after the reduction.
     buckets: in the order of their reduction. input_bytes: read by each rank in a step. sigma: spread of a rank's time
     from step to step, see `slowest_factor`. busy_slowdown: factor on the computation where every core of the machine
-    is busy, over one busy core. input_s: for which a step waits for its batch even if no other rank reads.
-    checkpoint_s: time for which a step is lengthened by saving, on average over all steps.
+    is busy, over one busy core. overlap_slowdown: factor on the computation of several ranks while reductions
+    overlap with it; measured on a pair of nodes. input_s: for which a step waits for its batch even if no other rank
+    reads. checkpoint_s: time for which a step is lengthened by saving, on average over all steps.
     """
 
     forward_s: float
@@ -34,6 +35,7 @@ class Workload:
     buckets: tuple[ReadyBucket, ...]
     sigma: float = 0.0
     busy_slowdown: float = 1.0
+    overlap_slowdown: float = 1.0
     input_bytes: float = 0.0
     input_s: float = 0.0
     checkpoint_s: float = 0.0
@@ -51,6 +53,13 @@ class Workload:
     @property
     def compute_s(self) -> float:
         return self.forward_s + self.backward_s + self.update_s
+
+    def with_slower_computation(self, factor: float) -> Workload:
+        """The same with all of its computation longer by a factor."""
+        return replace(
+            self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s,
+            update_s=factor * self.update_s,
+        )  # fmt: skip
 
     def with_samples(self, samples: int) -> Workload:
         """The same for another number of samples: forward and backward in proportion, the rest as it is."""

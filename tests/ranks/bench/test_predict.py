@@ -54,6 +54,11 @@ def test_a_pair_of_nodes_and_one_rank_predict_a_thousand_nodes(tmp_path: Path) -
         env={"HPCTRAIN_RANKS_PER_NODE": "1"}, expect=0,
     )  # fmt: skip
     run_command(None, [*HPCTRAIN, "train", "recipe.toml"], cwd=tmp_path, expect=0)
+    run_command(
+        2, [*HPCTRAIN, "train", "recipe.toml", "--set", "run.directory=pair", "--set", "data.global_batch=64",
+         "--set", "reduction.algorithm=hierarchical"],
+        cwd=tmp_path, env={"HPCTRAIN_RANKS_PER_NODE": "1"}, expect=0,
+    )  # fmt: skip
     profiles = [r for r in read_records(tmp_path / "run/metrics/rank-00000.jsonl") if r["kind"] == "buckets"]
     assert len(profiles) == 1
     assert len(profiles[0]["bytes"]) == len(profiles[0]["ready_s"]) > 1
@@ -61,7 +66,17 @@ def test_a_pair_of_nodes_and_one_rank_predict_a_thousand_nodes(tmp_path: Path) -
     assert 0 < profiles[0]["ready_s"][-1] <= profiles[0]["backward_s"]
 
     found = tmp_path / "predicted.json"
-    command = ["bench", "predict", "--calibration", str(pair), "--calibration", "run", "--nodes", "1..1024"]
+    command = [
+        "bench",
+        "predict",
+        "--calibration",
+        str(pair),
+        "--calibration",
+        "run",
+        "--calibration",
+        "pair",
+    ]
+    command += ["--nodes", "1..1024"]
     result = run_command(
         None, [*HPCTRAIN, *command, "--ranks-per-node", "2", "--link", "1gbit", "--json", str(found)],
         cwd=tmp_path, expect=0,
@@ -70,6 +85,8 @@ def test_a_pair_of_nodes_and_one_rank_predict_a_thousand_nodes(tmp_path: Path) -
     document = json.loads(found.read_text())
     assert document["schema"] == "hpctrain.bench.predict/1"
     assert document["calibration"]["workload"]["gradient_bytes"] == sum(profiles[0]["bytes"])
+    assert 1 <= document["calibration"]["workload"]["overlap_slowdown"] < 8
+    assert "is not used" not in " ".join(result.stdout.split() + result.stderr.split())
     rows = document["predictions"]
     assert [row["nodes"] for row in rows] == [2**k for k in range(11)]
     for row in rows:

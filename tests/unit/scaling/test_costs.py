@@ -15,6 +15,7 @@ from hpctrain.scaling import (
     Layout,
     Link,
     Machine,
+    MeasuredStep,
     Node,
     ReadyBucket,
     Scenario,
@@ -27,6 +28,7 @@ from hpctrain.scaling import (
     cost_of,
     even_buckets,
     fit_machine,
+    overlap_slowdown,
     parse_nodes,
     parse_rate,
     predicted_efficiency,
@@ -174,6 +176,21 @@ def test_a_step_is_never_shorter_than_computation_or_communication() -> None:
 def test_without_overlap_a_step_is_longer() -> None:
     after = replace(SCENARIO, setup=replace(SCENARIO.setup, overlap=False))
     assert step_of(after, Layout(8, 1)).step_s > 1.2 * step_of(SCENARIO, Layout(8, 1)).step_s
+
+
+def test_slower_computation_is_found_again_from_steps_whose_reductions_overlap() -> None:
+    slower = replace(SCENARIO, workload=replace(WORKLOAD, overlap_slowdown=1.4))
+    measured = [
+        MeasuredStep(scenario=SCENARIO, layout=layout, seconds=step_of(slower, layout).step_s)
+        for layout in (Layout(2, 1), Layout(2, 2))
+    ]
+    assert overlap_slowdown(measured) == pytest.approx(1.4, rel=1e-3)
+    quicker = [replace(one, seconds=0.5 * one.seconds) for one in measured]
+    assert overlap_slowdown(quicker) == overlap_slowdown([]) == 1.0
+    # One rank reduces nothing, and where all cores of one node are taken reductions begin after backward.
+    full = replace(slower, machine=replace(MACHINE, node=replace(MACHINE.node, cores=2)))
+    assert step_of(slower, Layout(1, 1)).step_s == WORKLOAD.compute_s
+    assert step_of(full, Layout(1, 2)) == step_of(replace(full, workload=WORKLOAD), Layout(1, 2))
 
 
 def _changed(name: str) -> Scenario:
