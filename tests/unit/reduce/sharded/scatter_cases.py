@@ -79,8 +79,12 @@ def make_updater(
 
 
 def net_of(dtype: torch.dtype) -> Net:
-    torch.manual_seed(3)
-    return Net().to(dtype)
+    """The same on every rank."""
+    net, random = Net(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
+    return net.to(dtype)
 
 
 def samples(step: int, dtype: torch.dtype) -> torch.Tensor:

@@ -51,7 +51,7 @@ def test_float64_equals_one_rank(layout: str, overlap: bool) -> None:
     """Also with clipping, uneven shares and elements that no whole vector holds."""
     plan = Plan(
         shard="none", layout="a", dtype=torch.float64, steps=20, clip_norm=0.1, micro_batches=3, overlap=overlap,
-        align_elems=1,
+        align_elems=1, rare_at=(),
     )  # fmt: skip
     (alone,) = trained(plan)
     for shard in SHARDED:
@@ -187,14 +187,14 @@ def test_misuse_is_refused_and_close_gives_the_parameters_back() -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         plan = Plan(shard="gradients", layout="ab")
         updater, reducer = make_updater(world, plan, optimizer)
-        net(torch.ones(1, 3, 4, 4)).sum().backward()
+        net(torch.ones(1, 3, 4, 4), with_rare=True).sum().backward()
         assert all(parameter.grad is None for parameter in net.parameters())
         net.scale.grad = torch.tensor(1.0)
         with pytest.raises(UsageError, match="gradients were set"):
             updater.step()
         net.scale.grad = None
         with pytest.raises(UsageError, match="backward ran twice"):
-            net(torch.ones(1, 3, 4, 4)).sum().backward()
+            net(torch.ones(1, 3, 4, 4), with_rare=True).sum().backward()
         updater.zero_grad()
         updater.step()
         moved = net.rare.data
