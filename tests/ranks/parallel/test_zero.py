@@ -95,4 +95,5 @@ def test_error_feedback_goes_on_in_another_layout(
     for found in launches[ranks]:
         continued = found[f"{saved} continued"]
         assert len(continued["steps"]) == LATER - STEPS
-        assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=0.05)
+        losses, exact = ([step[0] for step in steps] for steps in (continued["steps"], whole))
+        assert losses == pytest.approx(exact, rel=0.2, abs=1e-5)

@@ -44,12 +44,12 @@ class Block(torch.nn.Module):
 
 
 class Picture(torch.nn.Module):
-    """A convolution, in channels-last memory, over what the layer before has made of a sample."""
+    """A convolution over what the layer before has made of a sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_format: torch.memory_format) -> None:
         super().__init__()
         self.enter = torch.nn.Linear(3, 2 * 36)
-        self.conv = torch.nn.Conv2d(2, 24, 3, padding=1).to(memory_format=torch.channels_last)
+        self.conv = torch.nn.Conv2d(2, 24, 3, padding=1).to(memory_format=memory_format)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.conv(self.enter(x).view(-1, 2, 6, 6)).mean((2, 3))
@@ -57,9 +57,23 @@ class Picture(torch.nn.Module):
 
 
 class Wide(Layers):
+    """fsdp: without channels-last memory, which FSDP2 does not take."""
+
+    def __init__(self, *, fsdp: bool) -> None:
+        super().__init__()
+        self._memory_format = torch.contiguous_format if fsdp else torch.channels_last
+
     def build_model(self) -> torch.nn.Module:
         blocks = torch.nn.Sequential(*(Block() for _ in range(2)))
-        return torch.nn.Sequential(Picture(), blocks, torch.nn.Linear(24, 2))
+        return torch.nn.Sequential(Picture(self._memory_format), blocks, torch.nn.Linear(24, 2))
+
+
+def train_wide(
+    world: World, where: Path, name: str, layout: dict[str, str], **sections: Any
+) -> dict[str, Any]:
+    fsdp = layout.get("shard") == "parameters"
+    reduction = {} if fsdp else REDUCTION
+    return train(world, where, name, layout, task=Wide(fsdp=fsdp), **{**reduction, **sections})
 
 
 def everything(world: World, directory: str) -> dict[str, Any]:
@@ -68,9 +82,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run(name: str, layout: dict[str, str], **sections: Any) -> None:
-        fsdp = layout.get("shard") == "parameters"
-        reduction = {} if fsdp else REDUCTION
-        found[name] = train(world, where, f"{size}-{name}", layout, task=Wide(), **{**reduction, **sections})
+        found[name] = train_wide(world, where, f"{size}-{name}", layout, **sections)
 
     layouts = {"none": {}, "optimizer": OPTIMIZER, "gradients": GRADIENTS}
     for name, layout in layouts.items():
@@ -88,8 +100,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     continued = [(entry, {}) for entry in CONTINUED[size]]
     continued += [(entry, {"precision": "fp32", **INT8}) for entry in INT8_CONTINUED[size]]
     for (ranks, name, layout), sections in continued:
-        reduction = {} if layout.get("shard") == "parameters" else REDUCTION
-        found[f"{ranks}-{name} continued"] = train(
-            world, where, f"{ranks}-{name}", layout, task=Wide(), steps=LATER, **{**reduction, **sections}
+        found[f"{ranks}-{name} continued"] = train_wide(
+            world, where, f"{ranks}-{name}", layout, steps=LATER, **sections
         )
     return found
