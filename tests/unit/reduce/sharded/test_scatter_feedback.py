@@ -32,7 +32,7 @@ def test_what_a_step_rounds_off_comes_with_a_later_one(layout: str) -> None:
         return weights.detach().clone()
 
     exact = -steps * gradients.sum(0)
-    # The largest rounding of a step: of sums within a node, from all other nodes. Without feedback it would come 50 times.
+    # The largest rounding of a step: sums of nodes, from all other nodes. Without feedback it would come 50 times.
     rounding = len(layout) * gradients.abs().max() * 2 / 254
     for found in run_threads(len(layout), case, timeout_s=300):
         assert (found - exact).abs().max() < 2 * rounding
