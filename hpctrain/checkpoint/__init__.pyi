@@ -15,6 +15,7 @@ from .format.state import (
     Replicated as Replicated,
     Shard as Shard,
     State as State,
+    element_items as element_items,
     model_items as model_items,
     tensor_items as tensor_items,
 )

@@ -1,4 +1,13 @@
 from .blocks import repeated_blocks as repeated_blocks
+from .element_shards import (
+    ElementShard as ElementShard,
+    element_shard as element_shard,
+    flat_view as flat_view,
+    forget_elements as forget_elements,
+    hold_elements as hold_elements,
+    is_dense as is_dense,
+    memory_order as memory_order,
+)
 from .open_groups import open_process_group as open_process_group, two_level_sums as two_level_sums
 from .operations import (
     all_gather as all_gather,
@@ -22,6 +31,7 @@ from .sharded_tensors import (
     is_sharded_tensor as is_sharded_tensor,
     local_part as local_part,
     part_of as part_of,
+    shard_of as shard_of,
     sharded_as as sharded_as,
 )
 from .split_model import (

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 from hpctrain.errors import UsageError
 
-Shard: TypeAlias = Literal["none", "parameters"]
+Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
 Checkpointing: TypeAlias = Literal["none", "blocks"]
 
@@ -16,9 +16,10 @@ Checkpointing: TypeAlias = Literal["none", "blocks"]
 class ParallelPlan:
     """How a model is split.
 
-    shard: `none`, every rank holds all of it; `parameters`, each rank holds a part of the parameters, gradients and
-    optimizer state (ZeRO-3). shard_within: parts over all ranks (`world`), or over the ranks of a node, with a replica
-    on each node (`node`, HSDP). activation_checkpointing: of the repeated `blocks`, or `none`.
+    shard: `none`, every rank holds all of it; `optimizer`, each rank holds a part of the optimizer state (ZeRO-1);
+    `gradients`, of the gradients too (ZeRO-2); `parameters`, of the parameters too (ZeRO-3). shard_within: parts over
+    all ranks (`world`), or, of parameters, over the ranks of a node, with a replica on each node (`node`, HSDP).
+    activation_checkpointing: of the repeated `blocks`, or `none`.
     Raises UsageError for other values.
     """
 
@@ -32,3 +33,8 @@ class ParallelPlan:
         for name, value, kind in zip(names, given, (Shard, Within, Checkpointing), strict=True):
             if value not in get_args(kind):
                 raise UsageError(f"{name} is {value!r}: choose {' or '.join(get_args(kind))}")
+        if self.shard in ("optimizer", "gradients") and self.shard_within == "node":
+            raise UsageError(
+                f"shard_within is 'node' with shard = {self.shard!r}, whose parts are over all ranks: leave it out, or "
+                "use shard = 'parameters'"
+            )

@@ -6,8 +6,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hpctrain.distributed.plan import Shard
+
 # Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
-_SHARDED = "_hpctrain_sharded"
+_SHARD = "_hpctrain_shard"
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
@@ -17,13 +19,19 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Returns True if `parallelize` has sharded the model: then every forward and backward is collective."""
-    return getattr(model, _SHARDED, False) is True
+    """Returns True if `parallelize` has sharded the parameters: then every forward and backward is collective."""
+    return shard_of(model) == "parameters"
 
 
-def mark_sharded(model: torch.nn.Module) -> None:
-    """Makes `is_sharded` return True for the model."""
-    setattr(model, _SHARDED, True)
+def shard_of(model: torch.nn.Module) -> Shard:
+    """Returns what of the model `parallelize` has sharded."""
+    shard: Shard = getattr(model, _SHARD, "none")
+    return shard
+
+
+def mark_sharded(model: torch.nn.Module, shard: Shard) -> None:
+    """Makes `shard_of` return `shard` for the model."""
+    setattr(model, _SHARD, shard)
 
 
 def local_part(tensor: Any) -> torch.Tensor:

@@ -30,15 +30,16 @@ def parallelize(
     """Splits `model` as `plan` says, in place. Collective; before its optimizer is made.
 
     With sharded parameters rank 0's parameters and buffers are copied to all ranks first, and forward and backward are
-    collective afterwards. timeout_s: of NCCL's operations. Returns True if it has initialised `torch.distributed`,
-    which the caller then ends. Raises UsageError or TopologyError on every rank for a plan that does not fit model or
-    ranks, and changes nothing then; LaunchError without MPI.
+    collective afterwards. Optimizer state and gradients are sharded by the model's updater, which finds the wish in the
+    model. timeout_s: of NCCL's operations. Returns True if it has initialised `torch.distributed`, which the caller
+    then ends. Raises UsageError or TopologyError on every rank for a plan that does not fit model or ranks, and changes
+    nothing then; LaunchError without MPI.
     """
 
     def check() -> Sequence[Sequence[int]]:
         if plan.activation_checkpointing == "blocks":
             _check_blocks(model)
-        if plan.shard == "none":
+        if plan.shard != "parameters":
             return ()
         _check_shardable(model)
         mesh = ParallelMesh.plan(topology)
@@ -53,7 +54,7 @@ def parallelize(
     if groups:
         broadcast_model(world, model)
         _shard_parameters(model, groups, device=device)
-        mark_sharded(model)
+    mark_sharded(model, plan.shard)
     return opens
 
 

@@ -44,4 +44,6 @@ from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdat
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
+from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
+from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
 from .sharded.sharded_updater import ShardedUpdater as ShardedUpdater

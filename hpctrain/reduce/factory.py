@@ -8,14 +8,27 @@ from pathlib import Path
 from typing import final
 
 from hpctrain.comm import Transport, World, is_true_everywhere, make_two_level
-from hpctrain.errors import CommunicationError
-from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, candidates, check_wire, decide
+from hpctrain.errors import CommunicationError, UsageError
+from hpctrain.reduce.algorithms import (
+    AUTO,
+    CODEC_WIRES,
+    LIBRARY_ALGORITHMS,
+    SPARSE_WIRES,
+    Algorithm,
+    Decision,
+    Means,
+    candidates,
+    check_wire,
+    decide,
+    parse_algorithm,
+)
 from hpctrain.reduce.codecs.registry import codec_named
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
 from hpctrain.reduce.collective_reducers.single_rank import LocalReducer
 from hpctrain.reduce.collective_reducers.top_k import TopKReducer
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer
+from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.shared_memory.engine_reducer import EngineReducer
 from hpctrain.reduce.shared_memory.partition import one_rank_nodes
 from hpctrain.reduce.shared_memory.summation import COMPILED
@@ -90,6 +103,50 @@ class ReducerMaker:
             )  # fmt: skip
         return self._engine(decision.algorithm, wire=wire)
 
+    def make_scatter(self, algorithm: str, *, wire: str) -> ScatterReducer:
+        """Makes the reducer of a sharded optimizer, in two levels or, with `direct`, in one. Collective.
+
+        algorithm: a name, or `auto`; reports through `note` if it is another one. Raises UsageError on every rank for a
+        wire format that does not encode every value, and without messages.
+        """
+        check_wire(wire)
+        if wire in SPARSE_WIRES:
+            raise UsageError(
+                f"wire format {wire!r} does not send each value to its owner, which a sharded optimizer needs: choose "
+                f"one of {', '.join(CODEC_WIRES)}",
+                agreed=True,
+            )
+        if not self.means.messages:
+            raise UsageError(
+                f"the backend {self.means.backend} has no point-to-point messages here, which a sharded optimizer "
+                "needs: use run.backend = 'mpi', or shard = 'none'",
+                agreed=True,
+            )
+        wanted = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
+        two_levels = wanted is not Algorithm.DIRECT
+        runs = (
+            decide(Algorithm.HIERARCHICAL, wire="int8", means=self.means) if two_levels else Decision(wanted)
+        )
+        if wanted is Algorithm.HIERARCHICAL and algorithm != AUTO and runs.note is not None:
+            self._note_once(runs.note)
+        elif algorithm not in (AUTO, runs.algorithm.value):
+            self._note_once(
+                f"reduction: {algorithm} was asked for, {runs.algorithm.value} is used: the gradients of a sharded "
+                "optimizer are sent to their owners"
+            )
+        return ScatterReducer(
+            self._transport(),
+            comm=self._world.duplicate(),
+            levels=self._levels(runs.algorithm),
+            algorithm=runs.algorithm.value,
+            codec=codec_named(wire),
+            feedback=wire == "int8",
+        )
+
+    def _levels(self, algorithm: Algorithm) -> Topology:
+        two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
+        return self._topology if two_levels else one_rank_nodes(self._topology.num_ranks)
+
     def _of_library(self, algorithm: Algorithm, *, wire: str) -> CollectiveReducer:
         """Makes a reducer that uses the reduction backend's operations and closes its world. Collective."""
         world = self._world.open_reduction_world()
@@ -103,7 +160,6 @@ class ReducerMaker:
         )
 
     def _engine(self, algorithm: Algorithm, *, wire: str) -> EngineReducer:
-        two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
         ring = algorithm in (Algorithm.RING, Algorithm.HIERARCHICAL_RING)
         if COMPILED is None:
             self._note_once(
@@ -113,7 +169,7 @@ class ReducerMaker:
         return EngineReducer(
             self._transport(),
             comm=self._world.duplicate(),
-            levels=self._topology if two_levels else one_rank_nodes(self._topology.num_ranks),
+            levels=self._levels(algorithm),
             algorithm=algorithm.value,
             exchange="ring" if ring else "direct",
             codec=codec_named(wire),

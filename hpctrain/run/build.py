@@ -85,7 +85,7 @@ def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
         model = session.parallelize(parts.model, plan)
     except UsageError as error:
         raise RecipeError(f"section [parallel]: {error}", agreed=error.agreed) from error
-    if plan.shard == "none":
+    if plan.shard != "parameters":
         return parts
     # FSDP2 has replaced the parameters.
     return replace(parts, model=model, optimizer=build_optimizer(model, recipe.optimizer))

@@ -139,7 +139,9 @@ def _describe_backend(session: Session, reduction: Reduction | None) -> str:
 def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
     if reduction is None:
         return f"parameters sharded within the {recipe.parallel.shard_within}"
-    return f"{reduction.algorithm} reduction, {reduction.wire} on the wire"
+    shard = recipe.parallel.shard
+    sharded = f", {shard} sharded" if shard != "none" else ""
+    return f"{reduction.algorithm} reduction, {reduction.wire} on the wire{sharded}"
 
 
 def print_start(recipe: Recipe, session: Session, *, reduction: Reduction | None, dataset: Dataset) -> None:

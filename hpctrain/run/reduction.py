@@ -8,19 +8,24 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm import World
+from hpctrain.comm import Collective, World
+from hpctrain.distributed import Shard
 from hpctrain.reduce import (
     AUTO,
     DEFAULT_BUCKET_BYTES,
     LIBRARY_ALGORITHMS,
     SPARSE_WIRES,
     Algorithm,
+    AllReduceUpdater,
     AutoReducer,
     BucketReducer,
     CalibrationFiles,
     Candidate,
     InBackground,
+    LossScale,
     ReducerMaker,
+    ScatterReducer,
+    ScatterUpdater,
     check_wire,
     find_choice,
     parse_algorithm,
@@ -49,12 +54,13 @@ class ReductionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """The reducer that was made. overlap: reduce during backward. record: the choice and its measurements, as JSON.
+    """The reducer that was made, a `ScatterReducer` for a sharded optimizer.
 
+    overlap: reduce during backward. record: the choice and its measurements, as JSON.
     crowded: whether ranks outnumber the cores that they share.
     """
 
-    reducer: BucketReducer
+    reducer: BucketReducer | ScatterReducer
     wire: str
     bucket_bytes: int
     overlap: bool
@@ -64,6 +70,25 @@ class Reduction:
     @property
     def algorithm(self) -> str:
         return self.reducer.algorithm
+
+    def updater(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        comm: Collective,
+        shard: Shard,
+        loss_scale: LossScale | None,
+        clip_norm: float | None,
+    ) -> AllReduceUpdater | ScatterUpdater:
+        """Returns the updater that reduces so. comm: all ranks. shard: of the model. Collective."""
+        given: dict[str, Any] = {
+            "comm": comm, "bucket_bytes": self.bucket_bytes, "loss_scale": loss_scale, "clip_norm": clip_norm,
+            "overlap": self.overlap, "crowded": self.crowded,
+        }  # fmt: skip
+        if isinstance(self.reducer, ScatterReducer):
+            keeps = shard != "gradients"
+            return ScatterUpdater(optimizer, reducer=self.reducer, keeps_gradients=keeps, **given)
+        return AllReduceUpdater(optimizer, reducer=self.reducer, **given)
 
     @property
     def by_library(self) -> bool:
@@ -80,6 +105,7 @@ def make_reduction(
     topology: Topology,
     device: torch.device,
     gradient_bytes: int,
+    shard: Shard = "none",
     overlap: bool = True,
     spare_core: bool = True,
     crowded: bool = False,
@@ -89,13 +115,24 @@ def make_reduction(
     """Makes the reducer requested by `plan`, or the one that runs instead, which is reported to `note`. Collective.
 
     With `auto`, measures for at most two seconds unless a file has the result. gradient_bytes: size of all gradients
-    of one rank. overlap: whether reductions run during backward. spare_core: whether each rank has a core that its
-    threads leave free. crowded: whether ranks outnumber the cores that they share: then `auto` measures reductions
-    during computation, if they overlap. nccl: the NCCL algorithm that Horovod was set to.
+    of one rank. shard: what of the model is sharded, by a `ScatterUpdater`. overlap: whether reductions run during
+    backward. spare_core: whether each rank has a core that its threads leave free. crowded: whether ranks outnumber the
+    cores that they share: then `auto` measures reductions during computation, if they overlap. nccl: the NCCL algorithm
+    that Horovod was set to.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
     )
+    if shard != "none" and world.num_ranks > 1:
+        wire = "fp32" if plan.wire == AUTO else plan.wire
+        scatter = maker.make_scatter(plan.algorithm, wire=wire)
+        bucket_bytes = plan.bucket_bytes or DEFAULT_BUCKET_BYTES
+        record = {
+            "source": f"parallel.shard = {shard}", "wire": wire, "bucket_bytes": bucket_bytes, "overlap": overlap,
+        }  # fmt: skip
+        return Reduction(
+            reducer=scatter, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap, crowded=crowded, record=record
+        )  # fmt: skip
     if AUTO not in (plan.algorithm, plan.wire):
         reducer = maker.make(parse_algorithm(plan.algorithm), wire=plan.wire)
         bucket_bytes = plan.bucket_bytes or DEFAULT_BUCKET_BYTES

@@ -16,8 +16,18 @@ from hpctrain.comm import (
     nccl_in_effect,
     why_no_nccl,
 )
+from hpctrain.distributed import Shard
 from hpctrain.launch import RankCores, cpu_share, in_effect
-from hpctrain.reduce import AUTO, TWO_LEVELS, Algorithm, BucketReducer, Means, decide, parse_algorithm
+from hpctrain.reduce import (
+    AUTO,
+    TWO_LEVELS,
+    Algorithm,
+    BucketReducer,
+    Means,
+    ScatterReducer,
+    decide,
+    parse_algorithm,
+)
 from hpctrain.run.reduction import Reduction, ReductionPlan, make_reduction
 from hpctrain.topology import Topology
 
@@ -47,17 +57,21 @@ class Reductions:
         self._horovod = horovod
         self._note = note
         self._cores = cores
-        self._reducers: list[BucketReducer] = []  # in creation order, which is the same on all ranks
+        # In creation order, which is the same on all ranks.
+        self._reducers: list[BucketReducer | ScatterReducer] = []
         self._sums: list[World] = []
 
-    def make(self, plan: ReductionPlan, *, gradient_bytes: int, computes: bool = True) -> Reduction:
+    def make(
+        self, plan: ReductionPlan, *, gradient_bytes: int, shard: Shard = "none", computes: bool = True
+    ) -> Reduction:
         """Returns the reduction of one updater's buckets. Collective. Its memory is freed by `close`.
 
-        gradient_bytes: size of all gradients of one rank. computes: whether the ranks compute while they reduce.
+        gradient_bytes: size of all gradients of one rank. shard: `optimizer` or `gradients` for a `ScatterUpdater`.
+        computes: whether the ranks compute while they reduce.
         """
         spare_core = self.has_spare_core()
         made = make_reduction(
-            self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes,
+            self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes, shard=shard,
             overlap=self.overlap(spare_core=spare_core), spare_core=spare_core, crowded=computes and self.crowded(),
             nccl=self.nccl(plan.algorithm), note=self._note,
         )  # fmt: skip

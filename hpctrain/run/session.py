@@ -26,7 +26,7 @@ from hpctrain.comm import (
     open_world,
 )
 from hpctrain.data import Dataset, Loader, Samples, open_together
-from hpctrain.distributed import ParallelPlan, broadcast_model, end_process_group, is_sharded, parallelize
+from hpctrain.distributed import ParallelPlan, broadcast_model, end_process_group, parallelize, shard_of
 from hpctrain.errors import ExitCode, HpctrainError, UsageError
 from hpctrain.launch import (
     RankCores,
@@ -37,7 +37,7 @@ from hpctrain.launch import (
     may_starve,
     read_cores,
 )
-from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ShardedUpdater
+from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ScatterUpdater, ShardedUpdater
 from hpctrain.resilience import keep_freed_memory, shortage
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
@@ -56,7 +56,7 @@ from hpctrain.train import (
 )
 
 T = TypeVar("T")
-SessionUpdater: TypeAlias = AllReduceUpdater | ShardedUpdater
+SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater
 
 
 @final
@@ -138,15 +138,16 @@ class Session:
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        Of a model that `parallelize` has sharded, a `ShardedUpdater`: FSDP2 reduces, the arguments of the reduction are
-        ignored.
+        Of a model that `parallelize` has sharded: with `optimizer` or `gradients` a `ScatterUpdater`, on more than one
+        rank; with `parameters` a `ShardedUpdater`: FSDP2 reduces, the arguments of the reduction are ignored.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
         algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
         if one has another model or trains another part of it.
         """
-        if is_sharded(model):
+        shard = shard_of(model)
+        if shard == "parameters":
             sharded = ShardedUpdater(
                 model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
             )
@@ -155,11 +156,10 @@ class Session:
         broadcast_model(self.world, model)
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
-            reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model))
-        updater = AllReduceUpdater(
-            optimizer, comm=self.world, reducer=reduction.reducer, bucket_bytes=reduction.bucket_bytes,
-            loss_scale=loss_scale, clip_norm=clip_norm, overlap=reduction.overlap, crowded=reduction.crowded,
-        )  # fmt: skip
+            reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model), shard=shard)
+        updater = reduction.updater(
+            optimizer, comm=self.world, shard=shard, loss_scale=loss_scale, clip_norm=clip_norm
+        )
         self._models[updater] = model
         return updater
 

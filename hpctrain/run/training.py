@@ -167,9 +167,9 @@ def carry_out(
     )
     parts = parallelized(parts, recipe, session=session)
     reduction = None
-    if recipe.parallel.shard == "none":
+    if recipe.parallel.shard != "parameters":
         reduction = session.reductions.make(
-            reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model)
+            reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model), shard=recipe.parallel.shard
         )
     environment = {**environment_record(session, commit=commit), **reduction_record(reduction)}
     if recipe.reduction.sync_batch_norm:

@@ -10,6 +10,7 @@ from hpctrain.reduce import (
     AllReduceUpdater,
     BucketReducer,
     ReducerMaker,
+    ScatterUpdater,
     Updater,
     codec_named,
     parse_algorithm,
@@ -84,6 +85,24 @@ class TestAllReduceUpdater(UpdaterContract):
         maker = ReducerMaker(world, topology=Topology.from_node_names(["a"] * world.num_ranks))
         reducer = maker.make(parse_algorithm("hierarchical"), wire="fp32")
         return AllReduceUpdater(optimizer, comm=world.duplicate(), reducer=reducer, bucket_bytes=100)
+
+
+class TestShardedOptimizer(UpdaterContract):
+    nodes, keeps_gradients = "aabb", True
+
+    def make(self, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Updater:
+        maker = ReducerMaker(world, topology=Topology.from_node_names(list(self.nodes[: world.num_ranks])))
+        if world.num_ranks == 1:  # there is nothing to shard
+            whole = maker.make(parse_algorithm("flat"), wire="fp32")
+            return AllReduceUpdater(optimizer, comm=world.duplicate(), reducer=whole, bucket_bytes=100)
+        return ScatterUpdater(
+            optimizer, comm=world.duplicate(), reducer=maker.make_scatter("auto", wire="fp32"), bucket_bytes=100,
+            keeps_gradients=self.keeps_gradients, align_elems=1,
+        )  # fmt: skip
+
+
+class TestShardedGradients(TestShardedOptimizer):
+    nodes, keeps_gradients = "abca", False
 
 
 class TestDirectEngine(EngineContract):

@@ -17,6 +17,7 @@ from hpctrain.reduce import (
     LowRankReducer,
     Means,
     ReducerMaker,
+    ScatterReducer,
     TopKReducer,
     decide,
     parse_algorithm,
@@ -95,6 +96,7 @@ class ReducersHere:
             device=session.device, gradient_bytes=self._gradient_bytes, nccl=self._nccl, note=session.note,
         )  # fmt: skip
         self.calibrations[algorithm, wire] = made.record
+        assert not isinstance(made.reducer, ScatterReducer)
         return made.reducer
 
     def runs(self, algorithm: str, wire: str, *, num_bytes: int) -> str | None:

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hpctrain.checkpoint.format.boxes import Box
+from hpctrain.checkpoint.format.boxes import Box, boxes_of_range
 from hpctrain.checkpoint.format.dtypes import check_plain, dtype_name
-from hpctrain.distributed import box_of, is_first_replica, is_sharded_tensor, local_part
+from hpctrain.distributed import ElementShard, box_of, is_first_replica, is_sharded_tensor, local_part
 from hpctrain.errors import CheckpointError
 
 
@@ -68,6 +68,27 @@ def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
     if not part.numel() or not is_first_replica(tensor):
         return []
     return [Shard(name=name, tensor=part, global_shape=tuple(tensor.shape), offset=box_of(tensor)[0])]
+
+
+def element_items(name: str, part: torch.Tensor, *, shard: ElementShard) -> list[Item]:
+    """Returns the shards of what a rank holds for its elements of a parameter: boxes of a tensor of its shape.
+
+    part: of the shape of `shard.part`, perhaps empty, or another that belongs to the parameter as a whole, such as a
+    counter: of these the rank with the first element saves its own.
+    """
+    if part.shape != shard.part.shape:
+        offset = (0,) * part.dim()
+        whole = Shard(name=name, tensor=part, global_shape=tuple(part.shape), offset=offset)
+        return [whole] if shard.begin == 0 else []
+    items: list[Item] = []
+    values, begin = part.detach().reshape(-1), 0
+    places = [shard.dims.index(dim) for dim in range(len(shard.dims))]
+    for box in boxes_of_range(shard.memory_shape, start=shard.begin, stop=shard.end):
+        tensor = values[begin : begin + box.num_elems].view(box.shape).permute(places)
+        offset = tuple(box.offset[place] for place in places)
+        items.append(Shard(name=name, tensor=tensor, global_shape=shard.shape, offset=offset))
+        begin += box.num_elems
+    return items
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

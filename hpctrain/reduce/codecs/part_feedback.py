@@ -65,6 +65,15 @@ class CodecFeedback:
     def encode_sum(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
         self.encode(values, first=self.own.start, out=out)
 
+    def add_to(self, values: torch.Tensor, *, first: int) -> None:
+        """Adds their earlier error to `values`, which are not encoded, so that there is no new one.
+
+        first: their offset in the part.
+        """
+        place = slice(first, first + values.numel())
+        values.add_(self.lost[place])
+        self._new[place].zero_()
+
     def settle(self, *, applied: bool, rescale: float) -> None:
         """Ends the step: the new errors take effect if it was `applied`. rescale: next loss scale / this one's."""
         if applied:

@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 
+from hpctrain.distributed import memory_order
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, GradientSpec, Slot, sum_dtype
 
@@ -175,7 +176,7 @@ def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch
     if parameter.is_complex():
         return _Place(number, flat.view(*parameter.shape, 2), None, True)
     # Same memory order as the parameter, since an optimizer iterates over both at once.
-    order = _memory_order(parameter)
+    order = memory_order(parameter)
     view = flat.view([parameter.shape[dim] for dim in order]).permute(
         [order.index(dim) for dim in range(len(order))]
     )
@@ -183,20 +184,10 @@ def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch
     return _Place(number, view, gradient, False)
 
 
-def _memory_order(parameter: torch.Tensor) -> list[int]:
-    """Returns the dimensions from the outermost in memory to the innermost; unchanged for a layout with gaps."""
-    dims = list(range(parameter.dim()))
-    if parameter.is_contiguous():
-        return dims
-    strides = parameter.stride()
-    order = sorted(dims, key=lambda dim: -strides[dim])
-    return order if parameter.permute(order).is_contiguous() else dims
-
-
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     if parameter.is_complex():
         return tuple(parameter.shape)
-    return tuple(parameter.shape[dim] for dim in _memory_order(parameter))
+    return tuple(parameter.shape[dim] for dim in memory_order(parameter))
 
 
 def _references(place: _Place) -> int:

@@ -116,6 +116,13 @@ class ReductionPipeline:
             torch.cuda.current_stream(self._device).wait_event(reduced)
         return InFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
+    def check(self) -> None:
+        """Raises the exception of a reduction that has failed, if there is one. Does not wait."""
+        with self._condition:
+            error = self._error
+        if error is not None:
+            raise error
+
     def close(self) -> bool:
         """Ends the thread. Returns False if a reduction hangs; its bucket may still change."""
         with self._condition:

@@ -114,7 +114,7 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
             )
     yield from wire.until(pending)
     if own_bytes:
-        _sum_in_order(own, arriving, mine=mine, codec=wire.codec)
+        sum_in_order(own, arriving, mine=mine, codec=wire.codec)
         data = wire.scratch(own_bytes)
         wire.feedback.encode_sum(own, out=data)
         leaving = []
@@ -127,7 +127,7 @@ def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
         deliver(source, data)
 
 
-def _sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
+def sum_in_order(own: torch.Tensor, arriving: dict[int, torch.Tensor], *, mine: int, codec: Codec) -> None:
     """Adds the encoded slices of the other nodes to `own`, in the order of the nodes, so that the result does not
     depend on which node sums. own: this node's slice, shape (n,). arriving: node -> encoded slice, uint8. mine: this
     node."""

@@ -13,8 +13,9 @@ class ParallelSection(Section):
 
     shard: Shard = Field(
         "none",
-        description="`none`: every rank holds the whole model and optimizer. `parameters`: each rank holds a part of "
-        "the parameters, gradients and optimizer state (ZeRO-3), by FSDP2. Then `[reduction]` does not apply.",
+        description="`none`: every rank holds the whole model and optimizer. `optimizer`: each rank holds a part of "
+        "the optimizer state (ZeRO-1). `gradients`: of the gradients too (ZeRO-2). `parameters`: of the parameters too "
+        "(ZeRO-3), by FSDP2; then `[reduction]` does not apply.",
     )
     shard_within: Within = Field(
         "world",

@@ -353,19 +353,24 @@ class Recipe(Section):
         return self
 
     def _check_sharding(self) -> None:
-        """Raises ValueError for what sharded parameters cannot be combined with."""
-        if self.parallel.shard == "none":
-            if self.parallel.shard_within != "world":
-                raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
-            return
+        """Raises ValueError for what a sharded model cannot be combined with."""
+        shard = self.parallel.shard
+        if shard != "parameters" and self.parallel.shard_within != "world":
+            raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
         usual = ReductionSection()
-        if given := [key for key, value in self.reduction if value != getattr(usual, key)]:
+        given = [key for key, value in self.reduction if value != getattr(usual, key)]
+        if shard == "parameters" and given:
             raise ValueError(
                 f"reduction.{', reduction.'.join(given)}: with parallel.shard = 'parameters' FSDP2 reduces the "
                 "gradients, in their dtype; leave the section [reduction] out"
             )
-        if self.optimizer.name in ("lars", "lamb"):
+        if shard in ("optimizer", "gradients") and self.reduction.wire in ("top-k", "low-rank"):
+            raise ValueError(
+                f"reduction.wire = {self.reduction.wire!r} does not send each gradient to its owner, which "
+                f"parallel.shard = {shard!r} needs: use fp32, fp16, bf16 or int8"
+            )
+        if shard != "none" and self.optimizer.name in ("lars", "lamb"):
             raise ValueError(
                 f"optimizer.name = {self.optimizer.name!r} needs the norm of whole layers, of which a rank has a part "
-                "with parallel.shard = 'parameters': use adamw, adam or sgd"
+                f"with parallel.shard = {shard!r}: use adamw, adam or sgd"
             )

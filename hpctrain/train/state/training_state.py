@@ -8,10 +8,19 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from hpctrain.checkpoint import Checkpoint, Regions, Replicated, Shard, State, model_items, tensor_items
+from hpctrain.checkpoint import (
+    Checkpoint,
+    Regions,
+    Replicated,
+    Shard,
+    State,
+    element_items,
+    model_items,
+    tensor_items,
+)
 from hpctrain.comm import Collective, raise_together
 from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
-from hpctrain.distributed import box_of, is_sharded_tensor, sharded_as
+from hpctrain.distributed import ElementShard, box_of, element_shard, is_sharded_tensor, sharded_as
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
@@ -73,8 +82,12 @@ class TrainingState:
         """
         items = model_items(self.model, prefix="model/")
         scalars: dict[str, Any] = {}
+        held = self._held()
         for path, value in self._optimizer_state():
-            if isinstance(value, torch.Tensor):
+            shard = held.get(path.split(SEPARATOR)[0])
+            if shard is not None:
+                items += element_items(f"optimizer/{path}", value, shard=shard) if value is not None else []
+            elif isinstance(value, torch.Tensor):
                 items += tensor_items(f"optimizer/{path}", value)
             else:
                 scalars[path] = value
@@ -110,7 +123,8 @@ class TrainingState:
             for name, rows in self.updater.rows_to_load(state, shapes).items():
                 found[f"{_UPDATER}{name}"] = [_rows_of(shapes[name], part.start, part.stop) for part in rows]
         sharded = {name: box_of(parameter) for name, parameter in self._sharded(checkpoint).items()}
-        return {**generator_rows(checkpoint, rank=rank), **found, **sharded}
+        elements = {name: shard.box_to_read() for name, shard in self._split(checkpoint).items()}
+        return {**generator_rows(checkpoint, rank=rank), **found, **sharded, **elements}
 
     def _sharded(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Returns the checkpoint's tensors of which this rank holds a part, each with the parameter split like it."""
@@ -122,6 +136,22 @@ class TrainingState:
             parameter = parameters.get(path.split(SEPARATOR)[0])
             if kind in ("model", "optimizer") and parameter is not None and stored.shape == parameter.shape:
                 found[name] = parameter
+        return found
+
+    def _held(self) -> dict[str, ElementShard]:
+        """Returns of which elements of each parameter this rank has the optimizer's state; empty if of all of them."""
+        found = {name: element_shard(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: shard for name, shard in found.items() if shard is not None}
+
+    def _split(self, checkpoint: Checkpoint) -> dict[str, ElementShard]:
+        """Returns the checkpoint's tensors of optimizer state of which this rank needs only its elements."""
+        held = self._held()
+        found: dict[str, ElementShard] = {}
+        for name, stored in checkpoint.tensors.items() if held else ():
+            kind, _, path = name.partition("/")
+            shard = held.get(path.split(SEPARATOR)[0])
+            if kind == "optimizer" and shard is not None and stored.shape == shard.shape:
+                found[name] = shard
         return found
 
     def restore(
@@ -141,6 +171,8 @@ class TrainingState:
         error: CheckpointError | None = None
         sharded = self._sharded(checkpoint)
         tensors = {n: sharded_as(t, sharded[n]) if n in sharded else t for n, t in tensors.items()}
+        split = self._split(checkpoint)
+        tensors = {n: split[n].cut(t) if n in split else t for n, t in tensors.items()}
         try:
             self._check_identity(document, identity, where=str(checkpoint.path))
             self._check_model(tensors, where=str(checkpoint.path))
@@ -176,7 +208,8 @@ class TrainingState:
         return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self.model.named_parameters()}
+        parts = {id(shard.part): name for name, shard in self._held().items()}
+        return {**parts, **{id(p): name for name, p in self.model.named_parameters()}}
 
     def _optimizer_state(self) -> Iterator[tuple[str, Any]]:
         """(path, leaf) for every leaf of the optimizer's state: `parameter name::key[::key]`."""
@@ -219,9 +252,12 @@ class TrainingState:
                 f"{_sizes(saved_groups)} there, {_sizes(mine)} here"
             )
         number = {name: i for i, name in enumerate(n for g in mine for n in g["parameters"])}
+        held = self._held()
         state: dict[int, dict[str, Any]] = {}
         for path, value in {**_under("optimizer/", tensors), **document["optimizer"]["scalars"]}.items():
             name, *keys = path.split(SEPARATOR)
+            if name in held and not held[name].part.numel():
+                continue  # this rank has no element of it
             place = state.setdefault(number[name], {})
             for key in keys[:-1]:
                 place = place.setdefault(key, {})

@@ -40,8 +40,10 @@ def test_what_cannot_be_split_is_refused_in_words() -> None:
         split(normalised, ParallelPlan(activation_checkpointing="blocks"))
     with pytest.raises(UsageError, match="the model has none"):
         split(nn.Linear(2, 2), ParallelPlan(activation_checkpointing="blocks"))
-    with pytest.raises(UsageError, match="choose none or parameters"):
-        ParallelPlan(shard="gradients")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="choose none or optimizer or gradients or parameters"):
+        ParallelPlan(shard="moments")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="over all ranks"):
+        ParallelPlan(shard="gradients", shard_within="node")
 
 
 class Containers(nn.Module):

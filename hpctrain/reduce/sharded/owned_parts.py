@@ -1,0 +1,181 @@
+"""What a rank owns: its parts of the parameters, which the optimizer updates, and the sums of their gradients."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+
+from hpctrain.distributed import element_shard, forget_elements, hold_elements, is_dense
+from hpctrain.errors import UsageError
+from hpctrain.reduce.sharded.shard_plan import ShardPlan
+
+# Optimizers whose update of an element depends on the others of its layer.
+_WHOLE_LAYERS = ("lars", "lamb", "lbfgs", "muon", "adafactor", "shampoo", "soap", "sparseadam")
+
+
+@final
+class OwnedParts:
+    """Replaces the optimizer's parameters by this rank's parts of them, until `release`.
+
+    gradients: where the sums of the gradients arrive, by bucket, shape (share,), zeroed, in host memory.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        plan: ShardPlan,
+        rank: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self.gradients = [
+            torch.zeros(shares[rank].numel, dtype=bucket.dtype)
+            for bucket, shares in zip(plan.buckets, plan.shares, strict=True)
+        ]
+        self._views: dict[int, torch.Tensor] = {}
+        ranges = {}
+        for sums, spans in zip(self.gradients, plan.owned_by(rank), strict=True):
+            for span in spans:
+                ranges[span.parameter] = (span.begin, span.begin + span.numel)
+                self._views[span.parameter] = sums[span.place : span.place + span.numel]
+        self.parts = []
+        for index, parameter in enumerate(parameters):
+            begin, end = ranges.get(index, (0, 0))
+            self.parts.append(hold_elements(parameter, begin=begin, end=end).part)
+            if index in self._views:
+                self._views[index] = self._views[index].view(self.parts[index].shape).data
+        self._usual_references = max(map(self._references, self._views), default=0)
+        self._checked = False
+        self._split_state()
+        self._replace({id(p): part for p, part in zip(parameters, self.parts, strict=True)})
+
+    def square(self) -> float:
+        """Returns the sum of the squares of the summed gradients; infinite or NaN if one of them is."""
+        norms = [
+            float(torch.linalg.vector_norm(sums, dtype=torch.float64))
+            for sums in self.gradients
+            if sums.numel()
+        ]
+        return math.fsum(norm * norm for norm in norms) if all(map(math.isfinite, norms)) else math.nan
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the summed gradients by `factor`, in place."""
+        filled = [sums for sums in self.gradients if sums.numel()]
+        if factor != 1.0 and filled:
+            torch._foreach_mul_(filled, factor)
+
+    def give_out(self, used: Sequence[bool]) -> bool:
+        """Sets each part's `.grad` to the sum, in the part's dtype; None of parameters that no rank used.
+
+        Returns False if one overflows there (float16).
+        """
+        finite = True
+        for index, view in self._views.items():
+            part = self.parts[index]
+            if not used[index]:
+                part.grad = None
+            elif part.dtype is view.dtype and part.device == view.device:
+                part.grad = view
+            else:
+                part.grad = view.to(device=part.device, dtype=part.dtype)
+                if part.dtype is torch.float16:
+                    finite = finite and bool(part.grad.isfinite().all())
+        return finite
+
+    @property
+    def may_overflow(self) -> bool:
+        """True if a gradient that is finite as a sum may not be in its parameter's dtype; the same on every rank."""
+        return any(parameter.dtype is torch.float16 for parameter in self._parameters)
+
+    def step(self) -> None:
+        """Steps the optimizer on the parts. Raises UsageError if its state is not one value, or one an element."""
+        self._optimizer.step()
+        if not self._checked:
+            self._check_state()
+            self._checked = True
+
+    def forget(self) -> None:
+        """Drops the gradients. One that something still refers to (an optimizer may keep it) gets separate memory."""
+        for part in self.parts:
+            part.grad = None
+        for index in self._views:
+            if self._references(index) > self._usual_references:
+                view = self._views[index]
+                fresh = view.data
+                view.data = view.clone()
+                self._views[index] = fresh
+
+    def release(self) -> None:
+        """Gives the optimizer its parameters back, without the state of the parts."""
+        for part, parameter in zip(self.parts, self._parameters, strict=True):
+            self._optimizer.state.pop(part, None)
+            forget_elements(parameter)
+        self._replace({id(part): p for part, p in zip(self.parts, self._parameters, strict=True)})
+
+    def _replace(self, by_id: dict[int, torch.nn.Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def _references(self, index: int) -> int:
+        return sys.getrefcount(self._views[index])
+
+    def _split_state(self) -> None:
+        """Replaces the state that the optimizer has of whole parameters: some make it at once, such as Adagrad."""
+        for part, parameter in zip(self.parts, self._parameters, strict=True):
+            shard, state = element_shard(parameter), self._optimizer.state.pop(parameter, None)
+            if state is not None and shard is not None and part.numel():
+                self._optimizer.state[part] = {
+                    key: shard.cut_whole(value)
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in state.items()
+                }
+
+    def _check_state(self) -> None:
+        for part in self.parts:
+            for key, value in _leaves(self._optimizer.state.get(part, {})):
+                if value is None or (
+                    isinstance(value, torch.Tensor) and (value.shape == part.shape or value.numel() == 1)
+                ):
+                    continue
+                found = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise UsageError(
+                    f"{type(self._optimizer).__name__} keeps {key!r} {found:.60} for {part.numel()} elements of a "
+                    "parameter: its state cannot be sharded. Use an optimizer that updates each element by itself, "
+                    "such as AdamW, or leave shard out"
+                )
+
+
+def check_shardable(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raises UsageError for an optimizer or parameters of which a rank cannot update its elements alone."""
+    name = type(optimizer).__name__
+    if name.lower() in _WHOLE_LAYERS:
+        raise UsageError(
+            f"{name} needs whole layers to update an element, such as their norms, of which a rank has a part with a "
+            "sharded optimizer: use AdamW, Adam or SGD, or leave shard out"
+        )
+    for parameter in parameters:
+        if parameter.is_complex():
+            raise UsageError(
+                f"a parameter of shape {tuple(parameter.shape)} is complex, which a sharded optimizer does not split: "
+                "hold its real and imaginary parts, or leave shard out"
+            )
+        if not is_dense(parameter):
+            raise UsageError(
+                f"a parameter of shape {tuple(parameter.shape)} has gaps in memory (strides {parameter.stride()}): "
+                "make it with .contiguous(), or leave shard out"
+            )
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value

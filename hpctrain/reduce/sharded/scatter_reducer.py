@@ -1,0 +1,353 @@
+"""Reduce-scatter of gradients and all-gather of parameters, in two levels, unit by unit.
+
+Within a node the ranks read each other's gradients in shared memory. Between nodes a rank sends the sum of its node to
+the owner of each part, who adds the nodes' sums in their order: the same additions as those of `EngineReducer` with
+`direct`, so the sums are the same bits. With C nodes each sends (C-1)/C of a unit's encoded bytes, and (C-1)/C of the
+bytes of its updated parameters; with one rank per node C is the number of ranks.
+
+Source of the two levels: Jia et al. 2018, arXiv:1807.11205; of sharding what is updated: Rajbhandari et al. 2020,
+arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+import torch
+
+from hpctrain.comm import NUM_TAGS, Collective, Pending, Transport, is_true_everywhere
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.part_feedback import CodecFeedback
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.plan_agreement import check_same_plan
+from hpctrain.reduce.contract.polling import until
+from hpctrain.reduce.sharded.shard_plan import ShardPlan, Unit
+from hpctrain.reduce.shared_memory.engine_losses import EngineLosses, LossyPart
+from hpctrain.reduce.shared_memory.inter_node import sum_in_order
+from hpctrain.reduce.shared_memory.message_buffers import ChunkMemory, Loan
+from hpctrain.reduce.shared_memory.partition import TwoLevelPlace
+from hpctrain.reduce.shared_memory.shared_buckets import NodeMemory
+from hpctrain.reduce.shared_memory.summation import add
+from hpctrain.topology import Topology
+
+# Memory of reductions that were aborted by an error, to which MPI and other ranks may still write.
+_BROKEN_OFF: list[tuple[Transport, NodeMemory, ChunkMemory]] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """How a unit's parameters are gathered, as bytes. num_bytes: of each rank's part.
+
+    read(out): writes this rank's part to `out`, uint8. write(owner, data): takes the part of another rank.
+    """
+
+    num_bytes: Sequence[int]
+    read: Callable[[torch.Tensor], None]
+    write: Callable[[int, torch.Tensor], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Planned:
+    """One unit. slot: its place in memory. segments: the memory of each of the node's ranks. out: where this rank's
+    part of the sum goes. feedback: by owner."""
+
+    unit: Unit
+    slot: int
+    segments: list[torch.Tensor]
+    out: torch.Tensor
+    gathered: Gathered
+    feedback: dict[int, CodecFeedback]
+
+
+@final
+class ScatterReducer:
+    """Sums units over all ranks, each part at its owner, and gathers what the owners have made of them.
+
+    comm: all ranks, used by `plan`, `load_state` and `close`. levels: the run's topology, or one rank per node.
+    feedback: error feedback for a lossy codec. Parameters are never encoded.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        comm: Collective,
+        levels: Topology,
+        algorithm: str,
+        codec: Codec,
+        feedback: bool = False,
+    ) -> None:
+        self._transport = transport
+        self._comm = comm
+        self._place = place = TwoLevelPlace.of(levels, rank=transport.rank)
+        self._algorithm = algorithm
+        self._codec = codec
+        self._keeps_losses = feedback and not codec.exact and levels.num_nodes > 1
+        by_node = levels.groups("local")
+        # On each other node one rank sends this rank's part of the gradients and takes its part of the parameters.
+        self._partner = {
+            node: ranks[place.local % len(ranks)] for node, ranks in enumerate(by_node) if node != place.node
+        }
+        # For these owners on other nodes this rank does so.
+        self._owners = [
+            owner
+            for node, ranks in enumerate(by_node)
+            for local, owner in enumerate(ranks)
+            if node != place.node and local % len(place.locals) == place.local
+        ]
+        # Each rank's part of the parameters arrives in the memory of this local rank.
+        self._holder = {
+            owner: (local if node == place.node else local % len(place.locals))
+            for node, ranks in enumerate(by_node)
+            for local, owner in enumerate(ranks)
+        }
+        self._everyone = range(len(place.locals))
+        self._memory = NodeMemory(transport, place=place)
+        self._scratch = ChunkMemory()
+        self._units: list[_Planned] = []
+        self._busy: list[bool] = []
+        self._losses: EngineLosses | None = None
+        self._next_tag = 0
+        self._num_in_flight = 0
+        self._bytes_sent = 0
+
+    @property
+    def algorithm(self) -> str:
+        return self._algorithm
+
+    @property
+    def wire(self) -> str:
+        return self._codec.name
+
+    def plan(
+        self,
+        plan: ShardPlan,
+        *,
+        num_slots: int,
+        outs: Sequence[torch.Tensor],
+        gathered: Sequence[Gathered],
+    ) -> None:
+        """Makes memory for `num_slots` units at a time. Collective.
+
+        outs: where this rank's share of each bucket's sum goes, shape (share,), the bucket's dtype, in host memory.
+        gathered: of each unit. Raises BufferMismatch on every rank, naming the rank that differs, unless all plan the
+        same.
+        """
+        units, rank = plan.units, self._transport.rank
+        num_slots = min(num_slots, len(units))
+        how = f"{self._algorithm}, {self._codec.name}, {len(units)} sharded units in {num_slots}"
+        check_same_plan(self._comm, plan.buckets, how=how)
+        unit_bytes = [unit.numel * unit.dtype.itemsize for unit in units]
+        sizes = [max(unit_bytes[slot::num_slots]) for slot in range(num_slots)]
+        if self._memory.lay_out(sizes):
+            self._comm.barrier()
+        self._busy = [False] * num_slots
+        self._units = []
+        for number, unit in enumerate(units):
+            own, share = unit.parts[rank], plan.shares[unit.bucket][rank]
+            segments = [s[: unit_bytes[number]] for s in self._memory.segments(number % num_slots)]
+            self._units.append(
+                _Planned(
+                    unit=unit,
+                    slot=number % num_slots,
+                    segments=segments,
+                    out=outs[unit.bucket][own.begin - share.begin : own.end - share.begin],
+                    gathered=gathered[number],
+                    feedback=self._feedback(unit) if self._keeps_losses else {},
+                )
+            )
+        if self._keeps_losses:
+            parts = [
+                LossyPart(plan.buckets[planned.unit.bucket], planned.unit.parts[owner], feedback)
+                for planned in self._units
+                for owner, feedback in planned.feedback.items()
+            ]
+            self._losses = EngineLosses(plan.buckets, parts, place=self._place, codec_name=self._codec.name)
+
+    def _feedback(self, unit: Unit) -> dict[int, CodecFeedback]:
+        """Of the parts that this rank sends to their owners, and of its own, whose sum it keeps as it is."""
+        found = {}
+        for owner in (*self._owners, self._transport.rank):
+            numel = unit.parts[owner].numel
+            own = slice(0, numel if owner == self._transport.rank else 0)
+            found[owner] = CodecFeedback(
+                self._codec, numel=numel, own=own, num_gradients=numel, dtype=unit.dtype
+            )
+        return found
+
+    def claim(self, number: int) -> torch.Tensor | None:
+        """Returns the memory of unit `number` to be filled, shape (unit.numel,), the unit's dtype, in host memory.
+
+        None while another unit uses it. Its reduction must follow. Not collective.
+        """
+        planned = self._units[number]
+        if self._busy[planned.slot]:
+            return None
+        self._busy[planned.slot] = True
+        return planned.segments[self._place.local].view(planned.unit.dtype)
+
+    def reduce_scatter(self, number: int) -> Iterator[bool]:
+        """Sums unit `number`, whose memory was claimed and filled, over all ranks: this rank's part into its share.
+
+        Turns as those of `BucketReducer.reduce`; every rank begins the same operations in the same order. Collective.
+        """
+        return self._watched(
+            self._reduce(number), f"unit {number}, {self._units[number].unit.numel} gradients"
+        )
+
+    def all_gather(self, number: int) -> Iterator[bool]:
+        """Gathers the parameters of unit `number` from their owners. Turns as those of `reduce_scatter`. Collective."""
+        return self._watched(
+            self._gather(number), f"unit {number}, {self._units[number].unit.numel} parameters"
+        )
+
+    def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
+        """Wraps `turns`: the watchdog's deadline runs while it waits."""
+        self._num_in_flight += 1
+        self._transport.begun(what)
+        try:
+            for progressed in turns:
+                if progressed:
+                    self._transport.progressed()
+                else:
+                    self._transport.waits(what)
+                yield progressed
+            self._num_in_flight -= 1  # not if it was aborted: messages may still arrive
+        finally:
+            self._transport.progressed()
+
+    def _reduce(self, number: int) -> Iterator[bool]:
+        planned, memory, mine = self._units[number], self._memory, self._transport.rank
+        tag = self._take_tag()
+        filled, taken = memory.begin_round(planned.slot)
+        memory.raise_flag(filled)
+        loan = self._scratch.loan()
+        out, offsets = planned.out, planned.unit.offsets
+        arriving: dict[int, torch.Tensor] = {}
+        pending: list[Pending] = []
+        if out.numel():
+            num_bytes = self._codec.num_bytes(out.numel(), dtype=out.dtype)
+            for node, partner in self._partner.items():
+                arriving[node] = loan.bytes(num_bytes)
+                pending.append(self._transport.receive(arriving[node], source=partner, tag=tag))
+        yield from until(lambda: memory.raised(filled, by=self._everyone))
+        buckets = [segment.view(out.dtype) for segment in planned.segments]
+        for owner in self._from_next(self._owners):
+            parts = [bucket[offsets[owner] : offsets[owner + 1]] for bucket in buckets]
+            if parts[0].numel():
+                data = self._encoded(parts, feedback=planned.feedback.get(owner), loan=loan)
+                pending.append(self._send(data, to=owner, tag=tag))
+                yield True
+        if out.numel():
+            parts = [bucket[offsets[mine] : offsets[mine + 1]] for bucket in buckets]
+            add([part.numpy() for part in parts], into=[out.numpy()])
+        memory.raise_flag(taken)
+        yield from self._until_done(pending)
+        if arriving:
+            sum_in_order(out, arriving, mine=self._place.node, codec=self._codec)
+        if planned.feedback:
+            planned.feedback[mine].add_to(out, first=0)
+        yield from until(lambda: memory.raised(taken, by=self._everyone))
+        loan.end()
+        self._busy[planned.slot] = False
+
+    def _encoded(
+        self, parts: Sequence[torch.Tensor], *, feedback: CodecFeedback | None, loan: Loan
+    ) -> torch.Tensor:
+        """Returns the encoded sum of a part over the node's ranks."""
+        values = parts[0]
+        if len(parts) > 1:
+            values = loan.values(values.numel(), dtype=values.dtype)
+            add([part.numpy() for part in parts], into=[values.numpy()])
+        if self._codec.exact:
+            return values.view(torch.uint8)
+        data = loan.bytes(self._codec.num_bytes(values.numel(), dtype=values.dtype))
+        if feedback is None:
+            self._codec.encode(values, out=data)
+        else:
+            feedback.encode(values, first=0, out=data)
+        return data
+
+    def _gather(self, number: int) -> Iterator[bool]:
+        planned, memory, mine = self._units[number], self._memory, self._transport.rank
+        tag = self._take_tag()
+        yield from until(lambda: not self._busy[planned.slot])
+        self._busy[planned.slot] = True
+        filled, taken = memory.begin_round(planned.slot)
+        num_bytes = planned.gathered.num_bytes
+        offsets = list(accumulate(num_bytes, initial=0))
+        places = [slice(offsets[owner], offsets[owner + 1]) for owner in range(len(num_bytes))]
+        segment = planned.segments[self._place.local]
+        pending = [
+            self._transport.receive(segment[places[owner]], source=owner, tag=tag)
+            for owner in self._owners
+            if num_bytes[owner]
+        ]
+        if num_bytes[mine]:
+            planned.gathered.read(segment[places[mine]])
+            for partner in self._from_next(list(self._partner.values())):
+                pending.append(self._send(segment[places[mine]], to=partner, tag=tag))
+        yield from self._until_done(pending)
+        memory.raise_flag(filled)
+        yield from until(lambda: memory.raised(filled, by=self._everyone))
+        for owner, holder in self._holder.items():
+            if owner != mine and num_bytes[owner]:
+                planned.gathered.write(owner, planned.segments[holder][places[owner]])
+        memory.raise_flag(taken)
+        yield from until(lambda: memory.raised(taken, by=self._everyone))
+        self._busy[planned.slot] = False
+
+    def _from_next(self, ranks: Sequence[int]) -> list[int]:
+        """Returns the ranks from the one after this, so that not all send to the same one at first."""
+        return sorted(ranks, key=lambda rank: (rank - self._transport.rank) % self._comm.num_ranks)
+
+    def _take_tag(self) -> int:
+        tag = self._next_tag
+        self._next_tag = (tag + 1) % NUM_TAGS
+        return tag
+
+    def _until_done(self, pending: Sequence[Pending]) -> Iterator[bool]:
+        return until(lambda: self._transport.all_done(pending))
+
+    def _send(self, data: torch.Tensor, *, to: int, tag: int) -> Pending:
+        topology = self._transport.topology
+        if topology.node_of(to) != topology.node_of(self._transport.rank):
+            self._bytes_sent += data.numel()
+        return self._transport.send(data, to=to, tag=tag)
+
+    def bytes_sent(self) -> int:
+        """Returns the payload bytes that this rank has sent to other nodes so far. Not collective."""
+        return self._bytes_sent
+
+    def settle(self, *, applied: bool, rescale: float) -> None:
+        """See `BucketReducer.settle`."""
+        if self._losses is not None:
+            self._losses.settle(applied=applied, rescale=rescale)
+
+    def state(self) -> list[StateTensor]:
+        """See `EngineLosses.state`; empty without error feedback."""
+        return self._losses.state() if self._losses is not None else []
+
+    def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
+        """See `BucketReducer.rows_to_load`."""
+        if self._losses is None:
+            return {}
+        return self._losses.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """See `BucketReducer.load_state`. Collective; after `plan`."""
+        if self._losses is not None:
+            self._losses.load_state(tensors, shapes, comm=self._comm)
+
+    def close(self) -> None:
+        """Frees memory and communicators. Collective."""
+        if not is_true_everywhere(self._comm, self._num_in_flight == 0):
+            _BROKEN_OFF.append((self._transport, self._memory, self._scratch))
+            return
+        self._units = []
+        self._losses = None
+        self._memory = NodeMemory(self._transport, place=self._place)
+        self._transport.close()

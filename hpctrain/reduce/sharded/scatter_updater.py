@@ -1,0 +1,390 @@
+"""ZeRO-1 and ZeRO-2: every rank holds all parameters, and updates the part that it owns.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, final
+
+import torch
+
+from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
+from hpctrain.errors import UsageError
+from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
+from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, Backoff
+from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
+from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
+from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient, one_device
+from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
+from hpctrain.reduce.sharded.bucket_progress import BucketProgress
+from hpctrain.reduce.sharded.owned_parts import OwnedParts, check_shardable
+from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
+from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
+from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, ShardPlan
+
+
+@final
+class ScatterUpdater:
+    """`Updater` that reduce-scatters gradients while backward runs, and gathers the parameters that the owners updated.
+
+    Args:
+        optimizer: of an update that treats each element by itself; its parameters have the same shapes, in the same
+            order, on every rank. Until `close` it holds this rank's parts of them (`distributed.element_shard`).
+        comm: the world, used from the calling thread for the small sums of a step. At least two ranks.
+        reducer: for this updater only, with a separate communicator; the caller closes it after the updater.
+        keeps_gradients: True (ZeRO-1): memory for all gradients, and backward waits for no other rank. False (ZeRO-2):
+            memory for a few buckets and this rank's share; backward waits where the network is slower.
+        align_elems: shares end at multiples of this within a parameter.
+        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, crowded: as for `AllReduceUpdater`.
+
+    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. A parameter's `.grad` is None
+    once its bucket is complete. Buckets follow the reverse order of registration; from the second step on they are reduced in the order in
+    which they were complete on rank 0. Raises UsageError on every rank for invalid arguments and for what cannot be
+    sharded.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        comm: Collective,
+        reducer: ScatterReducer,
+        keeps_gradients: bool,
+        bucket_bytes: int = 4_000_000,
+        loss_scale: LossScale | None = None,
+        clip_norm: float | None = None,
+        max_in_flight: int = 4,
+        overlap: bool = True,
+        crowded: bool = False,
+        align_elems: int = ALIGNMENT_ELEMS,
+    ) -> None:
+        self._optimizer = optimizer
+        self._comm = comm
+        self._reducer = reducer
+        self._clip_norm = clip_norm
+        self._parameters = self._trainable()
+
+        def check() -> None:
+            if clip_norm is not None and not clip_norm > 0:
+                raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+            if max_in_flight < 1:
+                raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
+            if not self._parameters:
+                raise UsageError("the optimizer holds no parameter that needs a gradient: nothing to train")
+            one_device(self._parameters)
+            check_shardable(optimizer, self._parameters)
+
+        agreed(comm, check, os_error=UsageError)
+        fp16 = reducer.wire == "fp16"
+        self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
+        specs = [describe_gradient(p) for p in self._parameters]
+        self._plan = ShardPlan.of(
+            plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, unit_bytes=bucket_bytes,
+            align_elems=align_elems,
+        )  # fmt: skip
+        self._units_of: list[list[int]] = [[] for _ in self._plan.buckets]
+        for number, unit in enumerate(self._plan.units):
+            self._units_of[unit.bucket].append(number)
+        self._progress = BucketProgress(self._plan.buckets)
+        self._observed = False  # in which order buckets are complete: in the first step
+        self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
+        self._owned = OwnedParts(optimizer, self._parameters, plan=self._plan, rank=comm.rank)
+        num_units = len(self._plan.units)
+        reducer.plan(
+            self._plan,
+            # One is filled, and one is on its way to be freed, while `max_in_flight` are reduced.
+            num_slots=num_units if keeps_gradients else max_in_flight + 2,
+            outs=self._owned.gradients,
+            gathered=[self._copies.gathered(number) for number in range(num_units)],
+        )
+        self._overlap = overlap
+        self._pipeline = ReductionPipeline(
+            self._turns,
+            device=torch.device("cpu"),  # of the units' memory
+            max_in_flight=max_in_flight,
+            overlap=overlap,
+            longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
+        )
+        self._syncing = True
+        self._closed = False
+        self._clock = BackwardClock()
+        self._reset()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(index))
+            for index, p in enumerate(self._parameters)
+        ]
+
+    # ------------------------------------------------------------------ interface of the training loop
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, which holds this rank's parts, and which learning rate schedulers take."""
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self._scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer."""
+        return self._optimizer.param_groups
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of one step, in the order in which they are reduced."""
+        return tuple(self._plan.buckets[number] for number in self._progress.order)
+
+    def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
+        """See `Updater.backward`. loss: one element, of any shape. Raises UsageError for another number of elements."""
+        if loss.numel() != 1:
+            raise UsageError(
+                f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
+            )
+        self._unsent_factor = 1.0
+        scaled = loss * (weight * self._scale.value)
+        if last:
+            with self._clock:
+                scaled.backward()
+        else:
+            with self.no_sync():
+                scaled.backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Updater.no_sync`."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def zero_grad(self) -> None:
+        """See `Updater.zero_grad`."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
+        """See `Updater.step`. Raises UsageError also if the updater is closed, if the optimizer or the parameters were
+        exchanged, or if gradients were set since `backward`."""
+        if self._closed:
+            raise UsageError(
+                "this updater is closed and no longer sums gradients over the ranks: make a new one"
+            )
+        self._check_parameters()
+        started = time.perf_counter()
+        self._progress.end_backward()
+        self._send_complete()
+        busy = self._wait()
+        square, totals, used, replan = self._sum_numbers(sums or {})
+        self._blocked_s += time.perf_counter() - started
+        norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
+        finite = math.isfinite(norm)
+        accepted = accepts is None or accepts(norm if finite else math.nan, totals)
+        applied = accepted and finite and self._take_gradients(norm, used)
+        update_s = 0.0
+        if applied:
+            began = time.perf_counter()
+            self._owned.step()
+            update_s = time.perf_counter() - began
+            gathered = self._gather()
+            busy = InFlight(busy.total_s + gathered.total_s, busy.hidden_s)
+        self._owned.forget()
+        self.zero_grad()
+        used_scale = self._scale.value
+        if accepted:
+            self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
+        self._reducer.settle(applied=applied, rescale=self._scale.value / used_scale)
+        times = self._clock.times(self.buckets, update_s=update_s)
+        if replan and accepted:  # of a backward that failed half-way the order is not known
+            self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
+            self._observed = True
+        blocked_s = self._blocked_s
+        self._reset()
+        self._scale.check(used_value=used_scale)
+        return StepOutcome(
+            applied=applied,
+            grad_norm=norm if applied or (finite and not accepted) else math.nan,
+            loss_scale=used_scale,
+            sums=totals,
+            sync_s=busy.total_s,
+            hidden_sync_s=busy.hidden_s,
+            exposed_sync_s=blocked_s,
+            update_s=update_s,
+            times=times,
+        )
+
+    def observe_reductions(self, observer: ReductionObserver | None) -> None:
+        """See `Updater.observe_reductions`: of each unit, and the gathering of its parameters under the same number."""
+        if observer is None:
+            self._pipeline.observer = None
+            return
+        num_units = len(self._plan.units)
+        self._pipeline.observer = lambda number, begin, end: observer(number % num_units, begin, end)
+
+    def state(self) -> dict[str, Any]:
+        """See `Updater.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the other's."""
+        return {"loss_scale": asdict(self._scale), "order": None}
+
+    def state_tensors(self) -> list[StateTensor]:
+        """Returns the residuals of error feedback. See `Updater.state_tensors`."""
+        return self._reducer.state()
+
+    def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
+        return self._reducer.rows_to_load(shapes)
+
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        shapes: Shapes | None = None,
+    ) -> None:
+        """See `Updater.load_state`. Raises UsageError between `backward` and `step`."""
+        if self._progress.has_begun:
+            raise UsageError("load_state was called between backward and step(): call it between steps")
+        saved = state["loss_scale"]
+        self._scale = self._scale.continued(saved)
+        self._reset()
+        self._reducer.load_state(tensors or {}, shapes)
+        if self._scale.value != saved["value"]:
+            # Residuals are in the unit of the buckets: gradients times the loss scale at the time of saving.
+            self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
+
+    def close(self) -> bool:
+        """See `Updater.close`. The optimizer gets the model's parameters back, without state."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        ended = self._pipeline.close()
+        if not self._closed:
+            self._owned.release()
+        self._closed = True
+        return ended
+
+    # ------------------------------------------------------------------ implementation
+
+    def _turns(self, number: int) -> Iterator[bool]:
+        """Returns the reduction of unit `number`, or, beyond the number of units, the gathering of one."""
+        num_units = len(self._plan.units)
+        if number < num_units:
+            return self._reducer.reduce_scatter(number)
+        return self._reducer.all_gather(number - num_units)
+
+    def _reset(self) -> None:
+        self._progress.begin_step()
+        self._had = [False] * len(self._parameters)
+        self._blocked_s = 0.0
+        self._earlier = InFlight(0.0, 0.0)  # of waits within backward
+        self._clock.reset()
+        # See `AllReduceUpdater`: the factor of gradients of a plain `loss.backward()`.
+        self._unsent_factor = self._scale.value / self._comm.num_ranks
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def gradient_is_ready(parameter: torch.Tensor) -> None:
+            if self._syncing and self._progress.gradient_is_ready(index):
+                self._send_complete()
+
+        return gradient_is_ready
+
+    def _send_complete(self) -> None:
+        """Reduces complete buckets, in the order that is the same on every rank."""
+        for bucket in self._progress.take_complete():
+            self._clock.filled()
+            indices = self._progress.indices(bucket)
+            gradients = self._copies.take_gradients(indices)
+            for number in self._units_of[bucket]:
+                memory = self._room_for(number)
+                self._copies.pack(number, gradients, factor=self._unsent_factor, into=memory)
+                self._pipeline.submit(number)
+            for index in indices:
+                self._had[index] = index in gradients
+                self._parameters[index].grad = None
+
+    def _room_for(self, number: int) -> torch.Tensor:
+        """Returns the memory of unit `number`, once the reductions that use it have ended."""
+        memory = self._reducer.claim(number)
+        if memory is not None:
+            return memory
+        began = time.perf_counter()
+        backoff = Backoff()
+        while (memory := self._reducer.claim(number)) is None:
+            if self._overlap:
+                self._pipeline.check()
+                backoff.wait(eager=False)
+            else:
+                self._earlier = self._wait()
+        self._blocked_s += time.perf_counter() - began
+        return memory
+
+    def _wait(self) -> InFlight:
+        """Waits for all that is under way. Returns the seconds of all waits of this step."""
+        waited, earlier = self._pipeline.wait(), self._earlier
+        return InFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
+
+    def _gather(self) -> InFlight:
+        began = time.perf_counter()
+        num_units = len(self._plan.units)
+        for bucket in self._progress.order:
+            for number in self._units_of[bucket]:
+                self._pipeline.submit(num_units + number)
+        gathered = self._pipeline.wait()
+        self._blocked_s += time.perf_counter() - began
+        return gathered
+
+    def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], list[bool], bool]:
+        """Returns, of all ranks, the square of the norm, the sums of the caller's numbers, which parameters have a
+        gradient, and whether the order of the buckets is known from now on. Collective."""
+        names = sorted(sums)
+        num_missing = self._had.count(False)
+        news = not self._observed and self._comm.rank == 0 and bool(self._progress.completed)
+        found = torch.tensor(
+            [self._owned.square(), num_missing, news, *(float(sums[name]) for name in names)],
+            dtype=torch.float64,
+        )
+        self._comm.all_reduce(found)
+        square, missing, replan, *totals = found.tolist()
+        used = [True] * len(self._had)
+        if missing:
+            had = torch.tensor(self._had, dtype=torch.int32)
+            self._comm.all_reduce(had)
+            used = [count > 0 for count in had.tolist()]
+        return square, dict(zip(names, totals, strict=True)), used, replan > 0
+
+    def _take_gradients(self, norm: float, used: list[bool]) -> bool:
+        """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient, on all ranks."""
+        clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
+        self._owned.scale(clip / self._scale.value)
+        fits = self._owned.give_out(used)
+        return is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _check_parameters(self) -> None:
+        """Raises UsageError unless parameters and gradients are where the updater has put them."""
+        now = self._trainable()
+        if len(now) != len(self._owned.parts) or any(
+            a is not b for a, b in zip(now, self._owned.parts, strict=True)
+        ):
+            raise UsageError(
+                f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
+                "made, or others: close this updater and make a new one after freezing, unfreezing or adding parameters"
+            )
+        if not self._copies.in_place():
+            raise UsageError(
+                "parameters have got other memory since the updater was made, which it would not update: move or "
+                "convert the model before, or make a new updater"
+            )
+        if any(self._parameters[index].grad is not None for index in self._progress.taken()):
+            raise UsageError(
+                "gradients were set between backward and step(): they are being reduced already, and the change would "
+                "be lost. To clip, pass clip_norm= when the updater is made"
+            )

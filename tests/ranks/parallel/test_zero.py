@@ -1,0 +1,99 @@
+"""Sharded optimizers and gradients: the bits of plain data parallel, one rank's numbers, any layout's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.checkpoint import finished_newest_first, open_checkpoint
+from hpctrain.comm import SerialWorld
+from hpctrain.data import pack_arrays
+from tests.ranks.parallel import zero_cases
+from tests.ranks.parallel.parallel_cases import LATER, STEPS
+from tests.ranks.parallel.zero_cases import CONTINUED, INT8_CONTINUED
+from tests.ranks_launcher import run_ranks
+
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
+
+RELATIVE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("zero")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(61, 3))
+    pack_arrays(where / "data", {"x": x, "label": (x.sum(1) > 0).astype(np.int64), "id": np.arange(61)})
+    return where
+
+
+@pytest.fixture(scope="module")
+def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """One launch for each number of ranks; each continues what others have saved."""
+    return {n: run_ranks(n, zero_cases.everything, str(directory), timeout_s=900).outputs for n in CONTINUED}
+
+
+def saved_state(directory: Path, name: str) -> dict[str, torch.Tensor]:
+    """Model and optimizer moments in the newest checkpoint of a run, whole."""
+    newest = finished_newest_first(directory / name / "checkpoints")[0]
+    tensors = open_checkpoint(newest, comm=SerialWorld()).read_all()
+    return {n: t for n, t in tensors.items() if n.startswith(("model/", "optimizer/"))}
+
+
+@pytest.mark.parametrize("layout", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize("ranks", CONTINUED)
+def test_float64_equals_one_rank(launches: dict[int, list[dict[str, Any]]], ranks: int, layout: str) -> None:
+    whole = launches[1][0]["none"]
+    for found in launches[ranks]:
+        assert found[layout]["status"] == "finished"
+        assert len(found[layout]["steps"]) == STEPS
+        np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
+        assert found[layout]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
+
+
+@pytest.mark.parametrize("layout", ["optimizer", "gradients"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_same_bits_as_plain_data_parallel(
+    launches: dict[int, list[dict[str, Any]]], directory: Path, ranks: int, layout: str
+) -> None:
+    for found in launches[ranks]:
+        losses, expected = ([step[0] for step in found[f"fp32 {name}"]["steps"]] for name in (layout, "none"))
+        assert losses == expected
+    plain = saved_state(directory, f"{ranks}-fp32 none")
+    sharded = saved_state(directory, f"{ranks}-fp32 {layout}")
+    assert sharded.keys() == plain.keys()
+    assert any(name.endswith("exp_avg_sq") for name in plain)
+    for name, tensor in plain.items():
+        assert torch.equal(sharded[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "saved"), [(n, f"{entry[0]}-{entry[1]}") for n in CONTINUED for entry in CONTINUED[n]]
+)
+def test_any_layout_continues_any_other(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, saved: str
+) -> None:
+    whole = launches[1][0]["later"]["steps"]
+    assert len(whole) == LATER - STEPS
+    for found in launches[ranks]:
+        continued = found[f"{saved} continued"]
+        np.testing.assert_allclose(continued["steps"], whole, rtol=RELATIVE)
+        assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "saved"), [(n, f"{entry[0]}-{entry[1]}") for n in INT8_CONTINUED for entry in INT8_CONTINUED[n]]
+)
+def test_error_feedback_goes_on_in_another_layout(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, saved: str
+) -> None:
+    whole = launches[1][0]["later"]["steps"]
+    for found in launches[ranks]:
+        continued = found[f"{saved} continued"]
+        assert len(continued["steps"]) == LATER - STEPS
+        losses, exact = ([step[0] for step in steps] for steps in (continued["steps"], whole))
+        assert losses == pytest.approx(exact, rel=0.2, abs=1e-5)
