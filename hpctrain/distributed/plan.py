@@ -9,7 +9,7 @@ from hpctrain.errors import UsageError
 
 Shard: TypeAlias = Literal["none", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
-Checkpointing: TypeAlias = Literal["none", "blocks"]
+Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,8 @@ class ParallelPlan:
 
     shard: `none`, every rank holds all of it; `parameters`, each rank holds a part of the parameters, gradients and
     optimizer state (ZeRO-3). shard_within: parts over all ranks (`world`), or over the ranks of a node, with a replica
-    on each node (`node`, HSDP). activation_checkpointing: of the repeated `blocks`, or `none`.
+    on each node (`node`, HSDP). activation_checkpointing: `blocks`, backward computes the forward of the repeated
+    blocks again; `selective`, all of it but matrix products, convolutions and attention; or `none`.
     Raises UsageError for other values.
     """
 

@@ -24,5 +24,6 @@ class ParallelSection(Section):
     activation_checkpointing: Checkpointing = Field(
         "none",
         description="`blocks`: of each repeated block of the model only the inputs are kept in forward; backward "
-        "computes its forward again. For less memory, a third more computing.",
+        "computes its forward again. For less memory, a third more computing. `selective`: results of matrix "
+        "products, convolutions and attention are kept as well, and only the rest is computed again.",
     )
