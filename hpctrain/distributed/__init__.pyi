@@ -1,5 +1,9 @@
 from .blocks import repeated_blocks as repeated_blocks
-from .open_groups import open_process_group as open_process_group, two_level_sums as two_level_sums
+from .open_groups import (
+    group_traffic as group_traffic,
+    open_process_group as open_process_group,
+    two_level_sums as two_level_sums,
+)
 from .operations import (
     all_gather as all_gather,
     all_reduce as all_reduce,

@@ -44,4 +44,6 @@ from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdat
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
+from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS, SHARDED_WIRES as SHARDED_WIRES
+from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
 from .sharded.sharded_updater import ShardedUpdater as ShardedUpdater

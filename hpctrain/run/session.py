@@ -37,7 +37,7 @@ from hpctrain.launch import (
     may_starve,
     read_cores,
 )
-from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ShardedUpdater
+from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ShardedUpdater, reduce_gradients_by
 from hpctrain.resilience import keep_freed_memory, shortage
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
@@ -138,8 +138,8 @@ class Session:
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        Of a model that `parallelize` has sharded, a `ShardedUpdater`: FSDP2 reduces, the arguments of the reduction are
-        ignored.
+        Of a model that `parallelize` has sharded, a `ShardedUpdater`: algorithm and wire as `reduce_gradients_by` has
+        them, bucket_bytes and reduction are ignored.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
@@ -147,6 +147,9 @@ class Session:
         if one has another model or trains another part of it.
         """
         if is_sharded(model):
+            reduce_gradients_by(
+                algorithm, wire=wire, model=model, world=self.world, topology=self.topology, note=self.note
+            )
             sharded = ShardedUpdater(
                 model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
             )

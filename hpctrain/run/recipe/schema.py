@@ -13,7 +13,7 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.guards_schema import GuardsSection
 from hpctrain.run.recipe.limits_schema import LimitsSection
-from hpctrain.run.recipe.parallel_schema import ParallelSection
+from hpctrain.run.recipe.parallel_schema import ParallelSection, check_sharded_reduction
 from hpctrain.run.recipe.section import Section
 from hpctrain.run.recipe.slurm_schema import SlurmSection
 from hpctrain.run.recipe.stop_schema import StopSection
@@ -358,12 +358,11 @@ class Recipe(Section):
             if self.parallel.shard_within != "world":
                 raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
             return
-        usual = ReductionSection()
-        if given := [key for key, value in self.reduction if value != getattr(usual, key)]:
-            raise ValueError(
-                f"reduction.{', reduction.'.join(given)}: with parallel.shard = 'parameters' FSDP2 reduces the "
-                "gradients, in their dtype; leave the section [reduction] out"
-            )
+        usual, reduction = ReductionSection(), self.reduction
+        check_sharded_reduction(
+            algorithm=reduction.algorithm, wire=reduction.wire, within=self.parallel.shard_within,
+            others=[k for k, v in reduction if k not in ("algorithm", "wire") and v != getattr(usual, k)],
+        )  # fmt: skip
         if self.optimizer.name in ("lars", "lamb"):
             raise ValueError(
                 f"optimizer.name = {self.optimizer.name!r} needs the norm of whole layers, of which a rank has a part "
