@@ -6,6 +6,7 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198 (selective activation recomput
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,10 +36,26 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
     return contexts
 
 
+def keeps(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if the result of `operation(*args, **kwargs)`, of `torch.ops.aten`, is kept.
+
+    Attention with dropout is computed again: what is not computed draws no random numbers, so that later dropouts would
+    draw others than in forward.
+    """
+    if operation not in _kept():
+        return False
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(given) == 0.0
+    return True
+
+
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    return CheckpointPolicy.MUST_SAVE if operation in _kept() else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = keeps(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.comm import SerialWorld
 from hpctrain.distributed import ParallelPlan, parallelize
+from hpctrain.distributed.selective_checkpointing import keeps
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
 
@@ -21,6 +22,8 @@ WIDTH, TOKENS, BATCH = 16, 8, 4
 
 
 class Transformer(nn.Module):
+    attention_dropout = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -31,9 +34,15 @@ class Transformer(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         heads = self.attention(self.norm(hidden)).view(*hidden.shape[:2], 3, 2, WIDTH // 2)
         query, key, value = (heads[:, :, index].transpose(1, 2) for index in range(3))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.attention_dropout, is_causal=True
+        )
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(hidden.shape))
         return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
+
+
+class Dropping(Transformer):
+    attention_dropout = 0.2
 
 
 class Convolutional(nn.Module):
@@ -95,7 +104,7 @@ def trained(
     ], num_bytes
 
 
-@pytest.mark.parametrize("block", [Transformer, Convolutional])
+@pytest.mark.parametrize("block", [Transformer, Dropping, Convolutional])
 def test_checkpointing_changes_no_bit_and_keeps_less(block: type[nn.Module]) -> None:
     found = {kind: trained(block, kind) for kind in ("none", "blocks", "selective")}
     expected, kept = found["none"]
@@ -112,6 +121,17 @@ def test_selective_checkpointing_under_autocast() -> None:
     for tensor, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(tensor, wanted, rtol=1e-2, atol=1e-4)
     assert kept_selectively < kept
+
+
+def test_attention_that_draws_random_numbers_is_computed_again() -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    tensors = [torch.zeros(1, 1, 1, 8)] * 3
+    assert keeps(attention, tensors, {})
+    assert keeps(attention, [*tensors, 0.0, True], {})
+    assert not keeps(attention, [*tensors, 0.1], {})
+    assert not keeps(attention, tensors, {"dropout_p": 0.1})
+    assert keeps(torch.ops.aten.mm.default, tensors[:2], {})
+    assert not keeps(torch.ops.aten.gelu.default, tensors[:1], {})
 
 
 def test_what_selective_checkpointing_cannot_compute_twice_is_refused() -> None:
