@@ -24,7 +24,7 @@ DIRECT = {"algorithm": "direct"}
 LEVELS = {"algorithm": "hierarchical"}
 EXACT: dict[int, Runs] = {
     1: {"none": ({}, {})},
-    2: {"direct": (WORLD, DIRECT), "no levels": (WORLD, LEVELS), "node": (NODE, LEVELS)},
+    2: {"no levels": (WORLD, LEVELS), "node": (NODE, LEVELS)},
     3: {"direct": (WORLD, DIRECT), "hierarchical": (WORLD, LEVELS)},
     4: {"direct": (WORLD, DIRECT), "hierarchical": (WORLD, LEVELS), "node": (NODE, LEVELS)},
 }  # fmt: skip
@@ -32,7 +32,6 @@ EXACT: dict[int, Runs] = {
 ENCODED: dict[int, Runs] = {
     2: {
         "own": (WORLD, {}),
-        "direct": (WORLD, DIRECT),
         "fp16": (WORLD, {"wire": "fp16"}),
         "bf16": (WORLD, {"wire": "bf16"}),
         "int8": (WORLD, {"wire": "int8"}),
@@ -81,7 +80,7 @@ def one_step(session: Session, plan: ParallelPlan, **reduction: str) -> tuple[in
     loss = model(inputs).square().mean()
     updater.backward(loss, weight=1 / session.num_ranks)
     norm = updater.step().grad_norm
-    return traffic.num_bytes() - before, [norm, float(loss)]
+    return traffic.num_bytes() - before, [norm, float(loss.detach())]
 
 
 def sent(world: World) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def load_after_evaluation(session: Session, directory: Path) -> list[float]:
         loss = model(inputs).square().mean()
         updater.backward(loss, weight=1 / session.num_ranks)
         updater.step()
-        return float(loss)
+        return float(loss.detach())
 
     step()
     session.save_state(directory, updater, Position(step=1))
@@ -157,8 +156,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
                 reduction=reduction,
             )  # fmt: skip
     if size == 2:
-        exposed = where / f"node-{world.rank}"
-        exposed.mkdir()
+        exposed = where / "exposed"
+        exposed.mkdir(exist_ok=True)
         for wire in ("fp32", "fp16"):
             found[f"overflow {wire}"] = train(
                 world, where, f"overflow-{wire}", WORLD, steps=STEPS, precision="fp32", task=Overflowing(),
