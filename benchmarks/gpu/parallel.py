@@ -35,7 +35,8 @@ class Block(nn.Module):
         query, key, value = (heads[:, :, index].transpose(1, 2) for index in range(3))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(hidden.shape))
-        return hidden + self.down(functional.gelu(self.up(self.norms[1](hidden))))
+        added: torch.Tensor = self.down(functional.gelu(self.up(self.norms[1](hidden))))
+        return hidden + added
 
 
 def language_model(*, width: int, depth: int) -> nn.Sequential:

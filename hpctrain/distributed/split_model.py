@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -84,9 +83,9 @@ def checkpoint_activations(model: nn.Module, kind: Checkpointing = "blocks") -> 
     its running statistics would be updated twice a step; with `selective` also for a module that works in place.
     """
     blocks = _check_blocks(model, kind)
-    context = {"context_fn": keep_products} if kind == "selective" else {}
+    run = _kept_partly if kind == "selective" else _checkpointed
     for block in blocks.values():
-        block.forward = functools.partial(_checkpointed, block.forward, context)
+        block.forward = functools.partial(run, block.forward)
     return len(blocks)
 
 
@@ -114,10 +113,14 @@ def _check_blocks(model: nn.Module, kind: Checkpointing) -> dict[str, nn.Module]
     return blocks
 
 
-def _checkpointed(forward: Any, context: dict[str, Any], *args: object, **kwargs: object) -> object:
+def _checkpointed(forward: object, *args: object, **kwargs: object) -> object:
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # type: ignore[arg-type]
+
+
+def _kept_partly(forward: object, *args: object, **kwargs: object) -> object:
+    return _checkpointed(forward, *args, context_fn=keep_products, **kwargs)
 
 
 def _shard_parameters(model: nn.Module, groups: Sequence[Sequence[int]], *, device: torch.device) -> None:

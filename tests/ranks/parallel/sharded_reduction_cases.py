@@ -15,9 +15,10 @@ from hpctrain.distributed import group_traffic
 from hpctrain.errors import DataError, UsageError
 from hpctrain.run import Session
 from hpctrain.train.task.task import Fields
-from tests.ranks.parallel.parallel_cases import NODE, NODES, STEPS, WORLD, Layers, train
+from tests.ranks.parallel.parallel_cases import NODE, NODES, STEPS as MANY, WORLD, Layers, train
 from tests.sessions import session_over
 
+STEPS = 3
 # name: layout, [reduction]. Ranks 3 are on unequal nodes, 4 on two nodes of two ranks.
 Runs = dict[str, tuple[dict[str, str], dict[str, str]]]
 DIRECT = {"algorithm": "direct"}
@@ -88,7 +89,8 @@ def sent(world: World) -> dict[str, Any]:
     size = world.num_ranks
     session = session_over(world, nodes=[str(rank) for rank in range(size)])
     parts = [
-        sum(math.ceil(p.shape[0] / size) * p[0].numel() for p in block.parameters()) for block in wide_model()
+        sum(math.ceil(p.shape[0] / size) * p[0].numel() for p in block.parameters())
+        for block in wide_model().children()
     ]
     found: dict[str, Any] = {"gradients": 4 * sum(parts) * (size - 1)}
     for wire in ("fp32", "fp16", "bf16", "int8"):
@@ -160,7 +162,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         exposed.mkdir(exist_ok=True)
         for wire in ("fp32", "fp16"):
             found[f"overflow {wire}"] = train(
-                world, where, f"overflow-{wire}", WORLD, steps=STEPS, precision="fp32", task=Overflowing(),
+                world, where, f"overflow-{wire}", WORLD, steps=MANY, precision="fp32", task=Overflowing(),
                 reduction={"wire": wire}, guards={"loss_jump_z": 0.0},
                 telemetry={"prometheus": "textfile", "prometheus_directory": str(exposed)},
             )  # fmt: skip

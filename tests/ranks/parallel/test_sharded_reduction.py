@@ -11,8 +11,7 @@ import pytest
 
 from hpctrain.data import pack_arrays
 from tests.ranks.parallel import sharded_reduction_cases
-from tests.ranks.parallel.parallel_cases import STEPS
-from tests.ranks.parallel.sharded_reduction_cases import ENCODED, EXACT
+from tests.ranks.parallel.sharded_reduction_cases import ENCODED, EXACT, STEPS
 from tests.ranks_launcher import run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]

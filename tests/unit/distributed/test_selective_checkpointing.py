@@ -38,7 +38,8 @@ class Transformer(nn.Module):
             query, key, value, dropout_p=self.attention_dropout, is_causal=True
         )
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(hidden.shape))
-        return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
+        added: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm(hidden)))))
+        return hidden + added
 
 
 class Dropping(Transformer):
@@ -57,11 +58,11 @@ class Convolutional(nn.Module):
         return hidden + torch.tanh(self.norm(self.second(hidden)))
 
 
-class KeptBytes(TorchDispatchMode):
+class KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of what operations have computed and is still in memory."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -71,11 +72,12 @@ class KeptBytes(TorchDispatchMode):
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._made[storage._cdata] = (reference, storage.nbytes())
         return result
 
     def num_bytes(self) -> int:
-        return sum(size for reference, size in self._made.values() if not reference.expired())
+        return sum(size * (not found.expired()) for found, size in self._made.values())  # type: ignore[no-untyped-call]
 
 
 def trained(
