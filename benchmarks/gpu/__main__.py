@@ -26,7 +26,7 @@ from benchmarks.gpu.outcome import Outcome
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu.json"
 NAMES = (
     "device", "streams", "pinned", "ahead", "fp16", "bf16", "memory", "checkpoints", "reductions", "updater", "profile",
-    "digits", "gloo", "nccl",
+    "digits", "gloo", "nccl", "sharded", "recomputed",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.gpu import checkpoints, device, streams, torch_distributed, training, two_ranks
+from benchmarks.gpu import checkpoints, device, parallel, streams, torch_distributed, training, two_ranks
 from benchmarks.gpu.outcome import Check
 
 CHECKS: Mapping[str, Check] = {
@@ -22,4 +22,6 @@ CHECKS: Mapping[str, Check] = {
     "digits": two_ranks.digits,
     "gloo": torch_distributed.gloo,
     "nccl": torch_distributed.nccl,
+    "sharded": parallel.sharded,
+    "recomputed": parallel.recomputed,
 }

@@ -34,6 +34,7 @@ from .collectives.shared_folder import (
     is_seen as is_seen,
     make_shared_folder as make_shared_folder,
 )
+from .collectives.traffic import Traffic as Traffic
 from .collectives.two_level import (
     TwoLevel as TwoLevel,
     all_reduce_hierarchical as all_reduce_hierarchical,

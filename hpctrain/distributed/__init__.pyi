@@ -8,7 +8,11 @@ from .element_shards import (
     is_dense as is_dense,
     memory_order as memory_order,
 )
-from .open_groups import open_process_group as open_process_group, two_level_sums as two_level_sums
+from .open_groups import (
+    group_traffic as group_traffic,
+    open_process_group as open_process_group,
+    two_level_sums as two_level_sums,
+)
 from .operations import (
     all_gather as all_gather,
     all_reduce as all_reduce,

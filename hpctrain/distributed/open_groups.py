@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hpctrain.comm import World, broadcast_json, make_two_level
+from hpctrain.comm import Traffic, World, broadcast_json, make_two_level
 from hpctrain.distributed.process_group import CommunicatorGroup
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.topology import Topology
@@ -53,7 +53,7 @@ def open_process_group(
         )
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
-    _open.ranks, _open.close = (world, topology), close
+    _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
     _initialize(BACKEND, store=HashStore(), world=world)
 
 
@@ -62,41 +62,56 @@ class _Open:
 
     ranks: tuple[World, Topology] | None = None
     close: Callable[[], None] | None = None
+    traffic: Traffic | None = None
 
 
 _open = _Open()
 
 
+def group_traffic() -> Traffic | None:
+    """Returns what counts the bytes that the groups in host memory send; None if none was ever opened."""
+    return _open.traffic
+
+
 def _make_group(options: Any, _: Any) -> CommunicatorGroup:
     """Makes a group of `options.global_ranks_in_group`, by default all. Collective over these ranks."""
-    if _open.ranks is None:
+    if _open.ranks is None or _open.traffic is None:
         raise UsageError(f"backend {BACKEND!r} of torch.distributed: call hpctrain.init_process_group first")
-    world, topology = _open.ranks
+    (world, topology), traffic = _open.ranks, _open.traffic
     members = list(options.global_ranks_in_group) or list(range(world.num_ranks))
     opened = world.open_group(members)
     if opened is None:
         raise LaunchError(f"backend {world.backend} has no groups for torch.distributed")
     comm, messages = opened
+    if messages is not None:
+        messages = traffic.counted_messages(messages, comm=comm)
+    comm = traffic.counted(comm)
     everyone = members == list(range(world.num_ranks))
     return CommunicatorGroup(
         comm, messages=messages, name=options.group_id,
-        sums=two_level_sums(world, topology, comm.all_reduce) if everyone else None,
+        sums=two_level_sums(world, topology, comm.all_reduce, traffic=traffic) if everyone else None,
         timeout_s=options.timeout.total_seconds() if options.timeout < default_pg_timeout else None,
         on_shutdown=_close if not options.global_ranks_in_group else None,
     )  # fmt: skip
 
 
 def two_level_sums(
-    world: World, topology: Topology, flat_sum: Callable[[torch.Tensor], None]
+    world: World,
+    topology: Topology,
+    flat_sum: Callable[[torch.Tensor], None],
+    *,
+    traffic: Traffic | None = None,
 ) -> Callable[[torch.Tensor], None] | None:
     """Returns a function that sums a tensor of shape (n,) over all ranks in place: within the nodes, then between them.
 
-    Collective over all ranks; each call makes communicators of its own. flat_sum: for small tensors. None where one
-    level is all there is.
+    Collective over all ranks; each call makes communicators of its own. flat_sum: for small tensors. traffic: counts
+    the others. None where one level is all there is.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None
     two_level = make_two_level(world, topology)
+    if traffic is not None:
+        two_level = traffic.counted_levels(two_level)
 
     def sums(flat: torch.Tensor) -> None:
         if flat.numel() * flat.element_size() < _TWO_LEVEL_BYTES:

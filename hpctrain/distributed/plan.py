@@ -9,7 +9,7 @@ from hpctrain.errors import UsageError
 
 Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
-Checkpointing: TypeAlias = Literal["none", "blocks"]
+Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,8 @@ class ParallelPlan:
     shard: `none`, every rank holds all of it; `optimizer`, each rank holds a part of the optimizer state (ZeRO-1);
     `gradients`, of the gradients too (ZeRO-2); `parameters`, of the parameters too (ZeRO-3). shard_within: parts over
     all ranks (`world`), or, of parameters, over the ranks of a node, with a replica on each node (`node`, HSDP).
-    activation_checkpointing: of the repeated `blocks`, or `none`.
+    activation_checkpointing: `blocks`, backward computes the forward of the repeated blocks again; `selective`, all of
+    it but matrix products, convolutions and attention; or `none`.
     Raises UsageError for other values.
     """
 

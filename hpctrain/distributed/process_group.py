@@ -54,6 +54,11 @@ class CommunicatorGroup(dist.ProcessGroup):
         self._on_shutdown = on_shutdown
         self._thread = OperationThread(f"hpctrain-group-{name}")
 
+    def sum_by(self, make: Callable[[Collective], Callable[[torch.Tensor], None]]) -> None:
+        """Has sums of this group made by `make(comm)` from now on, where comm is the group's communicator: it sums a
+        tensor of shape (n,), float32 or float64, over the ranks in place. The same on every rank of the group."""
+        self._sums = make(self._comm)
+
     # ------------------------------------------------------------------ what PyTorch asks of any group
 
     def getBackendName(self) -> str:  # noqa: N802

@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpctrain.comm import World, agreed, broadcast_tensors
 from hpctrain.distributed.blocks import repeated_blocks, tied_across
 from hpctrain.distributed.open_groups import open_process_group
-from hpctrain.distributed.plan import ParallelPlan
+from hpctrain.distributed.plan import Checkpointing, ParallelPlan
+from hpctrain.distributed.selective_checkpointing import keep_products
 from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded
 from hpctrain.errors import UsageError
 from hpctrain.topology import ParallelMesh, Topology
@@ -37,8 +38,8 @@ def parallelize(
     """
 
     def check() -> Sequence[Sequence[int]]:
-        if plan.activation_checkpointing == "blocks":
-            _check_blocks(model)
+        if plan.activation_checkpointing != "none":
+            _check_blocks(model, plan.activation_checkpointing)
         if plan.shard != "parameters":
             return ()
         _check_shardable(model)
@@ -49,8 +50,8 @@ def parallelize(
     opens = bool(groups) and not torch.distributed.is_initialized()
     if opens:
         open_process_group(world, topology, device=device, timeout_s=timeout_s)
-    if plan.activation_checkpointing == "blocks":
-        checkpoint_activations(model)
+    if plan.activation_checkpointing != "none":
+        checkpoint_activations(model, plan.activation_checkpointing)
     if groups:
         broadcast_model(world, model)
         _shard_parameters(model, groups, device=device)
@@ -74,20 +75,22 @@ def broadcast_model(world: World, model: nn.Module) -> None:
     broadcast_tensors(world, [*model.parameters(), *model.buffers()], root=0, name="the model")
 
 
-def checkpoint_activations(model: nn.Module) -> int:
+def checkpoint_activations(model: nn.Module, kind: Checkpointing = "blocks") -> int:
     """Makes each repeated block keep only its inputs in forward; backward runs its forward again. Not collective.
 
-    Names of parameters stay as they are. Random numbers (dropout) are the same in both runs. Returns the number of
-    blocks. Raises UsageError if the model has no repeated blocks, or batch normalisation in one: its running
-    statistics would be updated twice a step.
+    kind: `selective`: it also keeps what matrix products, convolutions and attention have computed, and backward
+    computes the rest again. Names of parameters stay as they are. Random numbers (dropout) are the same in both runs.
+    Returns the number of blocks. Raises UsageError if the model has no repeated blocks, or batch normalisation in one:
+    its running statistics would be updated twice a step; with `selective` also for a module that works in place.
     """
-    blocks = _check_blocks(model)
+    blocks = _check_blocks(model, kind)
+    run = _kept_partly if kind == "selective" else _checkpointed
     for block in blocks.values():
-        block.forward = functools.partial(_checkpointed, block.forward)
+        block.forward = functools.partial(run, block.forward)
     return len(blocks)
 
 
-def _check_blocks(model: nn.Module) -> dict[str, nn.Module]:
+def _check_blocks(model: nn.Module, kind: Checkpointing) -> dict[str, nn.Module]:
     """Returns the repeated blocks; raises UsageError if their forward cannot run twice, or there are none."""
     blocks = repeated_blocks(model)
     if not blocks:
@@ -103,6 +106,11 @@ def _check_blocks(model: nn.Module) -> dict[str, nn.Module]:
                     f"({type(module).__name__}) twice a step: use another normalisation, such as nn.GroupNorm, or "
                     "leave activation_checkpointing out"
                 )
+            if kind == "selective" and getattr(module, "inplace", False):
+                raise UsageError(
+                    f"{name}.{inner} ({type(module).__name__}) overwrites its input, which activation_checkpointing = "
+                    "'selective' may keep: make it with inplace=False, or use 'blocks'"
+                )
     return blocks
 
 
@@ -110,6 +118,10 @@ def _checkpointed(forward: object, *args: object, **kwargs: object) -> object:
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # type: ignore[arg-type]
+
+
+def _kept_partly(forward: object, *args: object, **kwargs: object) -> object:
+    return _checkpointed(forward, *args, context_fn=keep_products, **kwargs)
 
 
 def _shard_parameters(model: nn.Module, groups: Sequence[Sequence[int]], *, device: torch.device) -> None:

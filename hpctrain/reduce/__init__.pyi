@@ -44,6 +44,8 @@ from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdat
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
+from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS, SHARDED_WIRES as SHARDED_WIRES
+from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
 from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
 from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
 from .sharded.sharded_updater import ShardedUpdater as ShardedUpdater

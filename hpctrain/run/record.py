@@ -64,10 +64,12 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
     }
 
 
-def reduction_record(reduction: Reduction | None) -> dict[str, Any]:
-    """Returns how gradients are reduced. None: FSDP2 does it, uncompressed."""
+def reduction_record(recipe: Recipe, reduction: Reduction | None) -> dict[str, Any]:
+    """Returns how gradients are reduced. None: FSDP2 does it, by itself or through hooks."""
     if reduction is None:
-        return {"algorithm": "fsdp2", "wire": "fp32", "reduction": {"source": "parallel.shard"}}
+        asked, source = recipe.reduction, {"source": "parallel.shard"}
+        algorithm = "fsdp2" if asked.algorithm == "auto" else f"fsdp2-{asked.algorithm}"
+        return {"algorithm": algorithm, "wire": asked.wire, "reduction": source}
     return {"algorithm": reduction.algorithm, "wire": reduction.wire, "reduction": reduction.record}
 
 
@@ -138,7 +140,9 @@ def _describe_backend(session: Session, reduction: Reduction | None) -> str:
 
 def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
     if reduction is None:
-        return f"parameters sharded within the {recipe.parallel.shard_within}"
+        wire = recipe.reduction.wire
+        on_wire = f", gradients {wire} on the wire" if wire != "fp32" else ""
+        return f"parameters sharded within the {recipe.parallel.shard_within}{on_wire}"
     shard = recipe.parallel.shard
     sharded = f", {shard} sharded" if shard != "none" else ""
     return f"{reduction.algorithm} reduction, {reduction.wire} on the wire{sharded}"

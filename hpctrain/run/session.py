@@ -37,7 +37,14 @@ from hpctrain.launch import (
     may_starve,
     read_cores,
 )
-from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ScatterUpdater, ShardedUpdater
+from hpctrain.reduce import (
+    AUTO,
+    AllReduceUpdater,
+    LossScale,
+    ScatterUpdater,
+    ShardedUpdater,
+    reduce_gradients_by,
+)
 from hpctrain.resilience import keep_freed_memory, shortage
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
@@ -139,7 +146,8 @@ class Session:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
         Of a model that `parallelize` has sharded: with `optimizer` or `gradients` a `ScatterUpdater`, on more than one
-        rank; with `parameters` a `ShardedUpdater`: FSDP2 reduces, the arguments of the reduction are ignored.
+        rank; with `parameters` a `ShardedUpdater`: algorithm and wire as `reduce_gradients_by` has them, bucket_bytes
+        and reduction are ignored.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
@@ -148,6 +156,9 @@ class Session:
         """
         shard = shard_of(model)
         if shard == "parameters":
+            reduce_gradients_by(
+                algorithm, wire=wire, model=model, world=self.world, topology=self.topology, note=self.note
+            )
             sharded = ShardedUpdater(
                 model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
             )

@@ -171,7 +171,7 @@ def carry_out(
         reduction = session.reductions.make(
             reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model), shard=recipe.parallel.shard
         )
-    environment = {**environment_record(session, commit=commit), **reduction_record(reduction)}
+    environment = {**environment_record(session, commit=commit), **reduction_record(recipe, reduction)}
     if recipe.reduction.sync_batch_norm:
         # The optimizer already refers to the parameters, which the conversion keeps.
         parts = replace(parts, model=session.sync_batch_norm(parts.model))
@@ -179,6 +179,8 @@ def carry_out(
     updater = session.updater(
         parts.model,
         parts.optimizer,
+        algorithm=recipe.reduction.algorithm,
+        wire=recipe.reduction.wire,
         reduction=reduction,
         loss_scale=loss_scale_for(
             recipe.run.precision,

@@ -83,7 +83,8 @@ class _Archive:
             found = zlib.crc32(self.content[start : min(start + _CHECK_BYTES, begin + num_bytes)], found)
         if found != expected:
             raise CheckpointError(
-                f"its record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}"
+                f"its record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}. A file written after "
+                "torch.serialization.set_crc32_options(False) has none: import it with --no-verify (verify=False)"
             )
 
     def place(self, name: str) -> tuple[int, int]:

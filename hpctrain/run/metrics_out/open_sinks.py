@@ -15,6 +15,7 @@ import psutil
 import xxhash
 
 from hpctrain.comm import all_gather_json, broadcast_json
+from hpctrain.distributed import group_traffic
 from hpctrain.errors import RecipeError
 from hpctrain.resilience import WallClock
 from hpctrain.run.metrics_out.history import read_figures_of_starts
@@ -203,8 +204,10 @@ def _run_metrics(
         "hpctrain_last_collective_timestamp_seconds": session.world.last_ended,
         "hpctrain_node_seconds_total": lambda: num_nodes * (time.time() - facts.started),
     }
-    if facts.reduction is not None:
-        probes["hpctrain_sent_bytes_total"] = facts.reduction.reducer.bytes_sent
+    reducers = [facts.reduction.reducer.bytes_sent] if facts.reduction is not None else []
+    traffic = group_traffic()
+    if sends := reducers + ([traffic.num_bytes] if traffic is not None else []):
+        probes["hpctrain_sent_bytes_total"] = lambda: sum(num_bytes() for num_bytes in sends)
     if clock is not None:
         probes["hpctrain_time_left_seconds"] = clock.time_left_s
     return RunMetrics(rank=session.rank, given=given, probes=probes)

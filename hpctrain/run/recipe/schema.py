@@ -13,7 +13,7 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.guards_schema import GuardsSection
 from hpctrain.run.recipe.limits_schema import LimitsSection
-from hpctrain.run.recipe.parallel_schema import ParallelSection
+from hpctrain.run.recipe.parallel_schema import ParallelSection, check_sharded_reduction
 from hpctrain.run.recipe.section import Section
 from hpctrain.run.recipe.slurm_schema import SlurmSection
 from hpctrain.run.recipe.stop_schema import StopSection
@@ -357,16 +357,15 @@ class Recipe(Section):
         shard = self.parallel.shard
         if shard != "parameters" and self.parallel.shard_within != "world":
             raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
-        usual = ReductionSection()
-        given = [key for key, value in self.reduction if value != getattr(usual, key)]
-        if shard == "parameters" and given:
+        usual, reduction = ReductionSection(), self.reduction
+        if shard == "parameters":
+            check_sharded_reduction(
+                algorithm=reduction.algorithm, wire=reduction.wire, within=self.parallel.shard_within,
+                others=[k for k, v in reduction if k not in ("algorithm", "wire") and v != getattr(usual, k)],
+            )  # fmt: skip
+        if shard in ("optimizer", "gradients") and reduction.wire in ("top-k", "low-rank"):
             raise ValueError(
-                f"reduction.{', reduction.'.join(given)}: with parallel.shard = 'parameters' FSDP2 reduces the "
-                "gradients, in their dtype; leave the section [reduction] out"
-            )
-        if shard in ("optimizer", "gradients") and self.reduction.wire in ("top-k", "low-rank"):
-            raise ValueError(
-                f"reduction.wire = {self.reduction.wire!r} does not send each gradient to its owner, which "
+                f"reduction.wire = {reduction.wire!r} does not send each gradient to its owner, which "
                 f"parallel.shard = {shard!r} needs: use fp32, fp16, bf16 or int8"
             )
         if shard != "none" and self.optimizer.name in ("lars", "lamb"):

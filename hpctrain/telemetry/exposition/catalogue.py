@@ -200,7 +200,8 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         name="hpctrain_sent_bytes_total", type=_COUNTER, unit="bytes", scope=_RANK, serves=("M8",),
-        help="Payload of the gradient reduction that this rank has sent to other nodes, as it travels.",
+        help="Payload that this rank has sent to other nodes, as it travels: of the gradient reduction, and of a split "
+        "model's groups.",
     ),
     Metric(
         name="hpctrain_cpu_seconds_total", type=_COUNTER, unit="seconds", scope=_RANK, serves=("M4",),

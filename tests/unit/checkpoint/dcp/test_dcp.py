@@ -183,6 +183,23 @@ def test_state_dicts_of_other_shapes(tmp_path: Path) -> None:
         import_dcp(tmp_path / "app", tmp_path / "ours", comm=SERIAL, step=4, under="nothing")
 
 
+def test_files_without_crc_are_imported_unchecked(tmp_path: Path) -> None:
+    tensors = odd_tensors()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    with pytest.raises(CheckpointError, match=r"import it with --no-verify"):
+        import_dcp(tmp_path / "dcp", tmp_path / "ours", comm=SERIAL, step=1)
+    done = import_dcp(tmp_path / "dcp", tmp_path / "ours", comm=SERIAL, step=1, verify=False)
+    assert_same(
+        load(done.saved.path, comm=SERIAL)[1],
+        {f"model/{name}": tensor for name, tensor in tensors.items()},
+    )
+
+
 def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
     items = [Replicated(name=name, tensor=torch.ones(2)) for name in ("a/b", "a.b")]
     path = save(State(items=items), directory=tmp_path / "run", step=1, comm=SERIAL).path

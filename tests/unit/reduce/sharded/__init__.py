@@ -1,1 +1,1 @@
-"""Sharded optimizer and gradients."""
+"""Sharded optimizer state, gradients and parameters: their sums and updates."""

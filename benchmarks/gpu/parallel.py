@@ -1,0 +1,125 @@
+"""Checks a language model that is sharded by FSDP2, and computed again in backward, over a group of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.gpu.compare import require
+from benchmarks.gpu.outcome import Found, NotHere, Setting
+from hpctrain import ParallelPlan
+from hpctrain.run import Session, start
+
+STEPS = 8
+VOCABULARY = 64
+# Of losses near 4: a GPU sums products in another order.
+WITHIN = 1e-3
+KINDS: Mapping[str, ParallelPlan] = {
+    kind: ParallelPlan(activation_checkpointing=kind)  # type: ignore[arg-type]
+    for kind in ("none", "blocks", "selective")
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        heads = self.attention(self.norms[0](hidden)).view(*hidden.shape[:2], 3, 4, -1)
+        query, key, value = (heads[:, :, index].transpose(1, 2) for index in range(3))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(hidden.shape))
+        added: torch.Tensor = self.down(functional.gelu(self.up(self.norms[1](hidden))))
+        return hidden + added
+
+
+def language_model(*, width: int, depth: int) -> nn.Sequential:
+    """Returns a model with equal parameters at every call: tokens, shape (batch, length), to logits."""
+    torch.manual_seed(1)
+    blocks = [Block(width) for _ in range(depth)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
+
+
+def sharded(setting: Setting) -> Found:
+    """Checks that FSDP2 over one rank has the losses of the whole model on the CPU, with each kind of checkpointing."""
+    if setting.has_gpu and not torch.distributed.is_nccl_available():
+        raise NotHere(f"this torch ({torch.__version__}) is built without nccl")
+    plans = {
+        f"sharded, {kind}": ParallelPlan(shard="parameters", activation_checkpointing=plan.activation_checkpointing)
+        for kind, plan in KINDS.items()
+    }  # fmt: skip
+    return _compared(setting, plans, needs=("NCCL's group",))
+
+
+def recomputed(setting: Setting) -> Found:
+    """Checks that activation checkpointing changes no loss, and on a GPU that it takes less memory."""
+    found = _compared(setting, KINDS, needs=())
+    if setting.has_gpu:
+        held = {kind: found.figures[f"MB at most, {kind}"] for kind in KINDS}
+        require(
+            held["blocks"] < held["selective"] < held["none"],
+            f"memory of blocks, selective and none is not in this order: {held}",
+        )
+    return found
+
+
+def _compared(setting: Setting, plans: Mapping[str, ParallelPlan], *, needs: tuple[str, ...]) -> Found:
+    with start(backend="serial", device="cpu") as session:
+        expected = _losses(session, KINDS["none"])
+    require(expected[-1] < 0.9 * expected[0], "nothing was learned, so nothing was compared")
+    figures: dict[str, float] = {}
+    worst = 0.0
+    for name, plan in plans.items():
+        with start(backend="serial", device=str(setting.device)) as session:
+            losses = _losses(session, plan)
+            if setting.has_gpu:
+                figures[f"MB at most, {name}"] = _peak_mb(session, plan)
+        worst = max(worst, *(abs(mine - wanted) for mine, wanted in zip(losses, expected, strict=True)))
+        require(
+            worst <= WITHIN,
+            f"{name}: a loss differs from the whole model's on the CPU by {worst:.3g}, more than {WITHIN:g}",
+        )
+    return Found(
+        text=f"{STEPS} steps of a language model ({'; '.join(plans)}) have the losses of the CPU",
+        figures={"largest difference of a loss": worst, **figures},
+        needs_gpu=() if setting.has_gpu else (*needs, "the device's memory"),
+    )
+
+
+def _losses(session: Session, plan: ParallelPlan) -> list[float]:
+    return _train(session, plan, width=32, depth=2, length=16, steps=STEPS)
+
+
+def _peak_mb(session: Session, plan: ParallelPlan) -> float:
+    """Returns the most memory of three steps of a model that is large enough to show activations, MB."""
+    torch.cuda.reset_peak_memory_stats(session.device)
+    _train(session, plan, width=1024, depth=8, length=512, steps=3)
+    return torch.cuda.max_memory_allocated(session.device) / 1e6
+
+
+def _train(
+    session: Session, plan: ParallelPlan, *, width: int, depth: int, length: int, steps: int
+) -> list[float]:
+    model = session.parallelize(language_model(width=width, depth=depth).to(session.device), plan)
+    updater = session.updater(model, torch.optim.AdamW(model.parameters(), lr=1e-2 / width**0.5))
+    losses = []
+    for step in range(steps):
+        tokens = _tokens(step % 2, length=length).to(session.device)
+        logits = model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        updater.backward(loss, weight=1.0)
+        updater.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _tokens(number: int, *, length: int) -> torch.Tensor:
+    """Returns tokens of shape (8, length + 1), each a step from the one before: made on the CPU, the same each time."""
+    first = torch.randint(VOCABULARY, (8, 1), generator=torch.Generator().manual_seed(number))
+    return (first + 3 * torch.arange(length + 1)) % VOCABULARY

@@ -1,0 +1,144 @@
+"""Has FSDP2 reduce gradients in two levels, or encoded, through its hooks for other communication (ADR 55)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+import torch
+
+from hpctrain.comm import Traffic, World, make_two_level
+from hpctrain.distributed import CommunicatorGroup, group_traffic, is_sharded_tensor
+from hpctrain.errors import UsageError
+from hpctrain.reduce.codecs.codec import Codec
+from hpctrain.reduce.codecs.registry import codec_named
+from hpctrain.reduce.sharded.choices import SHARDED_ALGORITHMS, SHARDED_WIRES
+from hpctrain.reduce.sharded.rank_order_sum import RankOrderSum
+from hpctrain.reduce.sharded.two_level_sum import TwoLevelSum
+from hpctrain.topology import Topology
+
+
+def reduce_gradients_by(
+    algorithm: str,
+    *,
+    wire: str,
+    model: torch.nn.Module,
+    world: World,
+    topology: Topology,
+    note: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Has the gradients of a model that `parallelize` has sharded summed by `algorithm`, encoded as `wire`. Collective.
+
+    algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: within the node first, then
+    encoded between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise `direct`. Shards within a node are
+    summed there by FSDP2's own operation and encoded between the nodes, by `auto` and `hierarchical`. Sums are in the
+    gradients' dtype, in the order of the ranks. note: is told if `hierarchical` cannot be had. Raises UsageError on
+    every rank for other names, and for a model whose gradients cannot be summed so.
+    """
+    if algorithm not in SHARDED_ALGORITHMS or wire not in SHARDED_WIRES:
+        raise UsageError(
+            f"sharded gradients cannot be summed by the algorithm {algorithm!r} with the wire format {wire!r}: choose "
+            f"one of {', '.join(SHARDED_ALGORITHMS)}, and one of {', '.join(SHARDED_WIRES)}",
+            agreed=True,
+        )
+    if topology.num_ranks == 1 or (algorithm == "auto" and wire == "fp32"):
+        return
+    # Its ranks ascend: part r is that of rank r.
+    mesh = _checked_mesh(model, num_ranks=topology.num_ranks)
+    codec, traffic = codec_named(wire), group_traffic() or Traffic(topology)
+    if mesh.ndim == 2:
+        _encode_between_nodes(mesh.get_group(0), algorithm=algorithm, codec=codec)
+    elif algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
+        levels = traffic.counted_levels(make_two_level(world, topology))
+        _set_reduce_scatter(model, TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter)
+    else:
+        if algorithm == "hierarchical":
+            note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
+        flat, num_ranks = RankOrderSum(traffic.counted(world.duplicate()), codec=codec), topology.num_ranks
+
+        def sums(values: torch.Tensor, *, out: torch.Tensor) -> None:
+            flat.reduce_scatter(values, counts=[out.numel()] * num_ranks, out=out)
+
+        _set_reduce_scatter(model, sums)
+
+
+def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
+    """Returns the mesh of the model's parameters. Raises UsageError for a mesh, device or dtype without such sums."""
+    parameters: list[Any] = [p for p in model.parameters() if is_sharded_tensor(p)]
+    mesh = parameters[0].device_mesh
+    if mesh.device_type != "cpu":
+        raise UsageError(
+            f"on {mesh.device_type} NCCL sums sharded gradients, uncompressed: leave algorithm and wire out",
+            agreed=True,
+        )
+    if mesh.size() != num_ranks:
+        raise UsageError(
+            f"the model is sharded over {mesh.size()} of {num_ranks} ranks: algorithms and wire formats of sharded "
+            "gradients need shards over all; leave algorithm and wire out",
+            agreed=True,
+        )
+    for parameter in parameters:
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise UsageError(
+                f"a gradient of dtype {parameter.dtype} is sent as it is: leave algorithm and wire out",
+                agreed=True,
+            )
+    return mesh
+
+
+def _encode_between_nodes(group: Any, *, algorithm: str, codec: Codec) -> None:
+    """Has sums over `group`, the nodes, sent encoded: with shards within a node FSDP2 asks it to sum the shards."""
+    if algorithm == "direct":
+        raise UsageError(
+            "shards within a node are summed there first: choose the algorithm hierarchical or auto, or "
+            "shard_within = 'world'",
+            agreed=True,
+        )
+    if codec.exact:
+        return
+    if not isinstance(group, CommunicatorGroup):
+        raise UsageError(
+            "torch.distributed was initialised with another backend, which sends gradients as they are: leave it to "
+            "session.parallelize, or leave wire out",
+            agreed=True,
+        )
+    group.sum_by(lambda comm: RankOrderSum(comm, codec=codec).all_reduce)
+
+
+def _set_reduce_scatter(model: torch.nn.Module, sums: Sums) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Checked by its calls, not by its class, whose home is private.
+            module.set_custom_reduce_scatter(_ReduceScatter(sums))  # type: ignore[arg-type]
+
+
+class Sums(Protocol):
+    """Writes this rank's part, `out`, of the sum of `values` over the ranks."""
+
+    def __call__(self, values: torch.Tensor, *, out: torch.Tensor) -> None: ...
+
+
+@final
+class _ReduceScatter:
+    """What FSDP2 calls with the gradients of a group of parameters; its `ReduceScatter`."""
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sums `input_tensor`, shape (num_ranks * n,), into `output_tensor`, shape (n,). Collective; blocks."""
+        if op != torch.distributed.ReduceOp.SUM:
+            raise UsageError(f"FSDP2 asks for {op}: gradients of this model are summed, set no divide factor")
+        self._sums(input_tensor, out=output_tensor)

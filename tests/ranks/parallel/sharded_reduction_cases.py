@@ -1,0 +1,185 @@
+"""What one rank does in the tests of sharded models whose gradients are summed in other ways, and of their edges."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain import ParallelPlan, Position
+from hpctrain.comm import World
+from hpctrain.distributed import group_traffic
+from hpctrain.errors import DataError, UsageError
+from hpctrain.run import Session
+from hpctrain.train.task.task import Fields
+from tests.ranks.parallel.parallel_cases import NODE, NODES, STEPS as MANY, WORLD, Layers, train
+from tests.sessions import session_over
+
+STEPS = 3
+# name: layout, [reduction]. Ranks 3 are on unequal nodes, 4 on two nodes of two ranks.
+Runs = dict[str, tuple[dict[str, str], dict[str, str]]]
+DIRECT = {"algorithm": "direct"}
+LEVELS = {"algorithm": "hierarchical"}
+EXACT: dict[int, Runs] = {
+    1: {"none": ({}, {})},
+    2: {"no levels": (WORLD, LEVELS), "node": (NODE, LEVELS)},
+    3: {"direct": (WORLD, DIRECT), "hierarchical": (WORLD, LEVELS)},
+    4: {"direct": (WORLD, DIRECT), "hierarchical": (WORLD, LEVELS), "node": (NODE, LEVELS)},
+}  # fmt: skip
+# In float32, against FSDP2's own sums.
+ENCODED: dict[int, Runs] = {
+    2: {
+        "own": (WORLD, {}),
+        "fp16": (WORLD, {"wire": "fp16"}),
+        "bf16": (WORLD, {"wire": "bf16"}),
+        "int8": (WORLD, {"wire": "int8"}),
+        "node fp16": (NODE, {"wire": "fp16"}),
+    },
+    3: {"own": (WORLD, {}), "int8": (WORLD, LEVELS | {"wire": "int8"})},
+    4: {
+        "own": (WORLD, {}),
+        "hierarchical": (WORLD, LEVELS),
+        "fp16": (WORLD, LEVELS | {"wire": "fp16"}),
+        "node int8": (NODE, {"wire": "int8"}),
+    },
+}
+
+
+class Overflowing(Layers):
+    """The gradients of sample 7 overflow in float16, not in float32."""
+
+    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
+        loss = super().loss(model, fields)
+        return loss * 1e7 if 7 in fields["id"] else loss
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(96), nn.Linear(96, 96)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.linear(self.norm(hidden)))
+
+
+def wide_model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(*(Wide() for _ in range(3)))
+
+
+def one_step(session: Session, plan: ParallelPlan, **reduction: str) -> tuple[int, list[float]]:
+    """Returns the bytes that this rank sends to others in a step, and the gradients' norm and loss."""
+    model = session.parallelize(wide_model(), plan)
+    updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1), **reduction)  # type: ignore[arg-type]
+    inputs = torch.randn(8, 96, generator=torch.Generator().manual_seed(session.rank))
+    traffic = group_traffic()
+    assert traffic is not None
+    before = traffic.num_bytes()
+    loss = model(inputs).square().mean()
+    updater.backward(loss, weight=1 / session.num_ranks)
+    norm = updater.step().grad_norm
+    return traffic.num_bytes() - before, [norm, float(loss.detach())]
+
+
+def sent(world: World) -> dict[str, Any]:
+    """Bytes of a step by wire format, each rank on a node of its own, and what is expected of its gradients."""
+    size = world.num_ranks
+    session = session_over(world, nodes=[str(rank) for rank in range(size)])
+    parts = [
+        sum(math.ceil(p.shape[0] / size) * p[0].numel() for p in block.parameters())
+        for block in wide_model().children()
+    ]
+    found: dict[str, Any] = {"gradients": 4 * sum(parts) * (size - 1)}
+    for wire in ("fp32", "fp16", "bf16", "int8"):
+        found[wire] = one_step(session, ParallelPlan(shard="parameters"), wire=wire)
+    found["direct"] = one_step(session, ParallelPlan(shard="parameters"), algorithm="direct")
+    for wire in ("int8", "fp32"):  # a group's wire stays with its model
+        plan = ParallelPlan(shard="parameters", shard_within="node")
+        found[f"node {wire}"] = one_step(session, plan, wire=wire)
+    found["refused"] = [
+        refusal(lambda: one_step(session, ParallelPlan(shard="parameters"), algorithm="ring")),
+        refusal(lambda: one_step(session, plan, algorithm="direct")),
+        refused_own_sharding(session),
+    ]
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except (UsageError, DataError) as error:
+        return str(error) if error.agreed else f"not agreed: {error}"
+    return ""
+
+
+def refused_own_sharding(session: Session) -> str:
+    """What `updater` says to a model that the program itself has sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = wide_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (session.num_ranks,)))
+    return refusal(lambda: session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def load_after_evaluation(session: Session, directory: Path) -> list[float]:
+    """Losses of an own loop: twice the same step, from a state that was loaded after an evaluation in between."""
+    model = session.parallelize(wide_model(), ParallelPlan(shard="parameters"))
+    updater = session.updater(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    inputs = torch.randn(4, 96, generator=torch.Generator().manual_seed(9 + session.rank))
+
+    def step() -> float:
+        loss = model(inputs).square().mean()
+        updater.backward(loss, weight=1 / session.num_ranks)
+        updater.step()
+        return float(loss.detach())
+
+    step()
+    session.save_state(directory, updater, Position(step=1))
+    losses = [step(), step()]
+    with torch.no_grad():
+        losses.append(float(model(inputs).square().mean()))  # FSDP2 keeps what it has gathered
+    assert session.load_state(directory, updater).step == 1
+    return [*losses, step(), step(), float(model(inputs).square().mean().detach())]
+
+
+def everything(world: World, directory: str) -> dict[str, Any]:
+    """All cases of one launch, after those of the bytes that are sent."""
+    where, size = Path(directory), world.num_ranks
+    found: dict[str, Any] = {"sent": sent(world)} if size > 1 else {}
+    for precision, runs in (("fp64", EXACT), ("fp32", ENCODED)):
+        for name, (layout, reduction) in runs.get(size, {}).items():
+            found[f"{precision} {name}"] = train(
+                world, where, f"{size}-{precision}-{name}", layout, steps=STEPS, precision=precision,
+                reduction=reduction,
+            )  # fmt: skip
+    if size == 2:
+        exposed = where / "exposed"
+        exposed.mkdir(exist_ok=True)
+        for wire in ("fp32", "fp16"):
+            found[f"overflow {wire}"] = train(
+                world, where, f"overflow-{wire}", WORLD, steps=MANY, precision="fp32", task=Overflowing(),
+                reduction={"wire": wire}, guards={"loss_jump_z": 0.0},
+                telemetry={"prometheus": "textfile", "prometheus_directory": str(exposed)},
+            )  # fmt: skip
+    if size in (1, 3):
+        session = session_over(world, nodes=NODES[size])
+        if size == 3:
+            found["after evaluation"] = load_after_evaluation(session, where / "own")
+        first = where / "1-fp64-none" / "checkpoints"
+        found["from weights"] = train(
+            world, where, f"{size}-from-weights", WORLD if size == 3 else {}, steps=3,
+            checkpoint={"weights_from": str(first)},
+        )  # fmt: skip
+        found["few"] = refusal(lambda: train(world, where, f"{size}-few", WORLD, steps=2, data=few(where)))
+    return found
+
+
+def few(where: Path) -> dict[str, Any]:
+    return {
+        "train": str(where / "data"), "held_out": str(where / "few"), "global_batch": 12, "evaluation_batch": 12
+    }  # fmt: skip

@@ -1,0 +1,130 @@
+"""Sharded gradients summed in two levels and encoded; edges of sharded training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.data import pack_arrays
+from tests.ranks.parallel import sharded_reduction_cases
+from tests.ranks.parallel.sharded_reduction_cases import ENCODED, EXACT, STEPS
+from tests.ranks_launcher import run_ranks
+
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
+
+# Of losses, after steps with gradients that are rounded to this many bits.
+WITHIN = {"direct": 1e-6, "hierarchical": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 5e-2}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("sharded")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(61, 3))
+    for name, rows in (("data", 61), ("few", 2)):
+        fields = {"x": x[:rows], "label": (x[:rows].sum(1) > 0).astype(np.int64), "id": np.arange(rows)}
+        pack_arrays(where / name, fields)
+    return where
+
+
+@pytest.fixture(scope="module")
+def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """One launch for each number of ranks; that of one rank first."""
+    return {
+        n: run_ranks(n, sharded_reduction_cases.everything, str(directory), timeout_s=800).outputs
+        for n in (1, 2, 3, 4)
+    }
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in EXACT for name in EXACT[n]])
+def test_other_sums_train_as_one_rank(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+) -> None:
+    expected = launches[1][0]["fp64 none"]
+    for found in launches[ranks]:
+        assert len(found[f"fp64 {name}"]["steps"]) == STEPS
+        np.testing.assert_allclose(found[f"fp64 {name}"]["steps"], expected["steps"], rtol=1e-10)
+        assert found[f"fp64 {name}"]["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-10)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in ENCODED for name in ENCODED[n]])
+def test_encoded_gradients_train_nearly_as_fsdps_own_sums(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+) -> None:
+    expected = np.array(launches[ranks][0]["fp32 own"]["steps"])
+    first = launches[ranks][0][f"fp32 {name}"]["steps"]
+    np.testing.assert_allclose(np.array(first)[:, 0], expected[:, 0], rtol=WITHIN.get(name.split()[-1], 1e-6))
+    for found in launches[ranks]:
+        assert found[f"fp32 {name}"]["steps"] == first
+        assert all(applied for _, _, applied in found[f"fp32 {name}"]["steps"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_wires_halve_and_quarter_the_gradients_bytes(
+    launches: dict[int, list[dict[str, Any]]], ranks: int
+) -> None:
+    for found in (launch["sent"] for launch in launches[ranks]):
+        gradients = found["gradients"]
+        total, numbers = found["fp32"]
+        # Parameters are gathered for forward and again for backward.
+        assert total == 3 * gradients
+        assert found["direct"] == [total, pytest.approx(numbers, rel=1e-6)]
+        for wire, share in (("fp16", 1 / 2), ("bf16", 1 / 2), ("int8", 1 / 4)):
+            assert found[wire][0] - 2 * gradients == pytest.approx(share * gradients, rel=0.03)
+            assert found[wire][1] == pytest.approx(numbers, rel=WITHIN[wire])
+        # Each rank is a node: the shards are whole, and only gradients travel, there and back.
+        replicated, numbers = found["node fp32"]
+        assert replicated == pytest.approx(2 * gradients, rel=0.03)
+        assert found["node int8"][0] == pytest.approx(replicated / 4, rel=0.03)
+        assert found["node int8"][1] == pytest.approx(numbers, rel=WITHIN["int8"])
+
+
+def test_what_a_wire_makes_infinite_is_skipped_on_all_ranks(
+    launches: dict[int, list[dict[str, Any]]], directory: Path
+) -> None:
+    skipped = [[not applied for _, _, applied in found["overflow fp16"]["steps"]] for found in launches[2]]
+    assert skipped[0] == skipped[1]
+    assert any(skipped[0])
+    assert not all(skipped[0])
+    assert all(applied for _, _, applied in launches[2][0]["overflow fp32"]["steps"])
+    for rank in range(2):
+        exposed = sorted((directory / "exposed").glob(f"*-rank-{rank:05}.prom"))
+        assert len(exposed) == 2
+        for text in map(Path.read_text, exposed):
+            assert float(re.findall(r"hpctrain_sent_bytes_total\{.*\} (\S+)", text)[0]) > 1e4
+
+
+def test_what_cannot_be_done_is_refused_on_all_ranks(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for ranks in (2, 3, 4):
+        for found in launches[ranks]:
+            unknown, direct, own = found["sent"]["refused"]
+            assert "algorithm 'ring' with the wire format 'fp32': choose one of auto, direct" in unknown
+            assert "summed there first" in direct
+            assert "FSDP or DTensor has split this model" in own
+
+
+def test_a_state_is_loaded_after_an_evaluation(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in launches[3]:
+        losses = found["after evaluation"]
+        assert losses[3:] == pytest.approx(losses[:3], rel=1e-6)
+        assert losses[1] < losses[0]
+
+
+def test_weights_of_another_run_begin_a_sharded_one(launches: dict[int, list[dict[str, Any]]]) -> None:
+    expected = launches[1][0]["from weights"]["steps"]
+    assert len(expected) == 3
+    assert expected[0][0] != launches[1][0]["fp64 none"]["steps"][0][0]
+    for found in launches[3]:
+        np.testing.assert_allclose(found["from weights"]["steps"], expected, rtol=1e-10)
+
+
+def test_an_evaluation_with_fewer_samples_than_ranks_is_refused(
+    launches: dict[int, list[dict[str, Any]]],
+) -> None:
+    assert launches[1][0]["few"] == ""
+    for found in launches[3]:
+        assert "evaluate on at least 3 samples" in found["few"]
