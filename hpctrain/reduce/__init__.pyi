@@ -41,7 +41,9 @@ from .contract.updater import (
     Updater as Updater,
 )
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
+from .data_parallel.gradient_buckets import describe_gradient as describe_gradient
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
+from .needs import ReductionNeeds as ReductionNeeds, reduction_needs as reduction_needs
 from .sharded.sharded_updater import ShardedUpdater as ShardedUpdater
