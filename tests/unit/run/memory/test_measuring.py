@@ -122,7 +122,7 @@ def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
 
 def test_larger_micro_batches_are_not_tried_where_memory_is_short() -> None:
     runner, batch = runner_of(Task()), batch_of(256)
-    two = most_bytes(runner, Batch(**vars_of(batch_of(2))))
+    two = most_bytes(runner, batch_of(2))
     found = measure_activations(runner, batch, ways=["none"], memory=3 * two)
     assert max(found["none"]) <= 4
     assert measure_activations(runner, batch_of(1), ways=["none"], memory=10**9)["none"].keys() == {1}
