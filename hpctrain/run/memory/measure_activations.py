@@ -73,7 +73,7 @@ def most_bytes(runner: TaskRunner, batch: Batch) -> int:
     live = LiveBytes(known)
     try:
         with live:
-            runner.loss(batch).backward()  # type: ignore[no-untyped-call]
+            runner.loss(batch).backward()
     finally:
         for hook in hooks:
             hook.remove()

@@ -80,7 +80,9 @@ def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activation
     """
     (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
     slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
-    return Activations(fixed_bytes=max(0.0, many_bytes - slope * many), sample_bytes=slope + besides)
+    # At each moment some bytes are fixed: that they are fewer than none is noise.
+    slope = min(slope, many_bytes / many)
+    return Activations(fixed_bytes=many_bytes - slope * many, sample_bytes=slope + besides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
