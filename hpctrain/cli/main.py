@@ -29,6 +29,7 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
   hpctrain data pack digits data/digits                  make HDF5 shards
   hpctrain train examples/digits.toml                    train, one rank
   hpctrain launch -n 4 -- hpctrain train examples/digits.toml       four ranks
+  hpctrain plan recipe.toml --ranks 8 --memory 40GB      which ways to split the model fit, and what they cost
   hpctrain slurm submit recipe.toml                      a batch job that resumes until it is done
   srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
   hpctrain supervise -n 4 -- hpctrain train recipe.toml      the same, started again after a lost rank or node
@@ -84,6 +85,7 @@ def _add_commands() -> None:
     from hpctrain.cli.efficiency import efficiency_command
     from hpctrain.cli.export import export_app
     from hpctrain.cli.launch import launch_command
+    from hpctrain.cli.plan.command import plan_command
     from hpctrain.cli.report import report_command
     from hpctrain.cli.slurm.group import slurm_app
     from hpctrain.cli.stage_environment import stage_environment_command
@@ -94,6 +96,7 @@ def _add_commands() -> None:
 
     app.command("doctor")(doctor_command)
     app.command("train")(train_command)
+    app.command("plan")(plan_command)
     passes_on = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     app.command("launch", context_settings=passes_on)(launch_command)
     app.command("supervise", context_settings=passes_on)(supervise_command)

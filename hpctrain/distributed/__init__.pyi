@@ -40,6 +40,8 @@ from .sharded_tensors import (
 )
 from .split_model import (
     broadcast_model as broadcast_model,
+    check_plan as check_plan,
+    checkpoint_activations as checkpoint_activations,
     end_process_group as end_process_group,
     parallelize as parallelize,
 )

@@ -38,11 +38,9 @@ def parallelize(
     """
 
     def check() -> Sequence[Sequence[int]]:
-        if plan.activation_checkpointing != "none":
-            _check_blocks(model, plan.activation_checkpointing)
+        check_plan(model, plan)
         if plan.shard != "parameters":
             return ()
-        _check_shardable(model)
         mesh = ParallelMesh.plan(topology)
         return mesh.data_grid() if plan.shard_within == "node" else (mesh.data_ranks(),)
 
@@ -57,6 +55,14 @@ def parallelize(
         _shard_parameters(model, groups, device=device)
     mark_sharded(model, plan.shard)
     return opens
+
+
+def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
+    """Raises UsageError if `model` cannot be split as `plan` says, on any ranks. Not collective; changes nothing."""
+    if plan.activation_checkpointing != "none":
+        _check_blocks(model, plan.activation_checkpointing)
+    if plan.shard == "parameters":
+        _check_shardable(model)
 
 
 def end_process_group() -> None:

@@ -41,9 +41,11 @@ from .contract.updater import (
     Updater as Updater,
 )
 from .data_parallel.all_reduce_updater import AllReduceUpdater as AllReduceUpdater
+from .data_parallel.gradient_buckets import describe_gradient as describe_gradient
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
+from .needs import ReductionNeeds as ReductionNeeds, reduction_needs as reduction_needs
 from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS, SHARDED_WIRES as SHARDED_WIRES
 from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
 from .sharded.scatter_reducer import ScatterReducer as ScatterReducer

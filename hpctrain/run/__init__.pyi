@@ -10,6 +10,12 @@ from .doctor.merge_findings import merge_findings as merge_findings
 from .doctor.probes import identity_of as identity_of, inspect_rank as inspect_rank
 from .doctor.run_directory import look_for_rank_0s_file as look_for_rank_0s_file
 from .doctor.slurm_settings import ask_slurm as ask_slurm
+from .memory.calculate import MemoryPlan as MemoryPlan, plan_memory as plan_memory
+from .memory.report import (
+    memory_document as memory_document,
+    memory_lines as memory_lines,
+    memory_table as memory_table,
+)
 from .probe import Probe as Probe, probe_nodes as probe_nodes
 from .recipe.document import read_recipe_document as read_recipe_document
 from .recipe.load import load_recipe as load_recipe, parse_recipe as parse_recipe, to_toml as to_toml

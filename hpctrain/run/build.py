@@ -67,7 +67,7 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
     """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
     loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
-    model = _model(recipe, task, session)
+    model = build_model(recipe, task, device=session.device)
     return Parts(
         loader=loader,
         held_out=_held_out_loader(recipe, data.held_out, session) if data.held_out is not None else None,
@@ -122,7 +122,8 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
     )
 
 
-def _model(recipe: Recipe, task: Task, session: Session) -> torch.nn.Module:
+def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn.Module:
+    """Returns the task's model on `device`, in the dtype of the recipe. Raises RecipeError for errors of the task."""
     try:
         model = task.build_model()
     except HpctrainError:
@@ -131,7 +132,7 @@ def _model(recipe: Recipe, task: Task, session: Session) -> torch.nn.Module:
         raise RecipeError(
             f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
         ) from error
-    return model.to(device=session.device, dtype=MODEL_DTYPE[recipe.run.precision])
+    return model.to(device=device, dtype=MODEL_DTYPE[recipe.run.precision])
 
 
 def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:

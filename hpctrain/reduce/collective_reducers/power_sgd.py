@@ -32,6 +32,8 @@ from hpctrain.topology import Topology
 
 FACTORS = "low_rank/factors"
 STEPS = "low_rank/steps"
+# Columns of the factors.
+FACTOR_COLUMNS = 16
 
 
 @final
@@ -53,7 +55,7 @@ class LowRankReducer(StepEnd):
         self,
         comm: Collective,
         *,
-        rank: int = 16,
+        rank: int = FACTOR_COLUMNS,
         start_step: int = 20,
         topology: Topology | None = None,
     ) -> None:

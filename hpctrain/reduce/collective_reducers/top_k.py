@@ -29,6 +29,8 @@ from hpctrain.reduce.contract.step_end import StepEnd
 from hpctrain.topology import Topology
 
 STEPS = "top_k/steps"
+# Of a bucket's elements, the share that is sent.
+FRACTION = 0.01
 _ALIGNMENT = 8
 
 
@@ -110,7 +112,7 @@ class TopKReducer(StepEnd):
         self,
         comm: Collective,
         *,
-        fraction: float = 0.01,
+        fraction: float = FRACTION,
         value_dtype: torch.dtype | None = None,
         start_step: int = 20,
         topology: Topology | None = None,

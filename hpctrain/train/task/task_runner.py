@@ -59,8 +59,7 @@ class TaskRunner:
         losses = []
         parts = [p for p in batch.split(micro_batches) if p.num_samples > 0 or self._takes_empty]
         for number, part in enumerate(parts, start=1):
-            with self._autocast():
-                loss = self._loss(part.to(self.device, dtype=self._dtype))
+            loss = self.loss(part)
             updater.backward(loss, weight=part.weight, last=number == len(parts))
             if part.num_samples > 0:  # the mean over no samples is NaN
                 losses.append(loss.detach().double() * part.weight)
@@ -78,6 +77,11 @@ class TaskRunner:
         end.record(torch.cuda.current_stream(self.device))
         end.synchronize()
         self.device_s = begin.elapsed_time(end) / 1e3
+
+    def loss(self, part: Batch) -> torch.Tensor:
+        """Returns the mean loss over the samples of a micro-batch, shape (), with its graph."""
+        with self._autocast():
+            return self._loss(part.to(self.device, dtype=self._dtype))
 
     def _loss(self, part: Batch) -> torch.Tensor:
         """Returns the mean loss over the valid samples; a task that takes `valid` leaves out the padding itself."""

@@ -1,0 +1,115 @@
+"""Counts a model's parameters, buffers and optimizer state, on the meta device, where tensors have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hpctrain.distributed import repeated_blocks
+from hpctrain.errors import HpctrainError
+from hpctrain.run.build import build_model
+from hpctrain.run.memory.needs import ModelSizes, ParameterSize
+from hpctrain.run.optimizers import build_optimizer
+from hpctrain.run.recipe.schema import OptimizerSection, Recipe
+from hpctrain.train import Task
+
+META = torch.device("meta")
+# Each dimension of the parameters that an optimizer is tried with if it cannot step on the meta device.
+_SMALL = 4
+
+
+class StateSize(NamedTuple):
+    """Optimizer state of one parameter: bytes of tensors of its shape, and of others."""
+
+    like_parameter: int
+    other: int
+
+
+def model_on_meta(
+    recipe: Recipe, make_task: Callable[[], Task], *, note: Callable[[str], None]
+) -> torch.nn.Module:
+    """Returns the task's model on the meta device. Raises RecipeError if the task cannot build it.
+
+    note: told if the model had to be built on the CPU first, which takes its memory.
+    """
+    try:
+        with META:
+            return build_model(recipe, make_task(), device=META)
+    except HpctrainError as error:
+        model = build_model(recipe, make_task(), device=META)
+        note(f"the model was built on the CPU to be counted, since it cannot be on the meta device: {error}")
+        return model
+
+
+def count_model(
+    model: torch.nn.Module, section: OptimizerSection, *, note: Callable[[str], None]
+) -> ModelSizes:
+    """Returns the sizes of `model`, which is on the meta device. note: told what was not measured."""
+    blocks = repeated_blocks(model)
+    states = optimizer_state(model, section, note=note)
+    parameters = []
+    for name, parameter in model.named_parameters():
+        state = states.get(parameter, StateSize(0, 0))
+        parameters.append(
+            ParameterSize(
+                shape=tuple(parameter.shape),
+                itemsize=parameter.element_size(),
+                trainable=parameter.requires_grad,
+                block=next((block for block in blocks if name.startswith(f"{block}.")), ""),
+                state_bytes=state.like_parameter,
+                other_state_bytes=state.other,
+            )
+        )
+    return ModelSizes(parameters=tuple(parameters), buffer_bytes=sum(b.nbytes for b in model.buffers()))
+
+
+def optimizer_state(
+    model: torch.nn.Module, section: OptimizerSection, *, note: Callable[[str], None]
+) -> dict[torch.Tensor, StateSize]:
+    """Returns the optimizer's state of each trainable parameter after a step, which runs on the meta device.
+
+    An optimizer that must see values is tried on small parameters of as many dimensions. Raises RecipeError if it
+    cannot be made.
+    """
+    optimizer = build_optimizer(model, section)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        return _after_a_step(optimizer, trained)
+    except Exception:  # of an optimizer of the user's: anything
+        pass
+    small = torch.nn.ParameterList(
+        torch.nn.Parameter(torch.zeros([_SMALL] * dims, dtype=dtype))
+        for dims, dtype in sorted({(p.dim(), p.dtype) for p in trained}, key=str)
+    )
+    try:
+        found = _after_a_step(build_optimizer(small, section), list(small))
+    except Exception as error:
+        note(
+            f"the optimizer's state could not be measured ({type(error).__name__}: {error}): two values for each "
+            "parameter are assumed"
+        )
+        return {p: StateSize(2 * p.nbytes, 0) for p in trained}
+    of_kind = {(p.dim(), p.dtype): (state, p.nbytes) for p, state in found.items()}
+    states = {}
+    for p in trained:
+        state, num_bytes = of_kind[p.dim(), p.dtype]
+        states[p] = StateSize(state.like_parameter * p.nbytes // num_bytes, state.other)
+    return states
+
+
+def _after_a_step(
+    optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]
+) -> dict[torch.Tensor, StateSize]:
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {p: _size_of(optimizer.state.get(p, {}), p) for p in trained}
+
+
+def _size_of(state: dict[str, object], parameter: torch.Tensor) -> StateSize:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    like = sum(tensor.nbytes for tensor in tensors if tensor.shape == parameter.shape and tensor.dim())
+    return StateSize(like, sum(tensor.nbytes for tensor in tensors) - like)

@@ -1,0 +1,95 @@
+"""`hpctrain plan`: its table, its document, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import ExitCode
+from tests.ranks_launcher import REPOSITORY, rank_environment
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+def plan(*words: str, cwd: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain.cli.main", "plan", *words],
+        cwd=cwd, env=rank_environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+def document(*words: str, cwd: Path, expect: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(plan(*words, "--json", cwd=cwd, expect=expect).stdout)
+    return found
+
+
+@pytest.fixture
+def digits(packed_digits: Path, tmp_path: Path) -> Path:
+    """A directory in which the data of `examples/digits.toml` are."""
+    (tmp_path / "data").mkdir()
+    os.symlink(packed_digits, tmp_path / "data" / "digits")
+    return tmp_path
+
+
+def test_digits_are_planned_with_activations(digits: Path) -> None:
+    recipe = str(EXAMPLES / "digits.toml")
+    done = plan(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)
+    assert "151,306 parameters on 1 node x 4 ranks" in done.stdout
+    assert "It fits as it is" in done.stdout
+    assert "note:" not in done.stdout
+    # The model has no repeated blocks, which is why two ways are refused.
+    assert done.stdout.count("refused: activation checkpointing goes by repeated blocks") == 2
+    found = document(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)
+    whole = found["ways"][0]
+    assert whole["bytes"]["parameters"] == 4 * 151_306
+    assert whole["bytes"]["activations"] > 16 * 4 * (32 + 64) * 64
+    assert whole["largest_micro_batch"] == found["samples"] == 16
+    assert found["chosen"] == {"way": "none", "micro_batches": 1, "recipe": [], "without_reduction": False}
+
+
+def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
+    recipe = str(EXAMPLES / "characters.toml")
+    wide = ["--set", "task.options={ window = 128, width = 512, layers = 8, heads = 4 }"]
+    asked = [recipe, "--ranks", "8", "--ranks-per-node", "4", *wide, "--set", "data.prefetch_mb=1"]
+    found = document(*asked, "--memory", "300MB", cwd=tmp_path)
+    assert "no training data can be read" in found["notes"][0]
+    assert found["chosen"]["way"] == "parameters within node"
+    assert found["chosen"]["recipe"] == ["[parallel]", 'shard = "parameters"', 'shard_within = "node"']
+    assert found["chosen"]["without_reduction"]
+    elements = found["parameters"]
+    by_name = {way["way"]: way["bytes"] for way in found["ways"]}
+    assert by_name["parameters"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.01)
+    assert by_name["parameters within node"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.01)
+    assert by_name["none"]["activations"] is None
+    text = plan(*asked, "--memory", "300MB", cwd=tmp_path).stdout
+    assert "Leave the section [reduction] out" in text
+    assert '[parallel]\nshard = "parameters"\nshard_within = "node"' in text
+
+
+def test_where_nothing_fits_the_code_is_that_of_a_run_out_of_memory(tmp_path: Path) -> None:
+    recipe = str(EXAMPLES / "characters.toml")
+    done = plan(recipe, "--ranks", "2", "--memory", "1MB", cwd=tmp_path, expect=int(ExitCode.OUT_OF_MEMORY))
+    assert "Nothing fits into 1 MB" in done.stdout
+    assert "--memory" in plan(recipe, "--ranks", "2", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "100"], "cannot be split over 100 ranks"),
+        (["--ranks", "2", "--memory", "much"], "'much' is no size"),
+        (["--ranks", "2", "--set", "task.target=nowhere:Task"], "cannot be imported"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    done = plan(str(EXAMPLES / "characters.toml"), *words, cwd=tmp_path, expect=int(ExitCode.USAGE))
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,89 @@
+"""The formulas of what a reduction needs, against reducers that ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpctrain.comm import World
+from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.reduce.algorithms import Algorithm, Means
+from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
+from hpctrain.reduce.contract.polling import run_to_end
+from hpctrain.reduce.factory import ReducerMaker
+from hpctrain.reduce.needs import ReductionNeeds, reduction_needs
+from hpctrain.topology import Topology
+
+SPECS = [GradientSpec(numel, torch.float32, shape) for numel, shape in
+         [(200 * 300, (200, 300)), (1000, (1000,)), (12_000, (120, 100)), (40_000, (200, 200))]]  # fmt: skip
+BUCKETS = plan_buckets(SPECS, bucket_bytes=200_000)
+ELEMENTS = sum(spec.numel for spec in SPECS)
+
+
+def topology_of(names: str) -> Topology:
+    return Topology.from_node_names(list(names))
+
+
+def needs(names: str, algorithm: Algorithm, wire: str) -> ReductionNeeds:
+    means = Means(backend="threads", topology=topology_of(names), messages=True)
+    return reduction_needs(BUCKETS, algorithm=algorithm, wire=wire, means=means)
+
+
+@pytest.mark.parametrize("names", ["ab", "aabb", "abc", "aabbcc"])
+@pytest.mark.parametrize(
+    ("algorithm", "wire"),
+    [
+        *((a, w) for a in (Algorithm.DIRECT, Algorithm.HIERARCHICAL) for w in ("fp32", "fp16", "bf16", "int8")),
+        (Algorithm.RING, "fp32"), (Algorithm.HIERARCHICAL_RING, "fp16"), (Algorithm.FLAT, "fp32"),
+        (Algorithm.HIERARCHICAL_FLAT, "fp32"),
+    ],
+)  # fmt: skip
+def test_as_much_leaves_the_nodes_as_reducers_count(names: str, algorithm: Algorithm, wire: str) -> None:
+    topology = topology_of(names)
+
+    def rank_main(world: World) -> int:
+        maker = ReducerMaker(world, topology=topology)
+        reducer = maker.make(algorithm, wire=wire)
+        reducer.plan(BUCKETS, device=torch.device("cpu"))
+        run_to_end([reducer.reduce(number) for number in range(len(BUCKETS))])
+        sent = reducer.bytes_sent()
+        reducer.close()
+        return sent
+
+    sent = run_threads(len(names), rank_main)
+    expected = needs(names, algorithm, wire).sent_between_nodes
+    assert sum(sent) / len(sent) == pytest.approx(expected, rel=0.01)
+
+
+def test_ranks_of_one_node_send_nothing_where_they_share_memory() -> None:
+    assert needs("aaaa", Algorithm.HIERARCHICAL, "fp32").sent == 0
+    flat = needs("aaaa", Algorithm.FLAT, "fp32")
+    assert flat.sent == pytest.approx(2 * 3 / 4 * flat.buckets, rel=1e-6)
+    assert flat.sent_between_nodes == 0
+    alone = needs("a", Algorithm.HIERARCHICAL, "int8")
+    assert (alone.sent, alone.wire, alone.residuals) == (0, 0, 0)
+
+
+def test_buckets_hold_all_gradients_and_error_feedback_holds_them_twice_more() -> None:
+    found = needs("ab", Algorithm.DIRECT, "int8")
+    assert 4 * ELEMENTS < found.buckets < 1.02 * 4 * ELEMENTS
+    assert found.residuals == 2 * 4 * ELEMENTS
+    # Carriers of a node share the residuals.
+    assert needs("aabb", Algorithm.HIERARCHICAL, "int8").residuals == 4 * ELEMENTS
+    assert needs("ab", Algorithm.DIRECT, "fp16").residuals == 0
+    for wire in ("top-k", "low-rank"):
+        assert needs("ab", Algorithm.FLAT, wire).residuals == 2 * 4 * ELEMENTS
+
+
+def test_sparse_wires_send_what_their_messages_hold() -> None:
+    top_k = needs("ab", Algorithm.FLAT, "top-k")
+    assert top_k.sent == pytest.approx(8 * 0.01 * ELEMENTS, rel=0.05)
+    low_rank = needs("ab", Algorithm.FLAT, "low-rank")
+    # Matrices of 200 x 300 and 200 x 200 as factors of 16 columns, the others unchanged.
+    assert low_rank.sent == pytest.approx(4 * (16 * (500 + 400) + 12_000 + 1000), rel=0.05)
+
+
+def test_a_cast_of_the_library_keeps_a_copy() -> None:
+    found = needs("ab", Algorithm.FLAT, "fp16")
+    assert found.wire == found.buckets // 2
+    assert needs("ab", Algorithm.FLAT, "fp32").wire == 0

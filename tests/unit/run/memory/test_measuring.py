@@ -1,0 +1,291 @@
+"""Counting models and their optimizers without memory, and measuring what forward and backward hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpctrain.data import Batch, pack_arrays
+from hpctrain.run import memory_document, memory_lines, parse_recipe, plan_memory
+from hpctrain.run.memory.measure_activations import LiveBytes, measure_activations, most_bytes
+from hpctrain.run.memory.measure_model import META, count_model, optimizer_state
+from hpctrain.run.recipe.schema import OptimizerSection
+from hpctrain.train import TaskRunner
+from hpctrain.train.task.task import Fields
+
+WIDTH, MB = 64, 10**6
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+class Task:
+    """Rows of WIDTH numbers. on_cpu: the model cannot be built without values. normalised: with batch normalisation."""
+
+    def __init__(
+        self, *, layers: int = 6, on_cpu: bool = False, normalised: bool = False, fails: bool = False
+    ) -> None:
+        self.layers, self.on_cpu, self.normalised, self.fails = layers, on_cpu, normalised, fails
+
+    def build_model(self) -> nn.Module:
+        blocks = [Block() for _ in range(self.layers)]
+        if self.on_cpu and float(blocks[0].up.weight.sum()) == 0.0:
+            raise AssertionError
+        if self.normalised:
+            for block in blocks:
+                block.norm = nn.BatchNorm1d(WIDTH)
+        return nn.Sequential(*blocks, nn.Linear(WIDTH, 2))
+
+    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
+        if self.fails:
+            raise KeyError("needs a GPU")
+        return functional.cross_entropy(model(fields["x"]), fields["label"])
+
+    def metrics(self, model: nn.Module, fields: Fields) -> dict[str, float]:
+        return {}
+
+
+def batch_of(samples: int) -> Batch:
+    fields = {"x": torch.randn(samples, WIDTH), "label": torch.zeros(samples, dtype=torch.int64)}
+    return Batch(fields=fields, epoch=0, start=0, num_samples=samples, global_samples=samples)
+
+
+def runner_of(task: Task) -> TaskRunner:
+    return TaskRunner(task, task.build_model(), device=torch.device("cpu"))
+
+
+def test_memory_counts_once_from_when_it_is_made_until_it_is_freed() -> None:
+    known = torch.zeros(1000)
+    with LiveBytes([known]) as live:
+        first = known + 1
+        views = [first[:10], first.view(10, 100)]
+        known.add_(1)
+        assert live.most == 4000
+        second = first * 2
+        assert live.most == 8000
+        del first, views
+        third = torch.zeros(500)
+        assert live.most == 8000
+        fourth = torch.zeros(1000)
+        assert live.most == 4000 + 2000 + 4000
+        del second, third, fourth
+        torch.zeros(10)
+    assert live.most == 10_000
+
+
+def test_what_backward_needs_is_alive_at_its_begin() -> None:
+    saved: set[int] = set()
+    total = 0
+    task = Task()
+    runner, batch = runner_of(task), batch_of(256)
+    own = {p.untyped_storage().data_ptr() for p in runner.model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        place = tensor.untyped_storage().data_ptr()
+        if place not in saved | own:
+            saved.add(place)
+            total += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = runner.loss(batch)
+    found = most_bytes(runner, batch)
+    assert total <= found <= 1.3 * total
+    del loss
+    assert all(p.grad is None for p in runner.model.parameters())
+
+
+def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
+    runner, batch = runner_of(Task(layers=12)), batch_of(256)
+    found = measure_activations(runner, batch, ways=["none", "blocks"], memory=10**9)
+    assert set(found["none"]) == set(found["blocks"]) == {128, 256}
+    inputs, inner = 12 * 4 * WIDTH * 256, 4 * 256 * (4 * WIDTH + 2 * WIDTH)
+    assert found["none"][256] > 12 * inner
+    assert inputs + inner < found["blocks"][256] < inputs + 3 * inner
+    names = [name for name, _ in runner.model.named_parameters()]
+    assert names == [name for name, _ in Task(layers=12).build_model().named_parameters()]
+
+
+def test_larger_micro_batches_are_not_tried_where_memory_is_short() -> None:
+    runner, batch = runner_of(Task()), batch_of(256)
+    two = most_bytes(runner, batch_of(2))
+    found = measure_activations(runner, batch, ways=["none"], memory=3 * two)
+    assert max(found["none"]) <= 4
+    assert measure_activations(runner, batch_of(1), ways=["none"], memory=10**9)["none"].keys() == {1}
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ({"name": "sgd"}, 0), ({"name": "sgd", "momentum": 0.9}, 1), ({"name": "adam"}, 2), ({"name": "adamw"}, 2),
+        ({"target": "torch.optim:Adagrad"}, 1), ({"target": "torch.optim:AdamW", "options": {"amsgrad": True}}, 3),
+        ({"name": "lars", "momentum": 0.9}, 1), ({"name": "lamb"}, 2),
+    ],
+)  # fmt: skip
+def test_the_state_of_optimizers_is_known_without_memory(section: dict[str, Any], values: int) -> None:
+    if section.get("name") in ("lars", "lamb"):
+        pytest.importorskip("pytorch_optimizer")
+    with META:
+        model = nn.Linear(100_000, 1_000)
+    notes: list[str] = []
+    states = optimizer_state(model, OptimizerSection.model_validate(section), note=notes.append)
+    assert notes == []
+    for parameter, state in states.items():
+        assert state.like_parameter == values * parameter.nbytes
+        assert state.other <= 8
+
+
+class Secretive(torch.optim.SGD):
+    """Its step fails unless the parameters are those of a real model."""
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("not like this")
+
+
+def test_an_optimizer_that_cannot_be_tried_counts_two_values() -> None:
+    with META:
+        model = nn.Linear(10, 10)
+    notes: list[str] = []
+    section = OptimizerSection.model_validate({"target": f"{__name__}:Secretive"})
+    states = optimizer_state(model, section, note=notes.append)
+    assert sum(state.like_parameter for state in states.values()) == 2 * 440
+    assert "not like this" in notes[0]
+
+
+def test_a_model_is_counted_by_blocks() -> None:
+    with META:
+        model = Task(layers=3).build_model()
+    model[0].norm.weight.requires_grad_(False)
+    model.register_buffer("mask", torch.zeros(7))
+    sizes = count_model(model, OptimizerSection(), note=pytest.fail)
+    assert sizes.num_elements == sum(p.numel() for p in model.parameters())
+    assert sizes.buffer_bytes == 28
+    block = 4 * sum(p.numel() for p in Block().parameters())
+    assert sizes.blocks() == {
+        "0": (block, block - 4 * WIDTH), "1": (block, block), "2": (block, block),
+        "": (4 * (2 * WIDTH + 2), 4 * (2 * WIDTH + 2)),
+    }  # fmt: skip
+    assert [p.state_bytes for p in sizes.parameters][:2] == [0, 8 * WIDTH]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("memory") / "data"
+    x = np.random.default_rng(0).normal(size=(100, WIDTH)).astype(np.float32)
+    pack_arrays(where, {"x": x, "label": (x.sum(1) > 0).astype(np.int64)})
+    return where
+
+
+def planned(data: Path, *, num_ranks: int = 2, memory: int | None = None, **sections: dict[str, Any]) -> Any:
+    document: dict[str, dict[str, Any]] = {
+        "run": {"directory": "run", "steps": 1, "device": "cpu"},
+        "task": {"target": f"{__name__}:Task"},
+        "data": {"train": str(data), "global_batch": 64},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return plan_memory(
+        parse_recipe(document), recipe_path=Path("recipe.toml"), num_ranks=num_ranks, memory=memory
+    )
+
+
+def test_a_plan_has_all_ways_with_measured_activations(data: Path) -> None:
+    found = planned(data)
+    assert found.notes == ()
+    document = memory_document(found)
+    assert [way["way"] for way in document["ways"]] == [
+        "none", "none, checkpointing", "parameters", "parameters, checkpointing",
+    ]  # fmt: skip
+    whole, saving = (way["bytes"] for way in document["ways"][:2])
+    elements = document["parameters"]
+    assert whole["parameters"] == 4 * elements
+    assert whole["optimizer"] == pytest.approx(8 * elements, rel=1e-3)
+    assert saving["activations"] < whole["activations"] / 2
+    runner = runner_of(Task())
+    assert whole["activations"] == pytest.approx(most_bytes(runner, batch_of(32)), rel=0.05)
+    assert sum(whole.values()) - whole["total"] == whole["total"]
+    # The loader holds what there is of an epoch, less than its bound, and a batch is in use.
+    assert document["ways"][0]["other"]["data"] == (50 + 32) * (4 * WIDTH + 8)
+
+
+def test_a_model_that_needs_values_is_built_on_the_cpu_and_a_note_says_so(data: Path) -> None:
+    on_cpu = planned(data, task={"options": {"on_cpu": True}})
+    assert on_cpu.model == planned(data).model
+    assert len(on_cpu.notes) == 1
+    assert "was built on the CPU" in on_cpu.notes[0]
+
+
+def test_without_data_or_with_a_model_that_does_not_run_here_activations_are_left_out(
+    data: Path, tmp_path: Path
+) -> None:
+    absent = planned(data, data={"train": str(tmp_path / "nowhere")}, memory=10**9)
+    assert absent.run.activations == {}
+    assert "no training data can be read" in absent.notes[0]
+    assert absent.chosen.way.name == "none"
+    failing = planned(data, task={"options": {"fails": True}})
+    assert failing.run.activations == {}
+    assert "KeyError: 'needs a GPU'" in failing.notes[0]
+    assert memory_document(failing)["ways"][0]["bytes"]["activations"] is None
+
+
+def test_ways_that_a_run_would_refuse_are_refused_with_its_reason(data: Path) -> None:
+    normalised = planned(data, task={"options": {"normalised": True}})
+    refused = {way.name: way.refused for way in normalised.ways if way.refused}
+    assert set(refused) == {"none, checkpointing", "parameters, checkpointing"}
+    assert "running statistics" in refused["none, checkpointing"]
+    assert set(normalised.run.activations) == {"none"}
+    pytest.importorskip("pytorch_optimizer")
+    lamb = planned(data, optimizer={"name": "lamb"})
+    assert "norm of whole layers" in next(way.refused for way in lamb.ways if way.name == "parameters")
+
+
+def test_the_section_reduction_has_to_go_where_fsdp2_reduces(data: Path) -> None:
+    found = planned(data, reduction={"wire": "int8"})
+    assert [way.drops_reduction for way in found.ways] == [False, False, True, True]
+    assert not any(way.drops_reduction for way in planned(data).ways)
+
+
+def test_on_gpus_batches_of_the_loader_do_not_count(data: Path) -> None:
+    cpu, gpu = planned(data), planned(data, run={"device": "cuda"})
+    assert (cpu.device, gpu.device) == ("cpu", "cuda")
+    assert cpu.run.data_bytes > 0 == gpu.run.data_bytes
+    lines = [found.run.activations["none"] for found in (cpu, gpu)]
+    assert lines[1].sample_bytes - lines[0].sample_bytes == 4 * WIDTH + 8
+
+
+def test_ranks_per_node_come_from_the_section_slurm(data: Path) -> None:
+    assert planned(data, num_ranks=4).topology.num_nodes == 1
+    assert planned(data, num_ranks=4, slurm={"tasks_per_node": 2}).topology.num_nodes == 2
+
+
+def test_the_lines_say_what_to_write(data: Path) -> None:
+    enough = memory_lines(planned(data, memory=10**10))
+    assert enough == ["It fits as it is, without a section [parallel]."]
+    found = planned(data, memory=None)
+    totals = {way.name: way.needs.total(1) for way in found.ways}
+    few = totals["parameters"] + 1000
+    assert few < totals["none"]
+    lines = memory_lines(planned(data, memory=few, reduction={"bucket_mb": 1}))
+    assert any("Leave the section [reduction] out" in line for line in lines)
+    assert '\n[parallel]\nshard = "parameters"\n' in "\n".join(lines)
+    assert memory_lines(planned(data, memory=1000))[-1].startswith("Nothing fits into 1 KB")
+
+
+def test_a_background_save_keeps_a_ranks_share_of_the_state(data: Path) -> None:
+    found = planned(data, checkpoint={"mode": "async"})
+    needs = found.ways[0].needs
+    assert needs.snapshot == pytest.approx(12 * found.model.num_elements / 2, rel=1e-3)
