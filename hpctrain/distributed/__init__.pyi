@@ -12,6 +12,7 @@ from .plan import (
     Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
     Shard as Shard,
+    TensorPlan as TensorPlan,
     Within as Within,
 )
 from .process_group import CommunicatorGroup as CommunicatorGroup
@@ -28,5 +29,10 @@ from .split_model import (
     broadcast_model as broadcast_model,
     end_process_group as end_process_group,
     parallelize as parallelize,
+)
+from .tensor_parallel import (
+    TensorSplit as TensorSplit,
+    replicated_over_tensor_ranks as replicated_over_tensor_ranks,
+    split_of as split_of,
 )
 from .work import CollectiveWork as CollectiveWork, OperationThread as OperationThread

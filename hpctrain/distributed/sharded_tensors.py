@@ -6,6 +6,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hpctrain.distributed.tensor_parallel import split_of
+
 # Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
 _SHARDED = "_hpctrain_sharded"
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
@@ -17,8 +19,9 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Returns True if `parallelize` has sharded the model: then every forward and backward is collective."""
-    return getattr(model, _SHARDED, False) is True
+    """Returns True if `parallelize` has sharded the model or split its layers: then every forward and backward is
+    collective."""
+    return getattr(model, _SHARDED, False) is True or split_of(model) is not None
 
 
 def mark_sharded(model: torch.nn.Module) -> None:
@@ -42,11 +45,20 @@ def box_of(tensor: Any) -> Box:
 
 def is_first_replica(tensor: Any) -> bool:
     """Returns True on one of the ranks that hold this part of a DTensor: exactly one rank for each element."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        index == 0 or placement.is_shard()
+    mesh = tensor.device_mesh
+    coordinate, whole = mesh.get_coordinate(), mesh._get_root_mesh()
+    if coordinate is None or not all(
+        index == 0
+        or not placement.is_replicate()  # not is_shard: FSDP2 places parts of parts by _StridedShard
         for index, placement in zip(coordinate, tensor.placements, strict=True)
-    )
+    ):
+        return False
+    if whole is mesh:
+        return True
+    # It lives on some axes of a larger mesh: the ranks along the others hold the same.
+    others = set(whole.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
+    places = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
+    return not any(index for name, index in places if name in others)
 
 
 def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:

@@ -64,8 +64,10 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
     }
 
 
-def reduction_record(reduction: Reduction | None) -> dict[str, Any]:
-    """Returns how gradients are reduced. None: FSDP2 does it, uncompressed."""
+def reduction_record(reduction: Reduction | None, recipe: Recipe) -> dict[str, Any]:
+    """Returns how gradients are reduced. None: by FSDP2 or torch.distributed, uncompressed."""
+    if reduction is None and recipe.parallel.shard == "none":
+        return {"algorithm": "torch.distributed", "wire": "fp32", "reduction": {"source": "parallel.tensor"}}
     if reduction is None:
         return {"algorithm": "fsdp2", "wire": "fp32", "reduction": {"source": "parallel.shard"}}
     return {"algorithm": reduction.algorithm, "wire": reduction.wire, "reduction": reduction.record}
@@ -138,7 +140,10 @@ def _describe_backend(session: Session, reduction: Reduction | None) -> str:
 
 def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
     if reduction is None:
-        return f"parameters sharded within the {recipe.parallel.shard_within}"
+        section = recipe.parallel
+        split = [f"layers split over {section.tensor} ranks"] if section.tensor > 1 else []
+        sharded = [f"parameters sharded within the {section.shard_within}"] if section.shard != "none" else []
+        return ", ".join(split + sharded)
     return f"{reduction.algorithm} reduction, {reduction.wire} on the wire"
 
 

@@ -167,11 +167,11 @@ def carry_out(
     )
     parts = parallelized(parts, recipe, session=session)
     reduction = None
-    if recipe.parallel.shard == "none":
+    if recipe.parallel.shard == "none" and recipe.parallel.tensor == 1:
         reduction = session.reductions.make(
             reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model)
         )
-    environment = {**environment_record(session, commit=commit), **reduction_record(reduction)}
+    environment = {**environment_record(session, commit=commit), **reduction_record(reduction, recipe)}
     if recipe.reduction.sync_batch_norm:
         # The optimizer already refers to the parameters, which the conversion keeps.
         parts = replace(parts, model=session.sync_batch_norm(parts.model))
@@ -187,8 +187,8 @@ def carry_out(
         ),
         clip_norm=recipe.optimizer.clip_norm,
     )
-    seed_generators(derive_seed(recipe.run.seed, "rank", session.rank))
-    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
+    seed_generators(derive_seed(recipe.run.seed, "rank", session.data_axis.index))
+    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.data_axis)
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     sinks = Sinks()
@@ -233,6 +233,7 @@ def carry_out(
         recorder = RunRecorder(
             records, settings, resumed=resumed, loaders=[parts.loader, parts.held_out],
             world=session.world, meter=build_energy_meter(recipe, session=session),
+            counts_samples=session.counts_samples,
         )  # fmt: skip
         checkpoints = Checkpointing(
             settings.checkpoint,
@@ -256,7 +257,7 @@ def carry_out(
         stragglers = build_straggler_watch(recipe, session=session, recorder=recorder, probe=probe)
         runner = TaskRunner(
             task, parts.model, device=session.device, dtype=MODEL_DTYPE[recipe.run.precision],
-            autocast=parts.autocast,
+            autocast=parts.autocast, counts_samples=session.counts_samples,
         )  # fmt: skip
         training = Training(
             runner,

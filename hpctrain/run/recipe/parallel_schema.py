@@ -26,3 +26,9 @@ class ParallelSection(Section):
         description="`blocks`: of each repeated block of the model only the inputs are kept in forward; backward "
         "computes its forward again. For less memory, a third more computing.",
     )
+    tensor: int = Field(
+        1, ge=1,
+        description="So many ranks of a node hold the parts of one layer and compute the same samples (tensor "
+        "parallelism); the other ranks are data parallel. The task's `tensor_plan` says which layers are split. Then "
+        "`[reduction]` does not apply.",
+    )  # fmt: skip
