@@ -67,8 +67,8 @@ class Parts:
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
     """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
-    session.arrange(tensor=recipe.parallel.tensor)  # before the loaders
     tensor_plan = _tensor_plan(recipe, task)
+    session.arrange(tensor=recipe.parallel.tensor)  # before the loaders
     loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = _model(recipe, task, session)
