@@ -85,7 +85,29 @@ def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh) -> Non
 
     entries = _resolve(model, plan)
     styles = {name: _style_of(model.get_submodule(name), entry.how) for name, entry in entries.items()}
+    linear = [module for name in entries if isinstance(module := model.get_submodule(name), nn.Linear)]
+    # Around those of `parallelize_module`: before the first and after the last.
+    rows = [_Rows(module) for module in linear]
     parallelize_module(model, mesh["tensor"], styles)
+    for module, its_rows in zip(linear, rows, strict=True):
+        module.register_forward_hook(its_rows.restore)
+
+
+class _Rows:
+    """Gives a linear layer its input as a matrix: DTensor cannot reshape one of no samples and several dimensions."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._shapes: list[torch.Size] = []
+        module.register_forward_pre_hook(self.flatten)
+
+    def flatten(self, module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (features,) = args
+        self._shapes.append(features.shape[:-1])
+        return (features.flatten(0, -2) if features.dim() > 2 else features,)
+
+    def restore(self, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        shape = self._shapes.pop()
+        return output.unflatten(0, shape) if len(shape) > 1 else output
 
 
 def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int) -> None:
