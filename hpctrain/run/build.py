@@ -68,7 +68,7 @@ class Parts:
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
     """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
     tensor_plan = _tensor_plan(recipe, task)
-    session.arrange(tensor=recipe.parallel.tensor)  # before the loaders
+    session.axes.arrange(tensor=recipe.parallel.tensor)  # before the loaders
     loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = _model(recipe, task, session)
@@ -97,7 +97,7 @@ def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
 
 
 def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
-    ranks = session.data_axis.size
+    ranks = session.axes.data.size
     if recipe.data.global_batch < ranks:
         raise RecipeError(
             f"data.global_batch = {recipe.data.global_batch} cannot be split over {ranks} ranks: every "
@@ -120,7 +120,7 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
     # With evaluation_samples, a fixed shuffled order selects the same samples in every run.
     return session.loader(
         dataset,
-        global_batch=max(recipe.data.evaluation_batch, session.data_axis.size),
+        global_batch=max(recipe.data.evaluation_batch, session.axes.data.size),
         order=Fixed(of=Shuffled() if recipe.data.evaluation_samples is not None else Sequential()),
         on_damage=recipe.data.on_damage,
         transform=recipe.data.held_out_transform,

@@ -41,11 +41,12 @@ from hpctrain.reduce import AUTO, AllReduceUpdater, LossScale, ShardedUpdater
 from hpctrain.resilience import keep_freed_memory, shortage
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
+from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
-from hpctrain.topology import Axis, Mesh, ParallelMesh, Topology
+from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
     Position,
     TrainingState,
@@ -91,8 +92,7 @@ class Session:
         self.reductions = Reductions(
             world, topology=topology, device=device, horovod=horovod, note=self.note, cores=self.gather_cores
         )
-        self._axes: ParallelMesh | None = None  # None: all ranks are data parallel
-        self._has_loaders = False
+        self.axes = RankAxes(topology, rank=world.rank)
         self._closers: list[Callable[[], object]] = []
         self._models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
 
@@ -120,35 +120,6 @@ class Session:
     def local_rank(self) -> int:
         return self.topology.local_rank_of(self.rank)
 
-    @property
-    def data_axis(self) -> Axis:
-        """The ranks that train on different samples, and this rank's index among them. All ranks, unless layers are
-        split: then the ranks of one tensor group have the same index, and train on the same samples."""
-        if self._axes is None:
-            return Axis("data", tuple(range(self.num_ranks)), self.rank)
-        return self._axes.data_axis(self.rank)
-
-    @property
-    def counts_samples(self) -> bool:
-        """True on one rank of each tensor group: what is summed over samples counts there, and is 0 on the others."""
-        return self._axes is None or self._axes.tensor_axis(self.rank).index == 0
-
-    def arrange(self, *, tensor: int) -> None:
-        """Places the ranks on the axes data and tensor, for the loaders that are made from now on. Not collective.
-
-        tensor: the ranks of a tensor group. `parallelize` calls it. Raises TopologyError, on every rank, if that does
-        not divide the ranks of each node; UsageError if a loader was made for other axes.
-        """
-        before = 1 if self._axes is None else self._axes.shape["tensor"]
-        if tensor == before:
-            return
-        if self._has_loaders:
-            raise UsageError(
-                f"tensor = {tensor} changes which ranks train on the same samples, but a loader was made already: call "
-                "session.parallelize before session.loader"
-            )
-        self._axes = ParallelMesh.plan(self.topology, tensor=tensor)
-
     def note(self, text: str) -> None:
         """Adds a note for the user: printed once, by rank 0, and kept for the run's record."""
         self.notes.append(text)
@@ -169,8 +140,7 @@ class Session:
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        Of a model that `parallelize` has sharded or whose layers it has split, a `ShardedUpdater`: the arguments of the
-        reduction are ignored.
+        Of a model that `parallelize` has split, a `ShardedUpdater`: the arguments of the reduction are ignored.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
@@ -195,11 +165,10 @@ class Session:
         return updater
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
-        """Splits `model` as `plan` says, in place, and returns it. Collective; before its optimizer is made. See
-        `hpctrain.distributed.parallelize` for what is refused."""
+        """Splits `model` as `plan` says, in place, and returns it. Collective. See `hpctrain.distributed.parallelize`."""
         timeout_s = self.world.limits.settings.timeout_s
         if plan.tensor > 1:
-            self.agreed(lambda: self.arrange(tensor=plan.tensor), os_error=UsageError)
+            self.agreed(lambda: self.axes.arrange(tensor=plan.tensor), os_error=UsageError)
         if parallelize(
             model, plan, world=self.world, topology=self.topology, device=self.device, timeout_s=timeout_s
         ):
@@ -251,7 +220,7 @@ class Session:
                 "save_state and load_state take an updater that this session made with `updater`"
             )
         seed = loader.seed if loader is not None else 0
-        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.data_axis)
+        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.axes.data)
         if loader is None:
             return state, {}
         manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one
@@ -276,9 +245,8 @@ class Session:
         self._closers.append(close)
 
     def loader(self, dataset: Samples, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
-        """Returns a loader of this rank's part of each global batch, which its tensor group shares. See
-        `hpctrain.data.Loader` for the options."""
-        data, self._has_loaders = self.data_axis, True
+        """Returns a loader of this rank's part of each global batch. See `hpctrain.data.Loader` for the options."""
+        data = self.axes.for_loader()
         return Loader(
             dataset,
             global_batch=global_batch,

@@ -187,8 +187,8 @@ def carry_out(
         ),
         clip_norm=recipe.optimizer.clip_norm,
     )
-    seed_generators(derive_seed(recipe.run.seed, "rank", session.data_axis.index))
-    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.data_axis)
+    seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.data.index))
+    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.axes.data)
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     sinks = Sinks()
@@ -233,7 +233,7 @@ def carry_out(
         recorder = RunRecorder(
             records, settings, resumed=resumed, loaders=[parts.loader, parts.held_out],
             world=session.world, meter=build_energy_meter(recipe, session=session),
-            counts_samples=session.counts_samples,
+            counts_samples=session.axes.counts_samples,
         )  # fmt: skip
         checkpoints = Checkpointing(
             settings.checkpoint,
@@ -257,7 +257,7 @@ def carry_out(
         stragglers = build_straggler_watch(recipe, session=session, recorder=recorder, probe=probe)
         runner = TaskRunner(
             task, parts.model, device=session.device, dtype=MODEL_DTYPE[recipe.run.precision],
-            autocast=parts.autocast, counts_samples=session.counts_samples,
+            autocast=parts.autocast, counts_samples=session.axes.counts_samples,
         )  # fmt: skip
         training = Training(
             runner,

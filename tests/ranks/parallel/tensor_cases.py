@@ -19,7 +19,11 @@ SHARDED = {"tensor": 2, "shard": "parameters"}
 BY_NODE = {"tensor": 2, "shard": "parameters", "shard_within": "node", "activation_checkpointing": "blocks"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"none": {}, "reference": {}},
-    2: {"tensor": TENSOR, "sharded": SHARDED, "checkpointing": TENSOR | {"activation_checkpointing": "blocks"}},
+    2: {
+        "tensor": TENSOR,
+        "sharded": SHARDED,
+        "checkpointing": TENSOR | {"activation_checkpointing": "blocks"},
+    },
     4: {"tensor": TENSOR, "sharded": SHARDED, "by node": BY_NODE, "tensor of four": {"tensor": 4}},
 }
 # Runs that are continued on other ranks: by the ranks, the run and the layout that goes on. First those of the same
@@ -35,7 +39,9 @@ class Sentences(Characters):
     """Characters of which 10 exist. Of a vocabulary that is split too, each of two ranks has 5 rows, which two
     data-parallel ranks then share unevenly. overflow: the gradients of sample 7 overflow in float16."""
 
-    def __init__(self, *, splits_vocabulary: bool = True, overflow: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, *, splits_vocabulary: bool = True, overflow: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__(window=5, vocabulary=10, width=8, layers=2, heads=4, dropout=dropout)
         self.splits_vocabulary, self.overflow = splits_vocabulary, overflow
 
@@ -83,7 +89,8 @@ def trained(world: World, directory: str) -> dict[str, Any]:
 
 def continued(world: World, directory: str) -> dict[str, Any]:
     return {
-        name: run(world, Path(directory), name, layout, steps=LATER) for name, layout in CONTINUED[world.num_ranks]
+        name: run(world, Path(directory), name, layout, steps=LATER)
+        for name, layout in CONTINUED[world.num_ranks]
     }
 
 
@@ -107,11 +114,17 @@ def own_loop(world: World, where: Path, *, tensor: int, name: str) -> dict[str, 
                 loss.backward()  # shares of equal size
             else:
                 updater.backward(loss, weight=batch.weight)
-            counted = float(loss.detach()) * batch.weight if session.counts_samples and batch.num_samples else 0.0
+            counted = (
+                float(loss.detach()) * batch.weight
+                if session.axes.counts_samples and batch.num_samples
+                else 0.0
+            )
             outcome = updater.step(sums={"loss": counted})
             steps.append([outcome.sums["loss"], outcome.grad_norm])
             position = position.after(batch)
-    session.save_state(where / name, updater, Position(step=position.step, epoch=position.epoch + 1), loader=loader)
+    session.save_state(
+        where / name, updater, Position(step=position.step, epoch=position.epoch + 1), loader=loader
+    )
     norms = [local_part(p.detach()) for n, p in model.named_parameters() if n.endswith("norm.weight")]
     alike = all_gather_json(world, [part.tolist() for part in norms])
     return {"steps": steps, "drawn": drawn, "alike": all(found == alike[0] for found in alike)}

@@ -83,7 +83,11 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks(launches: dict[int, list[
 
 def test_samples_are_counted_once(launches: dict[int, list[dict[str, Any]]], directory: Path) -> None:
     records = [
-        [r for r in read_records(directory / "4-by node" / "metrics" / f"rank-{rank:05}.jsonl") if r["kind"] == "step"]
+        [
+            r
+            for r in read_records(directory / "4-by node" / "metrics" / f"rank-{rank:05}.jsonl")
+            if r["kind"] == "step"
+        ]
         for rank in range(4)
     ]
     samples = [sum(rank[step]["samples"] for rank in records) for step in range(6)]

@@ -46,15 +46,35 @@ def split(plan: TensorPlan, *, tensor: int = 2, nodes: tuple[str, ...] = ("a",))
 @pytest.mark.parametrize(
     ("plan", "tensor", "message"),
     [
-        ({"blocks.*.up": "column"}, 2, "names 'blocks.*.up', which the model does not have; it has tokens, padded"),
-        ({"blocks.*.0": "colwise"}, 2, "splits blocks.*.0 by 'colwise': choose one of column, column-gathered, row"),
+        (
+            {"blocks.*.up": "column"},
+            2,
+            "names 'blocks.*.up', which the model does not have; it has tokens, padded",
+        ),
+        (
+            {"blocks.*.0": "colwise"},
+            2,
+            "splits blocks.*.0 by 'colwise': choose one of column, column-gathered, row",
+        ),
         ({"norm": "row"}, 2, "splits norm, LayerNorm, by 'row': it can split an nn.Linear by"),
         ({"tokens": "column"}, 2, "splits tokens, Embedding, by 'column'"),
         ({"padded": "row"}, 2, "padded has padding_idx or max_norm"),
         ({"blocks.*.0": "column"}, 4, "tensor = 4 does not divide out_features = 6 of blocks.0.0"),
-        ({"blocks.*.0": ("column", 3)}, 2, "does not divide the 3 parts (heads) of out_features of blocks.0.0"),
-        ({"blocks.*.0": ("column", 4)}, 2, "out_features = 6 of blocks.0.0 does not consist of 4 equal parts"),
-        ({"blocks.*.1": "row", "blocks.1.*": "row"}, 2, "names blocks.1.1 twice, by 'blocks.*.1' and 'blocks.1.*'"),
+        (
+            {"blocks.*.0": ("column", 3)},
+            2,
+            "does not divide the 3 parts (heads) of out_features of blocks.0.0",
+        ),
+        (
+            {"blocks.*.0": ("column", 4)},
+            2,
+            "out_features = 6 of blocks.0.0 does not consist of 4 equal parts",
+        ),
+        (
+            {"blocks.*.1": "row", "blocks.1.*": "row"},
+            2,
+            "names blocks.1.1 twice, by 'blocks.*.1' and 'blocks.1.*'",
+        ),
         ({"head": "column-gathered"}, 2, "head.weight and tokens.weight are one parameter"),
         ({"tokens": "row"}, 2, "tokens.weight and head.weight are one parameter"),
     ],
@@ -65,7 +85,9 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(plan: TensorPlan, tensor:
 
 
 def test_ranks_of_a_node_that_the_group_does_not_divide_are_refused() -> None:
-    with pytest.raises(TopologyError, match="tensor = 2 does not divide the 3 ranks on a: a tensor group lies on one"):
+    with pytest.raises(
+        TopologyError, match="tensor = 2 does not divide the 3 ranks on a: a tensor group lies on one"
+    ):
         split({"blocks.*.0": "column", "blocks.*.1": "row"}, nodes=("a", "a", "a", "b"))
 
 
@@ -95,7 +117,8 @@ def test_a_recipe_that_does_not_fit_split_layers_is_refused(
 def recipe(where: str, **sections: dict[str, Any]) -> dict[str, Any]:
     return {
         "task": {"target": "tests:Digits"}, "data": {"train": f"{where}/data", "global_batch": 8},
-        "parallel": {"tensor": 2}, **sections, "run": {"directory": f"{where}/run", "steps": 1, **sections.get("run", {})},
+        "parallel": {"tensor": 2}, **sections,
+        "run": {"directory": f"{where}/run", "steps": 1, **sections.get("run", {})},
     }  # fmt: skip
 
 
