@@ -165,7 +165,7 @@ class Session:
         return updater
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
-        """Splits `model` as `plan` says, in place, and returns it. Collective. See `hpctrain.distributed.parallelize`."""
+        """Splits `model` as `plan` says, in place, and returns it. Collective; see `hpctrain.distributed`."""
         timeout_s = self.world.limits.settings.timeout_s
         if plan.tensor > 1:
             self.agreed(lambda: self.axes.arrange(tensor=plan.tensor), os_error=UsageError)
