@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 Shard: TypeAlias = Literal["none", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
 Checkpointing: TypeAlias = Literal["none", "blocks"]
-# By name of a module: how it is split, or that and the number of parts that stay whole; see `split_layers`.
+# By name of a module: how it is split, or that and the number of parts that stay whole; see `check_tensor_plan`.
 TensorPlan: TypeAlias = Mapping[str, str | tuple[str, int]]
 
 

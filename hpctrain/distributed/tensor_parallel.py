@@ -97,17 +97,16 @@ class _Rows:
     """Gives a linear layer its input as a matrix: DTensor cannot reshape one of no samples and several dimensions."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._shapes: list[torch.Size] = []
+        self._shape = torch.Size()  # one: recomputed activations may end a forward before `restore`
         module.register_forward_pre_hook(self.flatten)
 
     def flatten(self, module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         (features,) = args
-        self._shapes.append(features.shape[:-1])
+        self._shape = features.shape[:-1]
         return (features.flatten(0, -2) if features.dim() > 2 else features,)
 
     def restore(self, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        shape = self._shapes.pop()
-        return output.unflatten(0, shape) if len(shape) > 1 else output
+        return output.unflatten(0, self._shape) if len(self._shape) > 1 else output
 
 
 def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int) -> None:
@@ -168,6 +167,10 @@ def _resolve(model: nn.Module, plan: TensorPlan) -> dict[str, _Entry]:
         how, parts = (given, None) if isinstance(given, str) else given
         if how not in _STYLES:
             raise UsageError(f"tensor_plan splits {pattern} by {how!r}: choose one of {', '.join(_STYLES)}")
+        if parts is not None and parts < 1:
+            raise UsageError(
+                f"tensor_plan splits {pattern} into {parts} parts: give their number, such as heads"
+            )
         matching = [name for name in modules if _matches(name, pattern)]
         if not matching:
             shown = ", ".join(modules[:12]) + (", ..." if len(modules) > 12 else "")
