@@ -188,6 +188,19 @@ class ParallelMesh:
         """The sizes of the axes, by name."""
         return dict(zip(PARALLEL_AXES, np.array(self.ranks).shape, strict=True))
 
+    def data_axis(self, rank: int) -> Axis:
+        """Returns the ranks of the stage and tensor rank of `rank`, and its index among them, which the ranks of one
+        tensor group share."""
+        grid = np.array(self.ranks)
+        stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
+        ranks = grid[stage, :, :, tensor].ravel().tolist()
+        return Axis("data", tuple(ranks), node * grid.shape[2] + local)
+
+    def tensor_axis(self, rank: int) -> Axis:
+        """Returns the tensor group of `rank`, and its index in it."""
+        group = next(group for stage in self.ranks for node in stage for group in node if rank in group)
+        return Axis("tensor", group, group.index(rank))
+
     def data_ranks(self, *, stage: int = 0, tensor: int = 0) -> tuple[int, ...]:
         """Returns the data-parallel ranks of a stage and tensor rank, ascending."""
         return tuple(sorted(group[tensor] for node in self.ranks[stage] for group in node))

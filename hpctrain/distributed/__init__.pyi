@@ -25,6 +25,7 @@ from .plan import (
     Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
     Shard as Shard,
+    TensorPlan as TensorPlan,
     Within as Within,
 )
 from .process_group import CommunicatorGroup as CommunicatorGroup
@@ -44,5 +45,10 @@ from .split_model import (
     checkpoint_activations as checkpoint_activations,
     end_process_group as end_process_group,
     parallelize as parallelize,
+)
+from .tensor_parallel import (
+    TensorSplit as TensorSplit,
+    replicated_over_tensor_ranks as replicated_over_tensor_ranks,
+    split_of as split_of,
 )
 from .work import CollectiveWork as CollectiveWork, OperationThread as OperationThread

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from hpctrain.errors import UsageError
@@ -10,6 +11,8 @@ from hpctrain.errors import UsageError
 Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
 Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
+# By name of a module: how it is split, or that and the number of parts that stay whole; see `check_tensor_plan`.
+TensorPlan: TypeAlias = Mapping[str, str | tuple[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +24,15 @@ class ParallelPlan:
     all ranks (`world`), or, of parameters, over the ranks of a node, with a replica on each node (`node`, HSDP).
     activation_checkpointing: `blocks`, backward computes the forward of the repeated blocks again; `selective`, all of
     it but matrix products, convolutions and attention; or `none`.
-    Raises UsageError for other values.
+    tensor: so many ranks of a node hold the parts of one layer and compute the same samples (tensor parallelism).
+    tensor_plan: which modules are split for that, and how. Raises UsageError for other values.
     """
 
     shard: Shard = "none"
     shard_within: Within = "world"
     activation_checkpointing: Checkpointing = "none"
+    tensor: int = 1
+    tensor_plan: TensorPlan = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = (self.shard, self.shard_within, self.activation_checkpointing)
@@ -38,4 +44,17 @@ class ParallelPlan:
             raise UsageError(
                 f"shard_within is 'node' with shard = {self.shard!r}, whose parts are over all ranks: leave it out, or "
                 "use shard = 'parameters'"
+            )
+        if self.tensor < 1:
+            raise UsageError(
+                f"tensor is {self.tensor}: give the number of ranks that hold one layer, at least 1"
+            )
+        if self.tensor > 1 and not self.tensor_plan:
+            raise UsageError(
+                f"tensor = {self.tensor} needs a tensor_plan, which says how modules are split, such as "
+                "{'blocks.*.up': 'column', 'blocks.*.down': 'row'}"
+            )
+        if self.tensor > 1 and self.shard not in ("none", "parameters"):
+            raise UsageError(
+                f"tensor = {self.tensor} does not go with shard = {self.shard!r}: use 'none' or 'parameters'"
             )

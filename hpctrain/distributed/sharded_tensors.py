@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hpctrain.distributed.plan import Shard
+from hpctrain.distributed.tensor_parallel import split_of
 
 # Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
 _SHARD = "_hpctrain_shard"
@@ -19,8 +20,9 @@ def is_sharded_tensor(tensor: Any) -> bool:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Returns True if `parallelize` has sharded the parameters: then every forward and backward is collective."""
-    return shard_of(model) == "parameters"
+    """Returns True if `parallelize` has sharded the parameters or split layers: then every forward and backward is
+    collective."""
+    return shard_of(model) == "parameters" or split_of(model) is not None
 
 
 def shard_of(model: torch.nn.Module) -> Shard:
@@ -50,11 +52,20 @@ def box_of(tensor: Any) -> Box:
 
 def is_first_replica(tensor: Any) -> bool:
     """Returns True on one of the ranks that hold this part of a DTensor: exactly one rank for each element."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        index == 0 or placement.is_shard()
+    mesh = tensor.device_mesh
+    coordinate, whole = mesh.get_coordinate(), mesh._get_root_mesh()
+    if coordinate is None or not all(
+        index == 0
+        or not placement.is_replicate()  # not is_shard: FSDP2 places parts of parts by _StridedShard
         for index, placement in zip(coordinate, tensor.placements, strict=True)
-    )
+    ):
+        return False
+    if whole is mesh:
+        return True
+    # It lives on some axes of a larger mesh: the ranks along the others hold the same.
+    others = set(whole.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
+    places = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
+    return not any(index for name, index in places if name in others)
 
 
 def sharded_as(part: torch.Tensor, like: Any) -> torch.Tensor:

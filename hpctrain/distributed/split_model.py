@@ -1,10 +1,13 @@
-"""Shards a model's parameters over the ranks by FSDP2, and leaves out activations that backward computes again."""
+"""Splits a model over the ranks: layers by DTensor, parameters by FSDP2; leaves out activations that backward computes
+again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,8 +18,12 @@ from hpctrain.distributed.open_groups import open_process_group
 from hpctrain.distributed.plan import Checkpointing, ParallelPlan
 from hpctrain.distributed.selective_checkpointing import keep_products
 from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded
+from hpctrain.distributed.tensor_parallel import TensorSplit, check_tensor_plan, mark_split, split_layers
 from hpctrain.errors import UsageError
 from hpctrain.topology import ParallelMesh, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def parallelize(
@@ -30,29 +37,31 @@ def parallelize(
 ) -> bool:
     """Splits `model` as `plan` says, in place. Collective; before its optimizer is made.
 
-    With sharded parameters rank 0's parameters and buffers are copied to all ranks first, and forward and backward are
-    collective afterwards. Optimizer state and gradients are sharded by the model's updater, which finds the wish in the
-    model. timeout_s: of NCCL's operations. Returns True if it has initialised `torch.distributed`, which the caller
-    then ends. Raises UsageError or TopologyError on every rank for a plan that does not fit model or ranks, and changes
-    nothing then; LaunchError without MPI.
+    With sharded parameters or split layers rank 0's parameters and buffers are copied to all ranks first, and forward
+    and backward are collective afterwards. Optimizer state and gradients are sharded by the model's updater, which
+    finds the wish in the model. timeout_s: of NCCL's operations. Returns True if it has initialised
+    `torch.distributed`, which the caller then ends. Raises UsageError or TopologyError on every rank for a plan that
+    does not fit model or ranks, and changes nothing then; LaunchError without MPI.
     """
 
-    def check() -> Sequence[Sequence[int]]:
+    def check() -> _Placement | None:
         check_plan(model, plan)
-        if plan.shard != "parameters":
-            return ()
-        mesh = ParallelMesh.plan(topology)
-        return mesh.data_grid() if plan.shard_within == "node" else (mesh.data_ranks(),)
+        return _place(plan, topology)
 
-    groups = agreed(world, check, os_error=UsageError)
-    opens = bool(groups) and not torch.distributed.is_initialized()
+    placement = agreed(world, check, os_error=UsageError)
+    opens = placement is not None and not torch.distributed.is_initialized()
     if opens:
         open_process_group(world, topology, device=device, timeout_s=timeout_s)
+    if placement is not None:
+        broadcast_model(world, model)
+        mesh = placement.on(device)
+        if plan.tensor > 1:
+            split_layers(model, plan.tensor_plan, mesh=mesh)
+            mark_split(model, TensorSplit(mesh=mesh, by_fsdp=plan.shard == "parameters"))
     if plan.activation_checkpointing != "none":
         checkpoint_activations(model, plan.activation_checkpointing)
-    if groups:
-        broadcast_model(world, model)
-        _shard_parameters(model, groups, device=device)
+    if placement is not None and plan.shard == "parameters":
+        _shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh)
     mark_sharded(model, plan.shard)
     return opens
 
@@ -61,8 +70,46 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
     """Raises UsageError if `model` cannot be split as `plan` says, on any ranks. Not collective; changes nothing."""
     if plan.activation_checkpointing != "none":
         _check_blocks(model, plan.activation_checkpointing)
+    if plan.tensor > 1:
+        check_tensor_plan(model, plan.tensor_plan, tensor=plan.tensor)
     if plan.shard == "parameters":
         _check_shardable(model)
+    elif plan.tensor > 1:
+        _check_dense(model)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placement:
+    """World ranks on the axes of a mesh. data_axes: those before `tensor`."""
+
+    ranks: tuple[object, ...]
+    axes: tuple[str, ...]
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes if axis != "tensor")
+
+    def on(self, device: torch.device) -> DeviceMesh:
+        """Returns the mesh, with its process groups. Collective."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh(device.type, torch.tensor(self.ranks), mesh_dim_names=self.axes)
+
+
+def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
+    """Returns where the ranks stand; None if nothing is split. Raises TopologyError if they do not fit."""
+    if plan.shard != "parameters" and plan.tensor == 1:
+        return None
+    mesh = ParallelMesh.plan(topology, tensor=plan.tensor)
+    nodes = mesh.data_grid() if plan.shard_within == "node" else ()
+    if plan.tensor > 1:
+        grid = np.array(mesh.ranks[0])  # (node, local, tensor)
+        if len(nodes) > 1:
+            return _Placement(ranks=tuple(grid.tolist()), axes=("node", "local", "tensor"))
+        return _Placement(ranks=tuple(grid.reshape(-1, plan.tensor).tolist()), axes=("data", "tensor"))
+    if len(nodes) > 1:
+        return _Placement(ranks=nodes, axes=("node", "local"))
+    return _Placement(ranks=nodes[0] if nodes else mesh.data_ranks(), axes=("data",))
 
 
 def end_process_group() -> None:
@@ -130,15 +177,13 @@ def _kept_partly(forward: object, *args: object, **kwargs: object) -> object:
     return _checkpointed(forward, *args, context_fn=keep_products, **kwargs)
 
 
-def _shard_parameters(model: nn.Module, groups: Sequence[Sequence[int]], *, device: torch.device) -> None:
-    """Shards the parameters of each repeated block, and what is left, by FSDP2 over each of `groups`. Collective."""
-    from torch.distributed.device_mesh import DeviceMesh
+def _shard_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards the parameters of each repeated block, and what is left, by FSDP2 over `mesh`. Collective.
+
+    Of a mesh with two axes, `node` and `local`, over the second, with a replica for each index of the first.
+    """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if len(groups) > 1:
-        mesh = DeviceMesh(device.type, torch.tensor(groups), mesh_dim_names=("node", "local"))
-    else:
-        mesh = DeviceMesh(device.type, torch.tensor(groups[0]), mesh_dim_names=("data",))
     for module in (*repeated_blocks(model).values(), model):
         fully_shard(module, mesh=mesh)
     for module in model.modules():
@@ -158,6 +203,11 @@ def _check_shardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise UsageError(f"{name} has no dimension along which it can be sharded: give it the shape (1,)")
+    _check_dense(model)
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Raises UsageError for a module that makes sparse gradients."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise UsageError(

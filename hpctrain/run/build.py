@@ -13,7 +13,7 @@ import torch
 from hpctrain.checkpoint import Best, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.comm import LimitSettings, Section
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
-from hpctrain.distributed import ParallelPlan
+from hpctrain.distributed import ParallelPlan, TensorPlan
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, Updater
@@ -41,6 +41,7 @@ from hpctrain.train import (
     StepTrace,
     StragglerWatch,
     Task,
+    TensorParallelTask,
     derive_seed,
     scaled_lr,
     seed_generators,
@@ -61,10 +62,13 @@ class Parts:
     optimizer: torch.optim.Optimizer
     decay: Decay | Callable[[int, int], float]
     autocast: Callable[[], AbstractContextManager[object]]
+    tensor_plan: TensorPlan
 
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
     """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
+    tensor_plan = _tensor_plan(recipe, task)
+    session.axes.arrange(tensor=recipe.parallel.tensor)  # before the loaders
     loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = build_model(recipe, task, device=session.device)
@@ -75,27 +79,29 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
         optimizer=build_optimizer(model, recipe.optimizer),
         decay=build_decay(recipe.optimizer),
         autocast=autocast_for(recipe.run.precision, device=session.device),
+        tensor_plan=tensor_plan,
     )
 
 
 def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
     """Returns the parts with the model split as the section [parallel] says. Collective. Raises RecipeError."""
-    plan = ParallelPlan(**recipe.parallel.model_dump())
+    plan = ParallelPlan(**recipe.parallel.model_dump(), tensor_plan=parts.tensor_plan)
     try:
         model = session.parallelize(parts.model, plan)
     except UsageError as error:
         raise RecipeError(f"section [parallel]: {error}", agreed=error.agreed) from error
-    if plan.shard != "parameters":
+    if plan.shard != "parameters" and plan.tensor == 1:
         return parts
-    # FSDP2 has replaced the parameters.
+    # The parameters have been replaced.
     return replace(parts, model=model, optimizer=build_optimizer(model, recipe.optimizer))
 
 
 def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
-    if recipe.data.global_batch < session.num_ranks:
+    ranks = session.axes.data.size
+    if recipe.data.global_batch < ranks:
         raise RecipeError(
-            f"data.global_batch = {recipe.data.global_batch} cannot be split over {session.num_ranks} ranks: every "
-            f"rank needs at least one sample. Set data.global_batch to {session.num_ranks} or more, or use fewer ranks"
+            f"data.global_batch = {recipe.data.global_batch} cannot be split over {ranks} ranks: every "
+            f"rank needs at least one sample. Set data.global_batch to {ranks} or more, or use fewer ranks"
         )
     return session.loader(
         data.samples,
@@ -114,7 +120,7 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
     # With evaluation_samples, a fixed shuffled order selects the same samples in every run.
     return session.loader(
         dataset,
-        global_batch=max(recipe.data.evaluation_batch, session.num_ranks),
+        global_batch=max(recipe.data.evaluation_batch, session.axes.data.size),
         order=Fixed(of=Shuffled() if recipe.data.evaluation_samples is not None else Sequential()),
         on_damage=recipe.data.on_damage,
         transform=recipe.data.held_out_transform,
@@ -133,6 +139,26 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
             f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
         ) from error
     return model.to(device=device, dtype=MODEL_DTYPE[recipe.run.precision])
+
+
+def _tensor_plan(recipe: Recipe, task: Task) -> TensorPlan:
+    """Returns how the task says that its model is split; empty if the recipe does not ask for that."""
+    if recipe.parallel.tensor == 1:
+        return {}
+    asked = f"parallel.tensor = {recipe.parallel.tensor}: {recipe.task.target}"
+    example = "{'blocks.*.up': 'column', 'blocks.*.down': 'row'} (guides/parallelism.md)"
+    if not isinstance(task, TensorParallelTask):
+        raise RecipeError(
+            f"{asked} does not say how its model is split. Give it a method tensor_plan(self) that returns which "
+            f"modules are split and how, for example {example}, or leave parallel.tensor out"
+        )
+    try:
+        plan = dict(task.tensor_plan())
+    except Exception as error:  # the user's code may raise anything
+        raise RecipeError(f"{asked}.tensor_plan raised {type(error).__name__}: {error}") from error
+    if not plan:
+        raise RecipeError(f"{asked}.tensor_plan names no modules: it should return, for example, {example}")
+    return plan
 
 
 def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:

@@ -65,7 +65,9 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
 
 
 def reduction_record(recipe: Recipe, reduction: Reduction | None) -> dict[str, Any]:
-    """Returns how gradients are reduced. None: FSDP2 does it, by itself or through hooks."""
+    """Returns how gradients are reduced. None: FSDP2 does it, by itself or through hooks, or torch.distributed."""
+    if reduction is None and recipe.parallel.shard == "none":
+        return {"algorithm": "torch.distributed", "wire": "fp32", "reduction": {"source": "parallel.tensor"}}
     if reduction is None:
         asked, source = recipe.reduction, {"source": "parallel.shard"}
         algorithm = "fsdp2" if asked.algorithm == "auto" else f"fsdp2-{asked.algorithm}"
@@ -140,12 +142,14 @@ def _describe_backend(session: Session, reduction: Reduction | None) -> str:
 
 def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
     if reduction is None:
-        wire = recipe.reduction.wire
-        on_wire = f", gradients {wire} on the wire" if wire != "fp32" else ""
-        return f"parameters sharded within the {recipe.parallel.shard_within}{on_wire}"
+        section, wire = recipe.parallel, recipe.reduction.wire
+        split = [f"layers split over {section.tensor} ranks"] if section.tensor > 1 else []
+        sharded = [f"parameters sharded within the {section.shard_within}"] if section.shard != "none" else []
+        on_wire = [f"gradients {wire} on the wire"] if wire != "fp32" else []
+        return ", ".join(split + sharded + on_wire)
     shard = recipe.parallel.shard
-    sharded = f", {shard} sharded" if shard != "none" else ""
-    return f"{reduction.algorithm} reduction, {reduction.wire} on the wire{sharded}"
+    sharded = [f"{shard} sharded"] if shard != "none" else []
+    return ", ".join([f"{reduction.algorithm} reduction, {reduction.wire} on the wire", *sharded])
 
 
 def print_start(recipe: Recipe, session: Session, *, reduction: Reduction | None, dataset: Dataset) -> None:

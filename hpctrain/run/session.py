@@ -26,7 +26,15 @@ from hpctrain.comm import (
     open_world,
 )
 from hpctrain.data import Dataset, Loader, Samples, open_together
-from hpctrain.distributed import ParallelPlan, broadcast_model, end_process_group, parallelize, shard_of
+from hpctrain.distributed import (
+    ParallelPlan,
+    broadcast_model,
+    end_process_group,
+    is_sharded,
+    parallelize,
+    shard_of,
+    split_of,
+)
 from hpctrain.errors import ExitCode, HpctrainError, UsageError
 from hpctrain.launch import (
     RankCores,
@@ -48,6 +56,7 @@ from hpctrain.reduce import (
 from hpctrain.resilience import keep_freed_memory, shortage
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
+from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
@@ -98,6 +107,7 @@ class Session:
         self.reductions = Reductions(
             world, topology=topology, device=device, horovod=horovod, note=self.note, cores=self.gather_cores
         )
+        self.axes = RankAxes(topology, rank=world.rank)
         self._closers: list[Callable[[], object]] = []
         self._models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
 
@@ -146,8 +156,8 @@ class Session:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
         Of a model that `parallelize` has sharded: with `optimizer` or `gradients` a `ScatterUpdater`, on more than one
-        rank; with `parameters` a `ShardedUpdater`: algorithm and wire as `reduce_gradients_by` has them, bucket_bytes
-        and reduction are ignored.
+        rank; with `parameters` or split layers a `ShardedUpdater`, for which bucket_bytes and reduction are ignored;
+        algorithm and wire are as in `reduce_gradients_by`, and ignored with split layers.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
@@ -155,10 +165,16 @@ class Session:
         if one has another model or trains another part of it.
         """
         shard = shard_of(model)
-        if shard == "parameters":
-            reduce_gradients_by(
-                algorithm, wire=wire, model=model, world=self.world, topology=self.topology, note=self.note
-            )
+        if is_sharded(model):
+            if split_of(model) is None:
+                reduce_gradients_by(
+                    algorithm,
+                    wire=wire,
+                    model=model,
+                    world=self.world,
+                    topology=self.topology,
+                    note=self.note,
+                )
             sharded = ShardedUpdater(
                 model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
             )
@@ -175,9 +191,10 @@ class Session:
         return updater
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
-        """Splits `model` as `plan` says, in place, and returns it. Collective; before its optimizer is made. See
-        `hpctrain.distributed.parallelize` for what is refused."""
+        """Splits `model` as `plan` says, in place, and returns it. Collective; see `hpctrain.distributed`."""
         timeout_s = self.world.limits.settings.timeout_s
+        if plan.tensor > 1:
+            self.agreed(lambda: self.axes.arrange(tensor=plan.tensor), os_error=UsageError)
         if parallelize(
             model, plan, world=self.world, topology=self.topology, device=self.device, timeout_s=timeout_s
         ):
@@ -229,7 +246,7 @@ class Session:
                 "save_state and load_state take an updater that this session made with `updater`"
             )
         seed = loader.seed if loader is not None else 0
-        state = TrainingState(self._models[updater], updater.optimizer, updater, seed)
+        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.axes.data)
         if loader is None:
             return state, {}
         manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one
@@ -255,11 +272,12 @@ class Session:
 
     def loader(self, dataset: Samples, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
         """Returns a loader of this rank's part of each global batch. See `hpctrain.data.Loader` for the options."""
+        data = self.axes.for_loader()
         return Loader(
             dataset,
             global_batch=global_batch,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
+            rank=data.index,
+            num_ranks=data.size,
             seed=seed,
             pin_memory=self.device.type == "cuda",
             **options,

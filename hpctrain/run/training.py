@@ -167,7 +167,7 @@ def carry_out(
     )
     parts = parallelized(parts, recipe, session=session)
     reduction = None
-    if recipe.parallel.shard != "parameters":
+    if recipe.parallel.shard != "parameters" and recipe.parallel.tensor == 1:
         reduction = session.reductions.make(
             reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model), shard=recipe.parallel.shard
         )
@@ -189,8 +189,8 @@ def carry_out(
         ),
         clip_norm=recipe.optimizer.clip_norm,
     )
-    seed_generators(derive_seed(recipe.run.seed, "rank", session.rank))
-    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed)
+    seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.data.index))
+    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.axes.data)
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     sinks = Sinks()
@@ -235,6 +235,7 @@ def carry_out(
         recorder = RunRecorder(
             records, settings, resumed=resumed, loaders=[parts.loader, parts.held_out],
             world=session.world, meter=build_energy_meter(recipe, session=session),
+            counts_samples=session.axes.counts_samples,
         )  # fmt: skip
         checkpoints = Checkpointing(
             settings.checkpoint,
@@ -258,7 +259,7 @@ def carry_out(
         stragglers = build_straggler_watch(recipe, session=session, recorder=recorder, probe=probe)
         runner = TaskRunner(
             task, parts.model, device=session.device, dtype=MODEL_DTYPE[recipe.run.precision],
-            autocast=parts.autocast,
+            autocast=parts.autocast, counts_samples=session.axes.counts_samples,
         )  # fmt: skip
         training = Training(
             runner,

@@ -14,25 +14,24 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, *, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
+        # By head, and of each head query, key and value: a rank that has some of the heads has rows that lie together.
+        self.attention_in = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: float, shape (batch, window, width). Returns the same shape."""
-        batch, window, width = hidden.shape
-        mixed = self.query_key_value(self.attention_norm(hidden))
-        query, key, value = mixed.view(batch, window, 3, self.heads, width // self.heads).permute(
-            2, 0, 3, 1, 4
-        )
+        mixed = self.attention_in(self.attention_norm(hidden))
+        # As many heads as this rank has. Each: (batch, heads, window, head width).
+        query, key, value = mixed.unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         attended = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )  # (batch, heads, window, width / heads)
-        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(batch, window, width))
+        )
+        hidden = hidden + self.attention_out(attended.transpose(1, 2).flatten(2))
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
 
@@ -75,6 +74,16 @@ class Characters:
 
     def build_model(self) -> nn.Module:
         return Transformer(**self._shape)  # type: ignore[arg-type]
+
+    def tensor_plan(self) -> dict[str, str | tuple[str, int]]:
+        """Each rank has some of the heads, and some of the hidden features between the two linear layers."""
+        heads = self._shape["heads"]
+        return {
+            "blocks.*.attention_in": ("column", int(heads)),
+            "blocks.*.attention_out": ("row", int(heads)),
+            "blocks.*.feed_forward.0": "column",
+            "blocks.*.feed_forward.2": "row",
+        }
 
     def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
         tokens = fields["tokens"].long()

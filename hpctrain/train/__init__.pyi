@@ -33,7 +33,12 @@ from .task.sync_batch_norm import (
     communicates_in_forward as communicates_in_forward,
     convert_sync_batch_norm as convert_sync_batch_norm,
 )
-from .task.task import Fields as Fields, Task as Task, import_task as import_task
+from .task.task import (
+    Fields as Fields,
+    Task as Task,
+    TensorParallelTask as TensorParallelTask,
+    import_task as import_task,
+)
 from .task.task_runner import TaskRunner as TaskRunner
 from .watch.efficiency_watch import EfficiencyWatch as EfficiencyWatch
 from .watch.step_trace import StepTrace as StepTrace

@@ -135,6 +135,12 @@ def test_a_mesh_has_every_rank_once_and_tensor_groups_within_a_node(
     assert all(len({topology.node_of(rank) for rank in group}) == 1 for group in groups)
     seen = [mesh.data_ranks(stage=stage, tensor=t) for stage in range(pipeline) for t in range(tensor)]
     assert sorted(rank for ranks in seen for rank in ranks) == list(range(sum(nodes)))
+    for group in groups:  # the ranks of one read the same samples
+        assert len({mesh.data_axis(rank).index for rank in group}) == 1
+    for rank in range(sum(nodes)):
+        data, within = mesh.data_axis(rank), mesh.tensor_axis(rank)
+        assert data.ranks[data.index] == within.ranks[within.index] == rank
+        assert (data.size, within.size) == (sum(nodes) // (tensor * pipeline), tensor)
     if mesh.by_node:
         for stage in mesh.ranks:
             for node in stage:
@@ -157,6 +163,13 @@ def test_the_shape_of_a_mesh(
 ) -> None:
     topology = Topology.from_node_names([f"n{node}" for node, size in enumerate(sizes) for _ in range(size)])
     assert tuple(ParallelMesh.plan(topology, pipeline=pipeline, tensor=tensor).shape.values()) == shape
+
+
+def test_the_data_axis_is_one_order_for_all_tensor_ranks_however_the_ranks_lie() -> None:
+    mesh = ParallelMesh.plan(Topology.from_node_names(["a", "b", "b", "a"]), tensor=2)
+    assert [mesh.tensor_axis(rank).ranks for rank in range(4)] == [(0, 3), (1, 2), (1, 2), (0, 3)]
+    assert [mesh.data_axis(rank).ranks for rank in range(4)] == [(0, 1), (0, 1), (3, 2), (3, 2)]
+    assert [mesh.data_axis(rank).index for rank in range(4)] == [0, 1, 1, 0]
 
 
 def test_replicas_by_node_need_equal_nodes() -> None:

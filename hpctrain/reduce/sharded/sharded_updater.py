@@ -1,4 +1,4 @@
-"""Updates a model whose parameters FSDP2 shards: each rank updates its own part."""
+"""Updates a model that is split over the ranks, by FSDP2 or tensor parallelism: each rank updates its own part."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any, final
 import torch
 
 from hpctrain.comm import Collective
-from hpctrain.distributed import is_first_replica, is_sharded_tensor, local_part
+from hpctrain.distributed import is_first_replica, is_sharded_tensor, local_part, split_of
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.sharded.tensor_gradients import TensorGradients
 
 
 @final
 class ShardedUpdater:
-    """`Updater` of a model that `shard_parameters` has sharded: FSDP2 sums the gradients within backward.
+    """`Updater` of a model that `parallelize` has split: FSDP2 sums the gradients within backward, `step` what is left.
 
-    optimizer: of the sharded parameters. comm: the world, for the norm and the small sums of a step. loss_scale,
-    clip_norm: as for `AllReduceUpdater`. Forward and backward are collective: every rank runs them equally often, one
-    without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks. Each micro-batch
-    is reduced, so that no rank holds whole gradients.
+    optimizer: of the parameters as they are split. comm: the world, for the norm and the small sums of a step.
+    loss_scale, clip_norm: as for `AllReduceUpdater`. Forward and backward are collective: every rank runs them equally
+    often, one without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks; with
+    split layers, 1/(data-parallel ranks). FSDP2 reduces each micro-batch, so that no rank holds whole gradients.
 
-    Raises UsageError for an optimizer whose parameters are not sharded.
+    Raises UsageError for an optimizer whose parameters are not those of the model.
     """
 
     def __init__(
@@ -48,10 +49,17 @@ class ShardedUpdater:
         self._scale = loss_scale or LossScale()
         self._clip_norm = clip_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if not self._parameters or not all(map(is_sharded_tensor, self._parameters)):
+        split = split_of(model)
+        by_fsdp = split is None or split.by_fsdp
+        own = set(map(id, model.parameters()))
+        if not self._parameters or not all(
+            is_sharded_tensor(p) if by_fsdp else id(p) in own for p in self._parameters
+        ):
             raise UsageError(
-                "the optimizer's parameters are not those of the sharded model: make the optimizer after parallelize"
+                "the optimizer's parameters are not those of the split model: make the optimizer after parallelize"
             )
+        self._num_data_ranks = comm.num_ranks if split is None else split.num_data_ranks
+        self._tensor = TensorGradients(self._parameters, split=split) if split is not None else None
         self._weighted = False
         self._closed = False
 
@@ -81,11 +89,14 @@ class ShardedUpdater:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Updater.no_sync`. Whole gradients are kept until the next backward outside."""
-        self._model.set_requires_gradient_sync(False)
+        by_fsdp = hasattr(self._model, "set_requires_gradient_sync")
+        if by_fsdp:
+            self._model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._model.set_requires_gradient_sync(True)
+            if by_fsdp:
+                self._model.set_requires_gradient_sync(True)
 
     def zero_grad(self) -> None:
         """See `Updater.zero_grad`."""
@@ -95,9 +106,11 @@ class ShardedUpdater:
         """See `Updater.step`. Raises UsageError also if the updater is closed."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
-        scale = self._scale.value if self._weighted else float(self._comm.num_ranks)
+        scale = self._scale.value if self._weighted else float(self._num_data_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()
+        if self._tensor is not None:
+            self._tensor.complete()
         numbers = [self._squares(), *(float((sums or {})[name]) for name in names)]
         found = torch.tensor(numbers, dtype=torch.float64)
         if self._comm.num_ranks > 1:
@@ -164,7 +177,8 @@ class ShardedUpdater:
 
     def _squares(self) -> float:
         """Returns the sum of squares of the gradients of which this rank holds the first replica."""
-        own = [local_part(gradient) for gradient in self._gradients() if is_first_replica(gradient)]
+        counts = is_first_replica if self._tensor is None else self._tensor.counts
+        own = [local_part(gradient) for gradient in self._gradients() if counts(gradient)]
         if not own:
             return 0.0
         return float(torch.stack([part.double().square().sum() for part in own]).sum())

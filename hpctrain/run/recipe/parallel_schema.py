@@ -32,6 +32,12 @@ class ParallelSection(Section):
         "computes its forward again. For less memory, a third more computing. `selective`: results of matrix "
         "products, convolutions and attention are kept as well, and only the rest is computed again.",
     )
+    tensor: int = Field(
+        1, ge=1,
+        description="So many ranks of a node hold the parts of one layer and compute the same samples (tensor "
+        "parallelism); the other ranks are data parallel. The task's `tensor_plan` says which layers are split. Then "
+        "`[reduction]` does not apply.",
+    )  # fmt: skip
 
 
 def check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str], within: Within) -> None:

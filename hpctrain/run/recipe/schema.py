@@ -344,13 +344,35 @@ class Recipe(Section):
                 f"{self.checkpoint.signal} is checkpoint.signal and one of stop.signals: choose another, or "
                 'checkpoint.signal = "none"'
             )
-        if self.run.ranks is not None and self.data.global_batch < self.run.ranks:
+        if self.run.ranks is not None and self.data.global_batch * self.parallel.tensor < self.run.ranks:
             raise ValueError(
                 f"data.global_batch = {self.data.global_batch} cannot be split over run.ranks = {self.run.ranks}: "
                 "every rank needs at least one sample"
             )
         self._check_sharding()
+        self._check_tensor()
         return self
+
+    def _check_tensor(self) -> None:
+        """Raises ValueError for what split layers cannot be combined with."""
+        tensor, ranks = self.parallel.tensor, self.run.ranks
+        if tensor == 1:
+            return
+        if ranks is not None and ranks % tensor:
+            raise ValueError(
+                f"parallel.tensor = {tensor} does not divide run.ranks = {ranks}: change one of them"
+            )
+        usual = ReductionSection()
+        if given := [key for key, value in self.reduction if value != getattr(usual, key)]:
+            raise ValueError(
+                f"reduction.{', reduction.'.join(given)}: with parallel.tensor = {tensor} gradients are summed by "
+                "torch.distributed, in their dtype; leave the section [reduction] out"
+            )
+        if self.optimizer.name in ("lars", "lamb"):
+            raise ValueError(
+                f"optimizer.name = {self.optimizer.name!r} needs the norm of whole layers, of which a rank has a part "
+                f"with parallel.tensor = {tensor}: use adamw, adam or sgd"
+            )
 
     def _check_sharding(self) -> None:
         """Raises ValueError for what a sharded model cannot be combined with."""

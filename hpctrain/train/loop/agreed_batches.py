@@ -14,11 +14,16 @@ from hpctrain.errors import DataError, HpctrainError
 
 
 def agreed_batches(
-    batches: Iterable[Batch], *, comm: Collective, waited: Callable[[float], None] = lambda seconds: None
+    batches: Iterable[Batch],
+    *,
+    comm: Collective,
+    waited: Callable[[float], None] = lambda seconds: None,
+    counts_samples: bool = True,
 ) -> Iterator[Batch]:
     """Yields `batches` with `global_skipped` set, so that `weight` is right on all ranks. Collective for each batch.
 
-    Costs an all-reduce of two numbers per batch; `waited` is called with the seconds that it took.
+    Costs an all-reduce of two numbers per batch; `waited` is called with the seconds that it took. counts_samples:
+    False on ranks that read the samples of another one, which counts them.
     Raises the same error on every rank if reading a batch failed on any; DataError if all samples of a global batch
     are damaged.
     """
@@ -32,9 +37,8 @@ def agreed_batches(
             error = caught
         if batch is None and error is None:
             return  # every rank has the same number of batches
-        found = torch.tensor(
-            [0 if batch is None else batch.num_skipped, error is not None], dtype=torch.int64
-        )
+        skipped = batch.num_skipped if batch is not None and counts_samples else 0
+        found = torch.tensor([skipped, error is not None], dtype=torch.int64)
         started = time.perf_counter()
         comm.all_reduce(found)
         waited(time.perf_counter() - started)

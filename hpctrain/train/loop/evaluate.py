@@ -34,9 +34,11 @@ def evaluate(
     was_training = model.training
     model.eval()
     with torch.no_grad(), loader.epoch(0) as batches:
-        for batch in batches if loader.checker is None else agreed_batches(batches, comm=comm):
+        checked = loader.checker is not None
+        agreed = agreed_batches(batches, comm=comm, counts_samples=runner.counts_samples)
+        for batch in agreed if checked else batches:
             if sharded and previous is None:
-                _check_first(batch, comm=comm)
+                _check_first(batch, comm=comm, num_shares=loader.num_ranks)
             if batch.num_samples > 0:
                 for name, mean in runner.metrics(batch).items():
                     sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
@@ -50,7 +52,12 @@ def evaluate(
     restore_generators(generators, device=runner.device, otherwise=0)
     totals: dict[str, float] = {}
     seen = 0
-    for theirs in all_gather_json(comm, {"sums": sums, "num_samples": num_samples}):
+    mine = (
+        {"sums": sums, "num_samples": num_samples}
+        if runner.counts_samples
+        else {"sums": {}, "num_samples": 0}
+    )
+    for theirs in all_gather_json(comm, mine):
         seen += theirs["num_samples"]
         for name, value in theirs["sums"].items():
             totals[name] = totals.get(name, 0.0) + value
@@ -59,11 +66,11 @@ def evaluate(
     return {name: value / seen for name, value in totals.items()}
 
 
-def _check_first(batch: Batch, *, comm: Collective) -> None:
+def _check_first(batch: Batch, *, comm: Collective, num_shares: int) -> None:
     """Raises DataError on every rank if the first batch has no samples for one: what could it compute? Collective."""
     if not is_true_everywhere(comm, batch.num_samples > 0):
         raise DataError(
             "the first evaluation batch has no samples for a rank, which must take part in forward of a sharded model: "
-            f"evaluate on at least {comm.num_ranks} samples, one a rank",
+            f"evaluate on at least {num_shares} samples, one for each rank that has its own",
             agreed=True,
         )

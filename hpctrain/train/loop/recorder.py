@@ -28,7 +28,8 @@ class RunRecorder:
     """Records one run on one rank.
 
     clock: the seconds of the current step by name; whatever takes time adds to it. world: whose messages about a rank
-    that hangs name the step. meter: of this node's energy, which is read while the recorder is entered as
+    that hangs name the step. counts_samples: False on ranks whose samples another rank counts: their records have none.
+    meter: of this node's energy, which is read while the recorder is entered as
     a context manager; None if this rank reads none.
     """
 
@@ -41,12 +42,14 @@ class RunRecorder:
         loaders: Sequence[Loader | None],
         world: Monitored,
         meter: EnergyMeter | None = None,
+        counts_samples: bool = True,
     ) -> None:
         self.records = records
         self.clock = StepClock()
         self.final_quality: Mapping[str, float] = {}
         self._stopped: Stopped | None = None
         self._world = world
+        self._counts_samples = counts_samples
         self._settings = settings
         self._resumed = resumed
         self._progress = ProgressLine(
@@ -123,7 +126,7 @@ class RunRecorder:
             self._energy.write(step=step)
         record = {
             "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
-            "samples": batch.num_samples, "skipped_samples": batch.global_skipped,
+            "samples": batch.num_samples if self._counts_samples else 0, "skipped_samples": batch.global_skipped,
             "global_samples": position.samples, "loss": self._loss, "lr": lr,
             "grad_norm": outcome.grad_norm, "loss_scale": outcome.loss_scale, "applied": outcome.applied,
             "seconds": seconds,
@@ -146,7 +149,8 @@ class RunRecorder:
     def _sample_sum(self, batch: Batch) -> dict[str, str]:
         if not self._settings.sample_sums or batch.indices is None:
             return {}
-        return {"sample_sum": show_sample_sum(sample_sum(batch.indices[: batch.num_samples]))}
+        counted = batch.indices[: batch.num_samples if self._counts_samples else 0]
+        return {"sample_sum": show_sample_sum(sample_sum(counted))}
 
     def rolled_back(
         self, resumed: Resumed, *, step: int, why: str, num_roll_backs: int, lr_factor: float

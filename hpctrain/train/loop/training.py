@@ -145,8 +145,9 @@ class Training:
         clock = self._recorder.clock
         try:
             yield from agreed_batches(
-                batches, comm=self._comm, waited=lambda seconds: clock.add("exposed_sync", seconds=seconds)
-            )
+                batches, comm=self._comm, waited=lambda seconds: clock.add("exposed_sync", seconds=seconds),
+                counts_samples=self._runner.counts_samples,
+            )  # fmt: skip
         except DataError as error:
             self._recorder.damage(self._position.step)
             if not error.agreed:

@@ -23,6 +23,7 @@ from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
 from hpctrain.distributed import ElementShard, box_of, element_shard, is_sharded_tensor, sharded_as
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
+from hpctrain.topology import Axis
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
 
 T = TypeVar("T")
@@ -57,7 +58,8 @@ class TrainingState:
 
     The learning rate is a function of the step, which is in the position. Random generators are per rank: on
     the same number of ranks their state is restored exactly; on another number each rank is seeded from the
-    run's seed, the step and its rank, since there is no state for it. Only rank 0's model buffers (running
+    run's seed, the step and its rank, since there is no state for it. data: the ranks that train on different samples,
+    all by default; ranks with one index in it draw the same random numbers. Only rank 0's model buffers (running
     statistics) are saved and restored: if forward in training reads buffers that differ between ranks, the
     resumed run is not bit-identical.
     """
@@ -66,6 +68,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     updater: Updater
     seed: int
+    data: Axis | None = None
 
     def capture(
         self,
@@ -108,6 +111,7 @@ class TrainingState:
             },
             "updater": self.updater.state(),
             "num_ranks": comm.num_ranks,
+            "num_data_ranks": comm.num_ranks if self.data is None else self.data.size,
             "seed": self.seed,
             "identity": dict(identity),
         }
@@ -179,6 +183,7 @@ class TrainingState:
             optimizer_state = self._optimizer_state_dict(document, tensors)
             position = _position_in(document)
             saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
+            saved_data = int(document.get("num_data_ranks", saved_ranks))
             updater_state["loss_scale"]  # without it nothing is changed either
         except CheckpointError as found:
             error = found
@@ -192,13 +197,14 @@ class TrainingState:
         rows = _under(_UPDATER, tensors)
         shapes = {name: checkpoint.tensors[f"{_UPDATER}{name}"].shape for name in rows}
         self.updater.load_state(updater_state, rows, shapes)
-        if saved_ranks == comm.num_ranks:
+        data = (comm.rank, comm.num_ranks) if self.data is None else (self.data.index, self.data.size)
+        otherwise = derive_seed(self.seed, "resume", position.step, data[0])
+        if (saved_ranks, saved_data) == (comm.num_ranks, data[1]):
             # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
             rows = {name: t[0].clone() for name, t in _under(_GENERATORS, tensors).items()}
-            otherwise = derive_seed(self.seed, "resume", position.step, comm.rank)
             restore_generators(rows, device=self._device(), otherwise=otherwise)
         else:
-            seed_generators(derive_seed(self.seed, "resume", position.step, comm.rank))
+            seed_generators(otherwise)
         return position
 
     # ------------------------------------------------------------------ details

@@ -21,7 +21,8 @@ class Task(Protocol):
 
     `fields` maps the dataset's field names to tensors of shape (num_samples, *sample shape), on the run's
     device; num_samples is this rank's share and at least 1. Floating-point fields have the model's dtype
-    (`run.precision`), integer and bool fields their stored dtype.
+    (`run.precision`), integer and bool fields their stored dtype. A task whose model can be split over ranks has a
+    further method, see `TensorParallelTask`.
     """
 
     def build_model(self) -> torch.nn.Module:
@@ -37,6 +38,23 @@ class Task(Protocol):
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         """Returns means over the samples by name, for evaluation; the same names in each call. Called under no_grad."""
+
+
+@runtime_checkable
+class TensorParallelTask(Task, Protocol):
+    """A task whose layers several ranks can hold in parts (`parallel.tensor`)."""
+
+    def tensor_plan(self) -> Mapping[str, str | tuple[str, int]]:
+        """Returns how modules of the model are split, by name; in names `*` stands for any text without a dot.
+
+        `column`: each rank computes some of a Linear's outputs, and a `row` module takes them. `row`: each rank takes
+        some of the inputs, and the outputs are summed; of an Embedding, some of the vocabulary. `column-gathered`: as
+        `column`, but every rank receives all outputs; also of an Embedding. A pair, such as ("column", heads), says
+        that the features consist of equal parts that stay whole. What the plan does not name is computed alike by the
+        ranks that share a layer. Example:
+
+            {"blocks.*.attention_in": ("column", 8), "blocks.*.attention_out": ("row", 8)}
+        """
 
 
 def takes_valid(task: Task) -> bool:

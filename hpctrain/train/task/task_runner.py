@@ -19,7 +19,8 @@ class TaskRunner:
     """A task with its model on a device.
 
     dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
-    the context in which forward runs. device_s: on a GPU, its time for the last `forward_backward`.
+    the context in which forward runs. counts_samples: False on ranks whose samples another rank counts, because both
+    hold parts of the same layers. device_s: on a GPU, its time for the last `forward_backward`.
     """
 
     device_s = 0.0
@@ -32,10 +33,12 @@ class TaskRunner:
         device: torch.device,
         dtype: torch.dtype | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        counts_samples: bool = True,
     ) -> None:
         self.task = task
         self.model = model
         self.device = device
+        self.counts_samples = counts_samples
         self._dtype = dtype
         self._autocast = autocast
         self._takes_valid = takes_valid(task)
@@ -50,10 +53,12 @@ class TaskRunner:
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
-        Returns the loss of the share times its weight; over all ranks these add up to the mean loss of the batch.
+        Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these
+        add up to the mean loss of the batch.
         """
         with self._device_timed():
-            return self._forward_backward(batch, updater, micro_batches=micro_batches)
+            loss = self._forward_backward(batch, updater, micro_batches=micro_batches)
+        return loss if self.counts_samples else 0.0
 
     def _forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int) -> float:
         losses = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hpctrain.resilience import StopRequest
 from hpctrain.run import parse_recipe
 from hpctrain.run.training import Resume, carry_out
 from hpctrain.telemetry import read_records
-from hpctrain.train.task.task import Fields
+from hpctrain.train.task.task import Fields, Task
 from tests.sessions import session_over
 
 STEPS, LATER = 20, 23
@@ -72,10 +73,11 @@ def train(
     world: World,
     directory: Path,
     name: str,
-    layout: dict[str, str],
+    layout: Mapping[str, Any],
     *,
     steps: int = STEPS,
-    task: Layers | None = None,
+    task: Task | None = None,
+    nodes: Sequence[str] | None = None,
     precision: str = "fp64",
     **sections: dict[str, Any],
 ) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def train(
         **sections,
     }  # fmt: skip
     summary = carry_out(
-        parse_recipe(document), task or Layers(), session=session_over(world, nodes=NODES[world.num_ranks]),
+        parse_recipe(document), task or Layers(), session=session_over(world, nodes=nodes or NODES[world.num_ranks]),
         resume=Resume(), stop=StopRequest(),
     )  # fmt: skip
     records = list(read_records(directory / name / "metrics" / f"rank-{world.rank:05}.jsonl"))

@@ -1,0 +1,91 @@
+"""Completes the gradients of a model whose layers are split over tensor groups: sums that FSDP2 does not make."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from hpctrain.distributed import (
+    TensorSplit,
+    is_first_replica,
+    is_sharded_tensor,
+    local_part,
+    replicated_over_tensor_ranks,
+)
+
+_BUCKET_BYTES = 25_000_000
+
+
+@final
+class TensorGradients:
+    """The gradients of `parameters`, those of a model that is split as `split` says.
+
+    A rank has the gradients of its parts of split layers, and the whole of what the tensor group holds alike.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], *, split: TensorSplit) -> None:
+        self._parameters = list(parameters)
+        self._split = split
+
+    def complete(self) -> None:
+        """Sums over the data-parallel ranks, unless FSDP2 has. Collective.
+
+        What a tensor group holds alike is then averaged over the group. Its ranks have computed the same numbers, but
+        perhaps not the same bits, and would drift apart.
+        """
+        data, tensor = self._split.data_group(), self._split.tensor_group()
+        for parameter in self._parameters:
+            grad: Any = parameter.grad
+            if is_sharded_tensor(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+                parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        if data is not None:
+            self._fill_absent(data)
+            _all_reduce([local_part(p.grad) for p in self._parameters if p.grad is not None], group=data)
+        alike = [p.grad for p in self._parameters if p.grad is not None and replicated_over_tensor_ranks(p)]
+        # Divided before: the sum of several ranks' gradients may overflow where one does not.
+        _all_reduce([local_part(g) for g in alike], group=tensor, factor=1.0 / self._split.num_tensor_ranks)
+
+    def counts(self, gradient: torch.Tensor) -> bool:
+        """Returns True on one of the ranks that hold this part of a gradient: exactly one rank for each element."""
+        return is_first_replica(gradient) if is_sharded_tensor(gradient) else self._split.is_first
+
+    def _fill_absent(self, group: Any) -> None:
+        """Makes zeros of a gradient that another rank has and this one does not, as without samples. Collective."""
+        from torch.distributed import all_reduce
+
+        device = self._parameters[0].device
+        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32, device=device)
+        all_reduce(used, group=group)
+        for parameter, count in zip(self._parameters, used.tolist(), strict=True):
+            if count and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _all_reduce(tensors: Sequence[torch.Tensor], *, group: Any, factor: float = 1.0) -> None:
+    """Replaces each tensor by `factor` times its sum over the ranks of `group`, in buckets. Collective over the group.
+
+    tensors: of the same shapes and dtypes on every rank of the group.
+    """
+    from torch.distributed import all_reduce
+
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        if factor != 1.0:
+            flat.mul_(factor)
+        all_reduce(flat, group=group)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors, those of one dtype together, in lists of at least `_BUCKET_BYTES` but the last of a dtype."""
+    waiting: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        bucket = waiting[tensor.dtype]
+        bucket.append(tensor)
+        if sum(t.numel() * t.element_size() for t in bucket) >= _BUCKET_BYTES:
+            yield waiting.pop(tensor.dtype)
+    yield from waiting.values()
