@@ -8,9 +8,11 @@ from .operations import (
     exchange as exchange,
     reduce_scatter as reduce_scatter,
 )
+from .pipeline import Pipeline as Pipeline, pipeline_of as pipeline_of
 from .plan import (
     Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
+    Schedule as Schedule,
     Shard as Shard,
     Within as Within,
 )
@@ -28,5 +30,6 @@ from .split_model import (
     broadcast_model as broadcast_model,
     end_process_group as end_process_group,
     parallelize as parallelize,
+    put_in_pipeline as put_in_pipeline,
 )
 from .work import CollectiveWork as CollectiveWork, OperationThread as OperationThread

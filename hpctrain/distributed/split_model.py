@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpctrain.comm import World, agreed, broadcast_tensors
 from hpctrain.distributed.blocks import repeated_blocks, tied_across
 from hpctrain.distributed.open_groups import open_process_group
+from hpctrain.distributed.pipeline import Pipeline
 from hpctrain.distributed.plan import ParallelPlan
 from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded
+from hpctrain.distributed.stages import Stages, divide, release_others
 from hpctrain.errors import UsageError
 from hpctrain.topology import ParallelMesh, Topology
 
@@ -36,6 +38,11 @@ def parallelize(
     """
 
     def check() -> Sequence[Sequence[int]]:
+        if plan.pipeline > 1:
+            raise UsageError(
+                f"pipeline = {plan.pipeline}: recipes train in pipelines. In a loop of your own use "
+                "torch.distributed.pipelining over hpctrain.init_process_group(): see guides/torch-distributed.md"
+            )
         if plan.activation_checkpointing == "blocks":
             _check_blocks(model)
         if plan.shard == "none":
@@ -54,6 +61,57 @@ def parallelize(
         broadcast_model(world, model)
         _shard_parameters(model, groups, device=device)
         mark_sharded(model)
+    return opens
+
+
+def put_in_pipeline(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    layers: Callable[[], Sequence[nn.Module]],
+    world: World,
+    topology: Topology,
+    device: torch.device,
+    timeout_s: float = 600.0,
+) -> bool:
+    """Leaves `model` on this rank only its stages of a pipeline, as `plan` says, in place. Collective.
+
+    layers: returns the model's modules that are called one after another. Rank 0's parameters and buffers are copied
+    to all ranks first. `pipeline_of(model)` then computes. timeout_s and the result are those of `parallelize`. Raises
+    UsageError or TopologyError on every rank for a plan that does not fit model or ranks, and changes nothing then;
+    LaunchError without MPI.
+    """
+
+    def check() -> tuple[ParallelMesh, Stages]:
+        mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline)
+        if plan.activation_checkpointing == "blocks":
+            _check_blocks(model)
+        return mesh, divide(model, layers(), num_stages=plan.pipeline * plan.stages_per_rank)
+
+    mesh, stages = agreed(world, check, os_error=UsageError)
+    opens = not torch.distributed.is_initialized()
+    if opens:
+        open_process_group(world, topology, device=device, timeout_s=timeout_s)
+    if plan.activation_checkpointing == "blocks":
+        checkpoint_activations(model)
+    broadcast_model(world, model)
+    of_stage = [mesh.data_ranks(stage=stage) for stage in range(plan.pipeline)]
+    pipelines = list(zip(*of_stage, strict=True))
+    # Every rank takes part in making every group, in this order.
+    groups = [torch.distributed.new_group(list(ranks)) for ranks in pipelines]
+    replicas = world.split(of_stage)
+    assert replicas is not None  # every rank has a stage
+    place = next(i for i, ranks in enumerate(pipelines) if world.rank in ranks)
+    own = [
+        number
+        for number in range(stages.num_stages)
+        if pipelines[place][number % plan.pipeline] == world.rank
+    ]
+    release_others(model, stages, own=own)
+    Pipeline(
+        model, stages, world=world, pipelines=pipelines, group=groups[place], replicas=replicas, plan=plan,
+        device=device,
+    )  # fmt: skip
     return opens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +13,10 @@ import torch
 from hpctrain.checkpoint import Best, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.comm import LimitSettings, Section
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
-from hpctrain.distributed import ParallelPlan
+from hpctrain.distributed import ParallelPlan, end_process_group, pipeline_of, put_in_pipeline
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, Updater
+from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, ShardedUpdater, Updater
 from hpctrain.resilience import RecentTimes, StopPlan
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
@@ -25,22 +25,25 @@ from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import ReductionPlan, gradient_bytes
-from hpctrain.run.session import Session
+from hpctrain.run.session import Session, SessionUpdater
 from hpctrain.scaling import parse_trace_steps
 from hpctrain.stragglers import Limits
 from hpctrain.telemetry import EnergyMeter, open_counters
-from hpctrain.topology import Topology
+from hpctrain.topology import ParallelMesh, Topology
 from hpctrain.train import (
     CheckpointPolicy,
     Decay,
     EfficiencyWatch,
     LoopSettings,
+    PipelineRunner,
     Position,
+    Runner,
     RunRecorder,
     Schedule,
     StepTrace,
     StragglerWatch,
     Task,
+    TaskRunner,
     derive_seed,
     scaled_lr,
     seed_generators,
@@ -78,10 +81,12 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
     )
 
 
-def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
+def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) -> Parts:
     """Returns the parts with the model split as the section [parallel] says. Collective. Raises RecipeError."""
     plan = ParallelPlan(**recipe.parallel.model_dump())
     try:
+        if plan.pipeline > 1:
+            return _in_pipeline(parts, plan, task=task, session=session)
         model = session.parallelize(parts.model, plan)
     except UsageError as error:
         raise RecipeError(f"section [parallel]: {error}", agreed=error.agreed) from error
@@ -91,8 +96,72 @@ def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
     return replace(parts, model=model, optimizer=build_optimizer(model, recipe.optimizer))
 
 
+def _in_pipeline(parts: Parts, plan: ParallelPlan, *, task: Task, session: Session) -> Parts:
+    names = {id(p): name for name, p in parts.model.named_parameters()}
+
+    def layers() -> Sequence[torch.nn.Module]:
+        method = getattr(task, "pipeline_layers", None)
+        if not callable(method):
+            raise UsageError(
+                f"pipeline = {plan.pipeline} needs to know the model's layers: give the task a method "
+                "pipeline_layers(self, model), which returns the modules that the model calls one after another, such "
+                "as [model.embedding, *model.blocks, model.head]; together they have all of its parameters"
+            )
+        try:
+            return list(method(parts.model))
+        except Exception as error:  # the user's code may raise anything
+            raise UsageError(f"the task's pipeline_layers raised {type(error).__name__}: {error}") from error
+
+    timeout_s = session.world.limits.settings.timeout_s
+    if put_in_pipeline(
+        parts.model, plan, layers=layers, world=session.world, topology=session.topology, device=session.device,
+        timeout_s=timeout_s,
+    ):  # fmt: skip
+        session.on_close(end_process_group)
+    pipeline = pipeline_of(parts.model)
+    assert pipeline is not None
+    session.agreed(lambda: pipeline.keep_own(parts.optimizer, names=names), os_error=UsageError)
+    return parts
+
+
+def data_place(recipe: Recipe, *, session: Session) -> dict[str, int]:
+    """Returns this rank's `rank` and `num_ranks` among those that read different data. Raises TopologyError."""
+    mesh = ParallelMesh.plan(session.topology, pipeline=recipe.parallel.pipeline)
+    of_stages = [mesh.data_ranks(stage=stage) for stage in range(recipe.parallel.pipeline)]
+    ranks = next(ranks for ranks in of_stages if session.rank in ranks)
+    return {"rank": ranks.index(session.rank), "num_ranks": len(ranks)}
+
+
+def build_runner(
+    recipe: Recipe, task: Task, parts: Parts, *, session: Session, updater: SessionUpdater
+) -> Runner:
+    """Returns what computes the batches of `parts.model`."""
+    dtype = MODEL_DTYPE[recipe.run.precision]
+    pipeline = pipeline_of(parts.model)
+    if pipeline is None:
+        return TaskRunner(task, parts.model, device=session.device, dtype=dtype, autocast=parts.autocast)
+    assert isinstance(updater, ShardedUpdater)
+    return PipelineRunner(
+        task, parts.model, pipeline=pipeline, rows=_pipeline_rows(recipe, session=session), scaled=updater.scaled,
+        device=session.device, dtype=dtype, autocast=parts.autocast,
+    )  # fmt: skip
+
+
+def _pipeline_rows(recipe: Recipe, *, session: Session) -> int:
+    """Returns the samples of a micro-batch in a pipeline. Raises RecipeError if the batch does not divide."""
+    replicas, parts = data_place(recipe, session=session)["num_ranks"], recipe.parallel.micro_batches
+    if recipe.data.global_batch % (replicas * parts):
+        raise RecipeError(
+            f"data.global_batch = {recipe.data.global_batch} cannot be split into parallel.micro_batches = {parts} "
+            f"equal parts on each of {replicas} data-parallel ranks: use a multiple of {replicas * parts}"
+        )
+    return recipe.data.global_batch // (replicas * parts)
+
+
 def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
-    if recipe.data.global_batch < session.num_ranks:
+    if recipe.parallel.pipeline > 1:
+        _pipeline_rows(recipe, session=session)
+    elif recipe.data.global_batch < session.num_ranks:
         raise RecipeError(
             f"data.global_batch = {recipe.data.global_batch} cannot be split over {session.num_ranks} ranks: every "
             f"rank needs at least one sample. Set data.global_batch to {session.num_ranks} or more, or use fewer ranks"
@@ -107,6 +176,7 @@ def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
         transform=recipe.data.transform,
         workers=recipe.data.workers,
         prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
+        **data_place(recipe, session=session),
     )
 
 
@@ -119,6 +189,7 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
         on_damage=recipe.data.on_damage,
         transform=recipe.data.held_out_transform,
         prefetch_bytes=int(recipe.data.prefetch_mb * 1e6),
+        **data_place(recipe, session=session),
     )
 
 

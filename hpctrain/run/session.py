@@ -26,7 +26,14 @@ from hpctrain.comm import (
     open_world,
 )
 from hpctrain.data import Dataset, Loader, Samples, open_together
-from hpctrain.distributed import ParallelPlan, broadcast_model, end_process_group, is_sharded, parallelize
+from hpctrain.distributed import (
+    ParallelPlan,
+    broadcast_model,
+    end_process_group,
+    is_sharded,
+    parallelize,
+    pipeline_of,
+)
 from hpctrain.errors import ExitCode, HpctrainError, UsageError
 from hpctrain.launch import (
     RankCores,
@@ -138,18 +145,19 @@ class Session:
     ) -> SessionUpdater:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
-        Of a model that `parallelize` has sharded, a `ShardedUpdater`: FSDP2 reduces, the arguments of the reduction are
-        ignored.
+        Of a model that is sharded or in a pipeline, a `ShardedUpdater`: the arguments of the reduction are ignored.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
         algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
         if one has another model or trains another part of it.
         """
-        if is_sharded(model):
+        pipeline = pipeline_of(model)
+        if is_sharded(model) or pipeline is not None:
             sharded = ShardedUpdater(
-                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
-            )
+                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm,
+                replicas=pipeline.replicas if pipeline is not None else None,
+            )  # fmt: skip
             self._models[sharded] = model
             return sharded
         broadcast_model(self.world, model)
@@ -243,16 +251,10 @@ class Session:
         self._closers.append(close)
 
     def loader(self, dataset: Samples, *, global_batch: int, seed: int = 0, **options: Any) -> Loader:
-        """Returns a loader of this rank's part of each global batch. See `hpctrain.data.Loader` for the options."""
-        return Loader(
-            dataset,
-            global_batch=global_batch,
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-            seed=seed,
-            pin_memory=self.device.type == "cuda",
-            **options,
-        )
+        """Returns a loader of this rank's part of each global batch. options: of `hpctrain.data.Loader`."""
+        options = {"rank": self.rank, "num_ranks": self.num_ranks, **options}
+        pin_memory = self.device.type == "cuda"
+        return Loader(dataset, global_batch=global_batch, seed=seed, pin_memory=pin_memory, **options)
 
     def agreed(self, function: Callable[[], T], *, os_error: type[HpctrainError]) -> T:
         """Returns what `function` returns on this rank; raises the same error on all if any fails. Collective."""

@@ -28,6 +28,8 @@ from .state.training_state import (
     data_identity as data_identity,
 )
 from .task.named_object import check_call as check_call, import_named as import_named
+from .task.pipeline_runner import PipelineRunner as PipelineRunner
+from .task.runner import Runner as Runner
 from .task.schedule import LR_SCALE as LR_SCALE, Decay as Decay, Schedule as Schedule, scaled_lr as scaled_lr
 from .task.sync_batch_norm import (
     communicates_in_forward as communicates_in_forward,

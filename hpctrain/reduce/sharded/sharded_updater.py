@@ -21,14 +21,15 @@ from hpctrain.reduce.data_parallel.loss_scale import LossScale
 
 @final
 class ShardedUpdater:
-    """`Updater` of a model that `shard_parameters` has sharded: FSDP2 sums the gradients within backward.
+    """`Updater` of a model of which each rank holds a part. FSDP2 sums gradients of sharded parameters within backward.
 
     optimizer: of the sharded parameters. comm: the world, for the norm and the small sums of a step. loss_scale,
     clip_norm: as for `AllReduceUpdater`. Forward and backward are collective: every rank runs them equally often, one
     without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks. Each micro-batch
     is reduced, so that no rank holds whole gradients.
 
-    Raises UsageError for an optimizer whose parameters are not sharded.
+    replicas: the ranks that hold the same parameters as this one, whole, as those of a stage of a pipeline do; `step`
+    sums the gradients over them. None: the parameters are sharded; raises UsageError if they are not.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ShardedUpdater:
         comm: Collective,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
+        replicas: Collective | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
@@ -47,8 +49,9 @@ class ShardedUpdater:
         self._comm = comm
         self._scale = loss_scale or LossScale()
         self._clip_norm = clip_norm
+        self._replicas = replicas
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if not self._parameters or not all(map(is_sharded_tensor, self._parameters)):
+        if replicas is None and not (self._parameters and all(map(is_sharded_tensor, self._parameters))):
             raise UsageError(
                 "the optimizer's parameters are not those of the sharded model: make the optimizer after parallelize"
             )
@@ -75,8 +78,12 @@ class ShardedUpdater:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
             )
+        self.scaled(loss, weight=weight).backward()
+
+    def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
+        """Returns the loss with weight and loss scale, for a backward that runs elsewhere, as a pipeline's does."""
         self._weighted = True
-        (loss * (weight * self._scale.value)).backward()
+        return loss * (weight * self._scale.value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -98,6 +105,8 @@ class ShardedUpdater:
         scale = self._scale.value if self._weighted else float(self._comm.num_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()
+        if self._replicas is not None:
+            self._sum_over(self._replicas)
         numbers = [self._squares(), *(float((sums or {})[name]) for name in names)]
         found = torch.tensor(numbers, dtype=torch.float64)
         if self._comm.num_ranks > 1:
@@ -164,7 +173,29 @@ class ShardedUpdater:
 
     def _squares(self) -> float:
         """Returns the sum of squares of the gradients of which this rank holds the first replica."""
-        own = [local_part(gradient) for gradient in self._gradients() if is_first_replica(gradient)]
+        own = [local_part(gradient) for gradient in self._gradients() if self._is_counted(gradient)]
         if not own:
             return 0.0
         return float(torch.stack([part.double().square().sum() for part in own]).sum())
+
+    def _is_counted(self, gradient: torch.Tensor) -> bool:
+        if is_sharded_tensor(gradient):
+            return is_first_replica(gradient)
+        return self._replicas is None or self._replicas.rank == 0
+
+    def _sum_over(self, replicas: Collective) -> None:
+        """Sums the gradients; one that no replica has stays None. Collective over `replicas`."""
+        if replicas.num_ranks == 1:
+            return
+        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        replicas.all_reduce(used)
+        summed = [p for p, count in zip(self._parameters, used.tolist(), strict=True) if count]
+        for parameter in summed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in dict.fromkeys(p.dtype for p in summed):
+            gradients = [p.grad for p in summed if p.dtype == dtype and p.grad is not None]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            replicas.all_reduce(flat)
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))

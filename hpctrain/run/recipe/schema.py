@@ -350,7 +350,34 @@ class Recipe(Section):
                 "every rank needs at least one sample"
             )
         self._check_sharding()
+        self._check_pipeline()
         return self
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts in which a rank computes its share of a batch."""
+        return self.parallel.micro_batches if self.parallel.pipeline > 1 else self.data.micro_batches
+
+    def _check_pipeline(self) -> None:
+        """Raises ValueError for what a pipeline cannot be combined with."""
+        if self.parallel.pipeline == 1:
+            return
+        if self.data.micro_batches != 1:
+            raise ValueError("data.micro_batches: with parallel.pipeline set parallel.micro_batches instead")
+        if self.data.on_damage == "skip":
+            raise ValueError("data.on_damage = 'skip' cannot be combined with parallel.pipeline: use 'stop'")
+        if self.reduction != ReductionSection():
+            raise ValueError(
+                "section [reduction]: with parallel.pipeline the gradients of a stage are summed after backward, in "
+                "their dtype; leave the section out"
+            )
+        if self.optimizer.target is not None or self.optimizer.name in ("lars", "lamb"):
+            raise ValueError("optimizer: with parallel.pipeline use adamw, adam or sgd")
+        if self.checkpoint.weights_from is not None:
+            raise ValueError(
+                "checkpoint.weights_from cannot be combined with parallel.pipeline yet: start one step without a "
+                "pipeline, and resume from its checkpoint with one"
+            )
 
     def _check_sharding(self) -> None:
         """Raises ValueError for what sharded parameters cannot be combined with."""

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from hpctrain.checkpoint import Checkpoint, Regions, Replicated, Shard, State, model_items, tensor_items
+from hpctrain.checkpoint import (
+    Checkpoint,
+    Item,
+    Regions,
+    Replicated,
+    Shard,
+    State,
+    model_items,
+    tensor_items,
+)
 from hpctrain.comm import Collective, raise_together
 from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
-from hpctrain.distributed import box_of, is_sharded_tensor, sharded_as
+from hpctrain.distributed import box_of, is_sharded_tensor, pipeline_of, sharded_as
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
@@ -71,7 +81,7 @@ class TrainingState:
         identity: the data and their order, compared on restore. parent: step and id of the checkpoint that the run
         resumed from.
         """
-        items = model_items(self.model, prefix="model/")
+        items: list[Item] = model_items(self.model, prefix="model/")
         scalars: dict[str, Any] = {}
         for path, value in self._optimizer_state():
             if isinstance(value, torch.Tensor):
@@ -86,6 +96,7 @@ class TrainingState:
                 )
             )
         items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
+        items = [saved for item in items if (saved := self._of_this_stage(item)) is not None]
         document = {
             "position": asdict(position),
             "optimizer": {
@@ -110,7 +121,30 @@ class TrainingState:
             for name, rows in self.updater.rows_to_load(state, shapes).items():
                 found[f"{_UPDATER}{name}"] = [_rows_of(shapes[name], part.start, part.stop) for part in rows]
         sharded = {name: box_of(parameter) for name, parameter in self._sharded(checkpoint).items()}
-        return {**generator_rows(checkpoint, rank=rank), **found, **sharded}
+        nothing = {
+            name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
+            for name, stored in checkpoint.tensors.items()
+            if stored.shape and self._is_elsewhere(name)
+        }
+        return {**generator_rows(checkpoint, rank=rank), **found, **sharded, **nothing}
+
+    def _of_this_stage(self, item: Item) -> Item | None:
+        """Returns what this rank saves of the model or the optimizer in a pipeline: what only its stage has, as the one
+        box of a tensor, or None. Everything else, and all without a pipeline, as it is."""
+        pipeline, (kind, _, path) = pipeline_of(self.model), item.name.partition("/")
+        if pipeline is None or kind not in ("model", "optimizer"):
+            return item
+        if not pipeline.saves(path.split(SEPARATOR)[0]):
+            return None
+        shape = tuple(item.tensor.shape)
+        return Shard(name=item.name, tensor=item.tensor, global_shape=shape, offset=(0,) * len(shape))
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """True if a checkpoint's tensor belongs to stages of a pipeline that this rank has not."""
+        pipeline, (kind, _, path) = pipeline_of(self.model), name.partition("/")
+        if pipeline is None or kind not in ("model", "optimizer"):
+            return False
+        return pipeline.is_elsewhere(path.split(SEPARATOR)[0])
 
     def _sharded(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Returns the checkpoint's tensors of which this rank holds a part, each with the parameter split like it."""
@@ -140,7 +174,11 @@ class TrainingState:
         document = checkpoint.document
         error: CheckpointError | None = None
         sharded = self._sharded(checkpoint)
-        tensors = {n: sharded_as(t, sharded[n]) if n in sharded else t for n, t in tensors.items()}
+        tensors = {
+            n: sharded_as(t, sharded[n]) if n in sharded else t
+            for n, t in tensors.items()
+            if not self._is_elsewhere(n)
+        }
         try:
             self._check_identity(document, identity, where=str(checkpoint.path))
             self._check_model(tensors, where=str(checkpoint.path))
@@ -185,15 +223,18 @@ class TrainingState:
             yield from _leaves(names[id(parameter)], state)
 
     def _group_options(self) -> list[dict[str, Any]]:
-        names = self._names()
+        """Returns the parameters' names and the options of each group; in a pipeline the names of all stages."""
+        names, pipeline = self._names(), pipeline_of(self.model)
         groups = []
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             options = {
                 key: value.item() if isinstance(value, torch.Tensor) else value
                 for key, value in group.items()
                 if key != "params"
             }
-            groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
+            own = [names[id(p)] for p in group["params"]]
+            all_stages = pipeline.optimizer_groups[number] if pipeline is not None else own
+            groups.append({"parameters": all_stages, "options": options})
         return groups
 
     def _optimizer_state_dict(
@@ -218,7 +259,8 @@ class TrainingState:
                 "the checkpoint's optimizer has other parameter groups: "
                 f"{_sizes(saved_groups)} there, {_sizes(mine)} here"
             )
-        number = {name: i for i, name in enumerate(n for g in mine for n in g["parameters"])}
+        here = [[n for n in g["parameters"] if not self._is_elsewhere(f"model/{n}")] for g in mine]
+        number = {name: i for i, name in enumerate(chain.from_iterable(here))}
         state: dict[int, dict[str, Any]] = {}
         for path, value in {**_under("optimizer/", tensors), **document["optimizer"]["scalars"]}.items():
             name, *keys = path.split(SEPARATOR)
@@ -227,8 +269,8 @@ class TrainingState:
                 place = place.setdefault(key, {})
             place[keys[-1]] = value
         groups, first = [], 0
-        for group, saved in zip(mine, saved_groups, strict=True):
-            last = first + len(group["parameters"])
+        for group, saved, own in zip(mine, saved_groups, here, strict=True):
+            last = first + len(own)
             kept = {
                 key: value
                 for key, value in saved["options"].items()

@@ -16,13 +16,14 @@ from hpctrain.train.task.task import Task, takes_valid
 
 @final
 class TaskRunner:
-    """A task with its model on a device.
+    """`Runner` of a task with its whole model.
 
     dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
-    the context in which forward runs. device_s: on a GPU, its time for the last `forward_backward`.
+    the context in which forward runs.
     """
 
     device_s = 0.0
+    pipeline_wait_s: float | None = None
 
     def __init__(
         self,
