@@ -102,7 +102,9 @@ class ShardedUpdater:
         """See `Updater.step`. Raises UsageError also if the updater is closed."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
-        scale = self._scale.value if self._weighted else float(self._comm.num_ranks)
+        # In a pipeline only the last stage's rank has weighted the loss.
+        weighted = self._weighted or self._replicas is not None
+        scale = self._scale.value if weighted else float(self._comm.num_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()
         if self._replicas is not None:
