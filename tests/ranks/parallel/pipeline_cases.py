@@ -84,8 +84,7 @@ def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any])
     try:
         train_in(world, directory, "refused", layout, task=task)
     except HpctrainError as error:
-        assert error.agreed
-        return str(error)
+        return str(error) if error.agreed else f"of this rank only: {error}"
     return "nothing was refused"
 
 
@@ -115,7 +114,3 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     if size == 3:
         found["refused"] = {"ranks": refusal(world, where, Deep(), PIPELINES[2]["1f1b"])}
     return found
-
-
-def some(world: World, directory: str, names: list[str]) -> dict[str, Any]:
-    return {n: train_in(world, Path(directory), f"try-{world.num_ranks}-{n}", PIPELINES[world.num_ranks][n]) for n in names}
