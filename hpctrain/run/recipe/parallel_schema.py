@@ -48,9 +48,9 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ParallelSection:
-        if self.pipeline == 1 and (
-            given := [key for key in ("schedule", "micro_batches") if key in self.model_fields_set]
-        ):
+        usual = ParallelPlan()
+        given = [key for key in ("schedule", "micro_batches") if getattr(self, key) != getattr(usual, key)]
+        if self.pipeline == 1 and given:
             raise ValueError(f"{' and '.join(given)} of a pipeline: set pipeline to 2 or more too")
         try:
             ParallelPlan(**self.model_dump())

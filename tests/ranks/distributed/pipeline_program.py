@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import torch
@@ -87,9 +88,32 @@ def train_in_pipeline(
     return own, losses
 
 
+def check_that_messages_move_while_ranks_compute(rank: int) -> None:
+    """A send ends while its receiver, which asked for the message before, is not in the library."""
+    values = torch.full((1 << 18,), float(rank))
+    ended = torch.zeros(1, dtype=torch.float64)
+    dist.barrier()
+    if rank == 0:
+        work = dist.isend(values, 1)
+        assert work is not None
+        work.wait()
+        ended[0] = time.time()
+    elif rank == 1:
+        work = dist.irecv(values, 0)
+        assert work is not None
+        time.sleep(3)
+        ended[0] = time.time()
+        work.wait()
+        assert float(values.sum()) == 0.0
+    times = [torch.zeros_like(ended) for _ in range(dist.get_world_size())]
+    dist.all_gather(times, ended)
+    assert times[0] < times[1], times
+
+
 def main() -> None:
     session = hpctrain.init_process_group(timeout_s=300)
     rank, size = session.rank, session.num_ranks
+    check_that_messages_move_while_ranks_compute(rank)
     expected, expected_losses = train_alone()
     loop = [rank, size + rank]
     ways: dict[str, tuple[Any, list[int]]] = {
