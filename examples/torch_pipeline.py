@@ -57,7 +57,7 @@ def main() -> None:
     }
     stages = [PipelineStage(module, number, num_stages, session.device) for number, module in own.items()]
     schedule = SCHEDULES[given.schedule](
-        stages if per_rank > 1 else stages[0],  # type: ignore[arg-type]
+        stages if per_rank > 1 else stages[0],
         n_microbatches=MICRO_BATCHES, loss_fn=nn.functional.mse_loss,
     )  # fmt: skip
     optimizer = torch.optim.AdamW([p for module in own.values() for p in module.parameters()], lr=1e-3)
