@@ -196,6 +196,13 @@ class ParallelMesh:
         ranks = grid[stage, :, :, tensor].ravel().tolist()
         return Axis("data", tuple(ranks), node * grid.shape[2] + local)
 
+    def pipeline_axis(self, rank: int) -> Axis:
+        """Returns the ranks with the stages of one copy of the model, which have the index of `rank` on the data axis,
+        and the index of its stage."""
+        grid = np.array(self.ranks)
+        stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
+        return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)
+
     def tensor_axis(self, rank: int) -> Axis:
         """Returns the tensor group of `rank`, and its index in it."""
         group = next(group for stage in self.ranks for node in stage for group in node if rank in group)

@@ -12,6 +12,7 @@ from .files.io_errors import explained as explained
 from .format.metadata import Metadata as Metadata, StoredTensor as StoredTensor
 from .format.state import (
     FromRank0 as FromRank0,
+    Item as Item,
     Replicated as Replicated,
     Shard as Shard,
     State as State,

@@ -21,9 +21,11 @@ from .operations import (
     exchange as exchange,
     reduce_scatter as reduce_scatter,
 )
+from .pipelines.pipeline import Pipeline as Pipeline, pipeline_of as pipeline_of
 from .plan import (
     Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
+    Schedule as Schedule,
     Shard as Shard,
     TensorPlan as TensorPlan,
     Within as Within,
@@ -45,6 +47,7 @@ from .split_model import (
     checkpoint_activations as checkpoint_activations,
     end_process_group as end_process_group,
     parallelize as parallelize,
+    put_in_pipeline as put_in_pipeline,
 )
 from .tensor_parallel import (
     TensorSplit as TensorSplit,

@@ -11,8 +11,12 @@ from hpctrain.errors import UsageError
 Shard: TypeAlias = Literal["none", "optimizer", "gradients", "parameters"]
 Within: TypeAlias = Literal["world", "node"]
 Checkpointing: TypeAlias = Literal["none", "blocks", "selective"]
+Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 # By name of a module: how it is split, or that and the number of parts that stay whole; see `check_tensor_plan`.
 TensorPlan: TypeAlias = Mapping[str, str | tuple[str, int]]
+
+# Schedules whose ranks r have the stages r and r + pipeline.
+_OF_TWO_STAGES = ("interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +29,8 @@ class ParallelPlan:
     activation_checkpointing: `blocks`, backward computes the forward of the repeated blocks again; `selective`, all of
     it but matrix products, convolutions and attention; or `none`.
     tensor: so many ranks of a node hold the parts of one layer and compute the same samples (tensor parallelism).
-    tensor_plan: which modules are split for that, and how. Raises UsageError for other values.
+    tensor_plan: which modules are split for that, and how. pipeline: ranks that hold the stages of one copy, 1 for
+    none; schedule, micro_batches: of the pipeline. Raises UsageError for other values, and for what cannot be combined.
     """
 
     shard: Shard = "none"
@@ -33,18 +38,34 @@ class ParallelPlan:
     activation_checkpointing: Checkpointing = "none"
     tensor: int = 1
     tensor_plan: TensorPlan = field(default_factory=dict)
+    pipeline: int = 1
+    schedule: Schedule = "1f1b"
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        given = (self.shard, self.shard_within, self.activation_checkpointing)
-        names = ("shard", "shard_within", "activation_checkpointing")
-        for name, value, kind in zip(names, given, (Shard, Within, Checkpointing), strict=True):
+        given = (self.shard, self.shard_within, self.activation_checkpointing, self.schedule)
+        names = ("shard", "shard_within", "activation_checkpointing", "schedule")
+        for name, value, kind in zip(names, given, (Shard, Within, Checkpointing, Schedule), strict=True):
             if value not in get_args(kind):
                 raise UsageError(f"{name} is {value!r}: choose {' or '.join(get_args(kind))}")
+        for name, number in (("pipeline", self.pipeline), ("micro_batches", self.micro_batches)):
+            if number < 1:
+                raise UsageError(f"{name} is {number}: give at least 1")
+        if self.pipeline > 1:
+            self._check_pipeline()
         if self.shard in ("optimizer", "gradients") and self.shard_within == "node":
             raise UsageError(
                 f"shard_within is 'node' with shard = {self.shard!r}, whose parts are over all ranks: leave it out, or "
                 "use shard = 'parameters'"
             )
+        self._check_tensor()
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of a pipeline on each of its ranks."""
+        return 2 if self.schedule in _OF_TWO_STAGES else 1
+
+    def _check_tensor(self) -> None:
         if self.tensor < 1:
             raise UsageError(
                 f"tensor is {self.tensor}: give the number of ranks that hold one layer, at least 1"
@@ -57,4 +78,28 @@ class ParallelPlan:
         if self.tensor > 1 and self.shard not in ("none", "parameters"):
             raise UsageError(
                 f"tensor = {self.tensor} does not go with shard = {self.shard!r}: use 'none' or 'parameters'"
+            )
+
+    def _check_pipeline(self) -> None:
+        others = {"shard": (self.shard, "none"), "tensor": (self.tensor, 1)}
+        for name, (value, usual) in others.items():
+            if value != usual:
+                raise UsageError(
+                    f"pipeline = {self.pipeline} cannot be combined with {name} = {value!r} yet: each rank holds its "
+                    "stages whole. Leave one of them out"
+                )
+        if self.activation_checkpointing == "selective":
+            raise UsageError(
+                f"pipeline = {self.pipeline} cannot be combined with activation_checkpointing = 'selective' yet: use "
+                "'blocks'"
+            )
+        if self.schedule == "1f1b" and self.micro_batches < self.pipeline:
+            raise UsageError(
+                f"micro_batches = {self.micro_batches} with pipeline = {self.pipeline}: schedule = '1f1b' needs at "
+                f"least {self.pipeline} micro-batches; {4 * self.pipeline} keep the stages busy"
+            )
+        if self.schedule in _OF_TWO_STAGES and self.micro_batches % self.pipeline:
+            raise UsageError(
+                f"micro_batches = {self.micro_batches} with pipeline = {self.pipeline}: schedule = {self.schedule!r} "
+                f"needs a multiple of {self.pipeline} micro-batches"
             )

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from hpctrain.comm import Collective, PeerMessages
 from hpctrain.distributed import operations
 from hpctrain.distributed.barriers import barrier_with_timeout
-from hpctrain.distributed.work import MessageWork, OperationThread
+from hpctrain.distributed.work import MessageThread, MessageWork, OperationThread, finished_work
 from hpctrain.errors import BufferMismatch, UsageError
 
 Tensors = Sequence[torch.Tensor]
 # Tags of MPI end at 32,767, which barriers with a timeout use.
 _BARRIER_TAG = (1 << 15) - 1
+# Messages up to this are copied when they are sent.
+_COPIED_BYTES = 1 << 16
 
 
 @final
@@ -53,6 +55,7 @@ class CommunicatorGroup(dist.ProcessGroup):
         self._timeout_s = timeout_s
         self._on_shutdown = on_shutdown
         self._thread = OperationThread(f"hpctrain-group-{name}")
+        self._moving = MessageThread(f"hpctrain-messages-{name}")
 
     def sum_by(self, make: Callable[[Collective], Callable[[torch.Tensor], None]]) -> None:
         """Has sums of this group made by `make(comm)` from now on, where comm is the group's communicator: it sums a
@@ -90,6 +93,7 @@ class CommunicatorGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._thread.close()
+        self._moving.close()
         if self._on_shutdown is not None:
             self._on_shutdown()
 
@@ -284,10 +288,13 @@ class CommunicatorGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ messages
 
     def send(self, tensors: Tensors, to: int, tag: int) -> dist.Work:
-        flat = _flat(tensors[0])
-        buffer = operations.as_bytes(flat)
-        pending = self._peers.send(buffer, to=to, tag=_checked(tag))
-        return MessageWork(self._peers, pending, what=f"({buffer.numel()} bytes to rank {to} of the group)")
+        buffer = operations.as_bytes(_flat(tensors[0]))
+        copied = buffer.numel() <= _COPIED_BYTES
+        pending = self._peers.send(buffer.clone() if copied else buffer, to=to, tag=_checked(tag))
+        work = MessageWork(self._peers, pending, what=f"({buffer.numel()} bytes to rank {to} of the group)")
+        self._moving.watch(work)
+        # A copy is on its way: the caller may go on, and change the tensor, whatever the receiver does.
+        return finished_work([]) if copied else work
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> dist.Work:
         return self._receive(tensors[0], source=source, tag=tag)
@@ -302,7 +309,9 @@ class CommunicatorGroup(dist.ProcessGroup):
         what = (
             f"({buffer.numel()} bytes from {'any rank' if source is None else f'rank {source}'} of the group)"
         )
-        return MessageWork(self._peers, pending, what=what, received=lambda: _give_back(flat, tensor))
+        work = MessageWork(self._peers, pending, what=what, received=lambda: _give_back(flat, tensor))
+        self._moving.watch(work)
+        return work
 
     @property
     def _peers(self) -> PeerMessages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -11,7 +12,17 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.comm import PeerMessages
-from hpctrain.errors import UsageError
+from hpctrain.errors import CommunicationError, UsageError
+
+# Between two looks at messages that are under way: they are that late at most, and looking costs some 20 us.
+_BETWEEN_S = 5e-4
+
+
+def finished_work(outputs: Sequence[torch.Tensor]) -> CollectiveWork:
+    """Returns the work of an operation that has ended."""
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    done.set_result(None)
+    return CollectiveWork(done, outputs)
 
 
 class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
@@ -86,6 +97,20 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
             self._deliver()
         return True
 
+    def advance(self) -> bool:
+        """Lets the message make progress, unless another thread does. Returns True if it has arrived or failed."""
+        if not self._finishing.acquire(blocking=False):
+            return False
+        try:
+            if not self._messages.finished(self._pending):
+                return False
+            self._deliver()
+        except CommunicationError:
+            pass  # `wait` raises it again
+        finally:
+            self._finishing.release()
+        return True
+
     def is_success(self) -> bool:
         return self.is_completed()
 
@@ -100,6 +125,53 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
         if self._received is not None:
             self._received()
             self._received = None
+
+
+@final
+class MessageThread:
+    """Lets the messages of one group make progress while the program computes.
+
+    MPI moves messages within its own calls only: a large one would wait until both ranks call it, a small one may keep
+    its sender waiting for the receiver's next call. Keeps each message's memory until it has arrived.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._started = False
+        self._closed = False
+        self._moving: list[MessageWork] = []
+        self._changed = threading.Condition()
+
+    def watch(self, work: MessageWork) -> None:
+        """Has `work` make progress until it has arrived."""
+        if work.advance():
+            return
+        with self._changed:
+            self._moving.append(work)
+            if not self._started:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._started = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Waits until all messages have arrived, and ends the thread."""
+        with self._changed:
+            self._closed, left = True, list(self._moving)
+            self._changed.notify()
+        for work in left:
+            work.wait()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._moving) or self._closed)
+                if self._closed:
+                    return
+                moving = list(self._moving)
+            arrived = {id(work) for work in moving if work.advance()}
+            with self._changed:
+                self._moving = [work for work in self._moving if id(work) not in arrived]
+            time.sleep(_BETWEEN_S)
 
 
 @final
@@ -131,9 +203,7 @@ class OperationThread:
                 concurrent.futures.wait([self._last])
                 self._last = None
             self._guarded(operation)
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-        done.set_result(None)
-        return CollectiveWork(done, outputs)
+        return finished_work(outputs)
 
     def close(self) -> None:
         """Waits for the operations that were asked for."""

@@ -13,11 +13,12 @@ import torch
 from hpctrain.checkpoint import Best, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.comm import LimitSettings, Section
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
-from hpctrain.distributed import ParallelPlan, TensorPlan
+from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, pipeline_of
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
-from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, Updater
+from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, ShardedUpdater, Updater
 from hpctrain.resilience import RecentTimes, StopPlan
+from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
 from hpctrain.run.optimizers import build_decay, build_optimizer
@@ -25,7 +26,7 @@ from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import ReductionPlan, gradient_bytes
-from hpctrain.run.session import Session
+from hpctrain.run.session import Session, SessionUpdater
 from hpctrain.scaling import parse_trace_steps
 from hpctrain.stragglers import Limits
 from hpctrain.telemetry import EnergyMeter, open_counters
@@ -35,12 +36,15 @@ from hpctrain.train import (
     Decay,
     EfficiencyWatch,
     LoopSettings,
+    PipelineRunner,
     Position,
+    Runner,
     RunRecorder,
     Schedule,
     StepTrace,
     StragglerWatch,
     Task,
+    TaskRunner,
     TensorParallelTask,
     derive_seed,
     scaled_lr,
@@ -68,7 +72,9 @@ class Parts:
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
     """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
     tensor_plan = _tensor_plan(recipe, task)
-    session.axes.arrange(tensor=recipe.parallel.tensor)  # before the loaders
+    session.axes.arrange(
+        tensor=recipe.parallel.tensor, pipeline=recipe.parallel.pipeline
+    )  # before the loaders
     loader = _training_loader(recipe, data, session)
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = build_model(recipe, task, device=session.device)
@@ -83,10 +89,17 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
     )
 
 
-def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
+def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) -> Parts:
     """Returns the parts with the model split as the section [parallel] says. Collective. Raises RecipeError."""
     plan = ParallelPlan(**recipe.parallel.model_dump(), tensor_plan=parts.tensor_plan)
     try:
+        if plan.pipeline > 1:
+            if put_in_stages(
+                parts.model, parts.optimizer, plan, task=task, world=session.world, topology=session.topology,
+                device=session.device, timeout_s=session.world.limits.settings.timeout_s,
+            ):  # fmt: skip
+                session.on_close(end_process_group)
+            return parts
         model = session.parallelize(parts.model, plan)
     except UsageError as error:
         raise RecipeError(f"section [parallel]: {error}", agreed=error.agreed) from error
@@ -96,9 +109,40 @@ def parallelized(parts: Parts, recipe: Recipe, *, session: Session) -> Parts:
     return replace(parts, model=model, optimizer=build_optimizer(model, recipe.optimizer))
 
 
+def build_runner(
+    recipe: Recipe, task: Task, parts: Parts, *, session: Session, updater: SessionUpdater
+) -> Runner:
+    """Returns what computes the batches of `parts.model`."""
+    dtype = MODEL_DTYPE[recipe.run.precision]
+    pipeline = pipeline_of(parts.model)
+    if pipeline is None:
+        return TaskRunner(
+            task, parts.model, device=session.device, dtype=dtype, autocast=parts.autocast,
+            counts_samples=session.axes.counts_samples,
+        )  # fmt: skip
+    assert isinstance(updater, ShardedUpdater)
+    return PipelineRunner(
+        task, parts.model, pipeline=pipeline, rows=_pipeline_rows(recipe, session=session), scaled=updater.scaled,
+        device=session.device, dtype=dtype, autocast=parts.autocast,
+    )  # fmt: skip
+
+
+def _pipeline_rows(recipe: Recipe, *, session: Session) -> int:
+    """Returns the samples of a micro-batch in a pipeline. Raises RecipeError if the batch does not divide."""
+    replicas, parts = session.axes.data.size, recipe.parallel.micro_batches
+    if recipe.data.global_batch % (replicas * parts):
+        raise RecipeError(
+            f"data.global_batch = {recipe.data.global_batch} cannot be split into parallel.micro_batches = {parts} "
+            f"equal parts on each of {replicas} data-parallel ranks: use a multiple of {replicas * parts}"
+        )
+    return recipe.data.global_batch // (replicas * parts)
+
+
 def _training_loader(recipe: Recipe, data: RunData, session: Session) -> Loader:
     ranks = session.axes.data.size
-    if recipe.data.global_batch < ranks:
+    if recipe.parallel.pipeline > 1:
+        _pipeline_rows(recipe, session=session)
+    elif recipe.data.global_batch < ranks:
         raise RecipeError(
             f"data.global_batch = {recipe.data.global_batch} cannot be split over {ranks} ranks: every "
             f"rank needs at least one sample. Set data.global_batch to {ranks} or more, or use fewer ranks"

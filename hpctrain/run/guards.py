@@ -58,7 +58,7 @@ def build_guards(
         comm=session.world,
         recovers=section.out_of_memory == "divide" and not communicates,
         rows=-(-recipe.data.global_batch // session.axes.data.size),
-        micro_batches=recipe.data.micro_batches,
+        micro_batches=recipe.micro_batches,
         largest=largest_micro_batch(directory, comm=session.world),
         short_attempt=on_rank_0(session.world, _short_attempt),
         say=say,

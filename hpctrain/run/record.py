@@ -65,7 +65,10 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
 
 
 def reduction_record(recipe: Recipe, reduction: Reduction | None) -> dict[str, Any]:
-    """Returns how gradients are reduced. None: FSDP2 does it, by itself or through hooks, or torch.distributed."""
+    """Returns how gradients are reduced. None: FSDP2 does it, by itself or through hooks, or torch.distributed, or a
+    pipeline's updater."""
+    if reduction is None and recipe.parallel.pipeline > 1:
+        return {"algorithm": "pipeline", "wire": "fp32", "reduction": {"source": "parallel.pipeline"}}
     if reduction is None and recipe.parallel.shard == "none":
         return {"algorithm": "torch.distributed", "wire": "fp32", "reduction": {"source": "parallel.tensor"}}
     if reduction is None:
@@ -144,6 +147,8 @@ def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
     if reduction is None:
         section, wire = recipe.parallel, recipe.reduction.wire
         split = [f"layers split over {section.tensor} ranks"] if section.tensor > 1 else []
+        if section.pipeline > 1:
+            split = [f"a pipeline of {section.pipeline} ranks, {section.schedule}"]
         sharded = [f"parameters sharded within the {section.shard_within}"] if section.shard != "none" else []
         on_wire = [f"gradients {wire} on the wire"] if wire != "fp32" else []
         return ", ".join(split + sharded + on_wire)

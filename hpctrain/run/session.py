@@ -32,6 +32,7 @@ from hpctrain.distributed import (
     end_process_group,
     is_sharded,
     parallelize,
+    pipeline_of,
     shard_of,
     split_of,
 )
@@ -156,17 +157,17 @@ class Session:
         """Wraps `optimizer`, and copies rank 0's parameters and buffers to all ranks. Collective.
 
         Of a model that `parallelize` has sharded: with `optimizer` or `gradients` a `ScatterUpdater`, on more than one
-        rank; with `parameters` or split layers a `ShardedUpdater`, for which bucket_bytes and reduction are ignored;
-        algorithm and wire are as in `reduce_gradients_by`, and ignored with split layers.
+        rank; with `parameters`, split layers or a pipeline a `ShardedUpdater`, for which bucket_bytes and reduction are
+        ignored; algorithm and wire are as in `reduce_gradients_by`, and ignored with split layers or a pipeline.
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
         algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
         if one has another model or trains another part of it.
         """
-        shard = shard_of(model)
-        if is_sharded(model):
-            if split_of(model) is None:
+        shard, pipeline = shard_of(model), pipeline_of(model)
+        if is_sharded(model) or pipeline is not None:
+            if shard == "parameters" and split_of(model) is None:
                 reduce_gradients_by(
                     algorithm,
                     wire=wire,
@@ -176,8 +177,9 @@ class Session:
                     note=self.note,
                 )
             sharded = ShardedUpdater(
-                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
-            )
+                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm,
+                replicas=pipeline.replicas if pipeline is not None else None,
+            )  # fmt: skip
             self._models[sharded] = model
             return sharded
         broadcast_model(self.world, model)
@@ -246,7 +248,7 @@ class Session:
                 "save_state and load_state take an updater that this session made with `updater`"
             )
         seed = loader.seed if loader is not None else 0
-        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.axes.data)
+        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.axes.drawing)
         if loader is None:
             return state, {}
         manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one

@@ -18,6 +18,7 @@ from hpctrain.run.build import (
     build_efficiency_watch,
     build_energy_meter,
     build_parts,
+    build_runner,
     build_schedule,
     build_settings,
     build_step_trace,
@@ -29,7 +30,7 @@ from hpctrain.run.build import (
     total_steps,
 )
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
-from hpctrain.run.compute.precision import MODEL_DTYPE, loss_scale_for
+from hpctrain.run.compute.precision import loss_scale_for
 from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import prepare_run_directory, set_aside
@@ -55,7 +56,6 @@ from hpctrain.train import (
     SectionTimes,
     Stopping,
     Task,
-    TaskRunner,
     Training,
     TrainingState,
     data_identity,
@@ -165,9 +165,9 @@ def carry_out(
         lambda: build_parts(recipe, task, session=session, data=data),
         os_error=RecipeError,
     )
-    parts = parallelized(parts, recipe, session=session)
+    parts = parallelized(parts, recipe, task=task, session=session)
     reduction = None
-    if recipe.parallel.shard != "parameters" and recipe.parallel.tensor == 1:
+    if recipe.parallel.shard != "parameters" and recipe.parallel.tensor == recipe.parallel.pipeline == 1:
         reduction = session.reductions.make(
             reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model), shard=recipe.parallel.shard
         )
@@ -189,8 +189,8 @@ def carry_out(
         ),
         clip_norm=recipe.optimizer.clip_norm,
     )
-    seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.data.index))
-    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.axes.data)
+    seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.drawing.index))
+    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.axes.drawing)
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     sinks = Sinks()
@@ -257,10 +257,7 @@ def carry_out(
             say=recorder.say,
         )
         stragglers = build_straggler_watch(recipe, session=session, recorder=recorder, probe=probe)
-        runner = TaskRunner(
-            task, parts.model, device=session.device, dtype=MODEL_DTYPE[recipe.run.precision],
-            autocast=parts.autocast, counts_samples=session.axes.counts_samples,
-        )  # fmt: skip
+        runner = build_runner(recipe, task, parts, session=session, updater=updater)
         training = Training(
             runner,
             state=state,

@@ -35,6 +35,22 @@ class TransformerBlock(nn.Module):
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
 
+class Embeddings(nn.Module):
+    """Adds the embeddings of tokens, shape (batch, window), and places. Returns shape (batch, window, width)."""
+
+    def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
+        super().__init__()
+        self.tokens, self.positions = tokens, positions
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return _embedded(tokens, by_token=self.tokens, by_place=self.positions)
+
+
+def _embedded(tokens: torch.Tensor, *, by_token: nn.Embedding, by_place: nn.Embedding) -> torch.Tensor:
+    embedded: torch.Tensor = by_token(tokens) + by_place(torch.arange(tokens.shape[1], device=tokens.device))
+    return embedded
+
+
 class Transformer(nn.Module):
     """Logits of the next token, shape (batch, window, vocabulary), from integer tokens, shape (batch, window)."""
 
@@ -52,9 +68,12 @@ class Transformer(nn.Module):
         for parameter in (self.tokens.weight, self.positions.weight):
             nn.init.normal_(parameter, std=0.02)
 
+    def layers(self) -> list[nn.Module]:
+        """Returns what forward computes, as modules that are called one after another."""
+        return [Embeddings(self.tokens, self.positions), *self.blocks, self.norm, self.head]
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.tokens(tokens) + self.positions(places)
+        hidden = _embedded(tokens, by_token=self.tokens, by_place=self.positions)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))
@@ -74,6 +93,9 @@ class Characters:
 
     def build_model(self) -> nn.Module:
         return Transformer(**self._shape)  # type: ignore[arg-type]
+
+    def pipeline_layers(self, model: Transformer) -> list[nn.Module]:
+        return model.layers()
 
     def tensor_plan(self) -> dict[str, str | tuple[str, int]]:
         """Each rank has some of the heads, and some of the hidden features between the two linear layers."""

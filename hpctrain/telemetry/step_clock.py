@@ -19,8 +19,9 @@ class StepClock:
     Names used by the training loop: `PARTS` (`input`: waiting for a batch; `compute`: forward, backward, optimizer;
     `exposed_sync`: training was blocked by communication), `hidden_sync` (the part of `compute` with a reduction in
     flight), `after_sync` (from the end of the reduction to that of the step), `sync` (total time of the reduction, on
-    any thread), `device_compute` (of a GPU, by events), and in a step in which a checkpoint was committed `own_write`
-    (in which this rank wrote its part, perhaps on another thread).
+    any thread), `device_compute` (of a GPU, by events), `pipeline_wait` (the part of `compute` in which this rank's
+    stages of a pipeline waited for others), and in a step in which a checkpoint was committed `own_write` (in which
+    this rank wrote its part, perhaps on another thread).
 
     observer: called for each span of a part, while it is set.
     """

@@ -15,6 +15,7 @@ from .loop.settings import (
 )
 from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
+from .state.data_identity import data_identity as data_identity
 from .state.resumption import Resumed as Resumed, resume as resume
 from .state.section_times import (
     LIMITS_FILE as LIMITS_FILE,
@@ -25,9 +26,10 @@ from .state.seeds import derive_seed as derive_seed, seed_generators as seed_gen
 from .state.training_state import (
     Position as Position,
     TrainingState as TrainingState,
-    data_identity as data_identity,
 )
 from .task.named_object import check_call as check_call, import_named as import_named
+from .task.pipeline_runner import PipelineRunner as PipelineRunner
+from .task.runner import Runner as Runner
 from .task.schedule import LR_SCALE as LR_SCALE, Decay as Decay, Schedule as Schedule, scaled_lr as scaled_lr
 from .task.sync_batch_norm import (
     communicates_in_forward as communicates_in_forward,

@@ -22,12 +22,16 @@ from hpctrain.reduce.sharded.tensor_gradients import TensorGradients
 
 @final
 class ShardedUpdater:
-    """`Updater` of a model that `parallelize` has split: FSDP2 sums the gradients within backward, `step` what is left.
+    """`Updater` of a model of which each rank holds a part. FSDP2 sums gradients of sharded parameters within backward;
+    `step` sums what is left.
 
     optimizer: of the parameters as they are split. comm: the world, for the norm and the small sums of a step.
     loss_scale, clip_norm: as for `AllReduceUpdater`. Forward and backward are collective: every rank runs them equally
     often, one without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks; with
     split layers, 1/(data-parallel ranks). FSDP2 reduces each micro-batch, so that no rank holds whole gradients.
+
+    replicas: the ranks that hold the same parameters as this one, whole, as those of a stage of a pipeline do; `step`
+    sums the gradients over them. None: there is no pipeline.
 
     Raises UsageError for an optimizer whose parameters are not those of the model.
     """
@@ -40,6 +44,7 @@ class ShardedUpdater:
         comm: Collective,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
+        replicas: Collective | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
@@ -48,9 +53,10 @@ class ShardedUpdater:
         self._comm = comm
         self._scale = loss_scale or LossScale()
         self._clip_norm = clip_norm
+        self._replicas = replicas
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         split = split_of(model)
-        by_fsdp = split is None or split.by_fsdp
+        by_fsdp = replicas is None and (split is None or split.by_fsdp)
         own = set(map(id, model.parameters()))
         if not self._parameters or not all(
             is_sharded_tensor(p) if by_fsdp else id(p) in own for p in self._parameters
@@ -83,8 +89,12 @@ class ShardedUpdater:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
             )
+        self.scaled(loss, weight=weight).backward()
+
+    def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
+        """Returns the loss with weight and loss scale, for a backward that runs elsewhere, as a pipeline's does."""
         self._weighted = True
-        (loss * (weight * self._scale.value)).backward()
+        return loss * (weight * self._scale.value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -106,11 +116,15 @@ class ShardedUpdater:
         """See `Updater.step`. Raises UsageError also if the updater is closed."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
-        scale = self._scale.value if self._weighted else float(self._num_data_ranks)
+        # In a pipeline only the last stage's rank has weighted the loss.
+        weighted = self._weighted or self._replicas is not None
+        scale = self._scale.value if weighted else float(self._num_data_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()
         if self._tensor is not None:
             self._tensor.complete()
+        if self._replicas is not None:
+            self._sum_over(self._replicas)
         numbers = [self._squares(), *(float((sums or {})[name]) for name in names)]
         found = torch.tensor(numbers, dtype=torch.float64)
         if self._comm.num_ranks > 1:
@@ -177,8 +191,29 @@ class ShardedUpdater:
 
     def _squares(self) -> float:
         """Returns the sum of squares of the gradients of which this rank holds the first replica."""
-        counts = is_first_replica if self._tensor is None else self._tensor.counts
-        own = [local_part(gradient) for gradient in self._gradients() if counts(gradient)]
+        own = [local_part(gradient) for gradient in self._gradients() if self._counts(gradient)]
         if not own:
             return 0.0
         return float(torch.stack([part.double().square().sum() for part in own]).sum())
+
+    def _counts(self, gradient: torch.Tensor) -> bool:
+        if self._tensor is not None:
+            return self._tensor.counts(gradient)
+        return is_first_replica(gradient) if self._replicas is None else self._replicas.rank == 0
+
+    def _sum_over(self, replicas: Collective) -> None:
+        """Sums the gradients; one that no replica has stays None. Collective over `replicas`."""
+        if replicas.num_ranks == 1:
+            return
+        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        replicas.all_reduce(used)
+        summed = [p for p, count in zip(self._parameters, used.tolist(), strict=True) if count]
+        for parameter in summed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in dict.fromkeys(p.dtype for p in summed):
+            gradients = [p.grad for p in summed if p.dtype == dtype and p.grad is not None]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            replicas.all_reduce(flat)
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))

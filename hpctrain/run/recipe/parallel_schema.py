@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from hpctrain.distributed import Checkpointing, Shard, Within
+from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
+from hpctrain.errors import UsageError
 from hpctrain.reduce import SHARDED_ALGORITHMS, SHARDED_WIRES
 from hpctrain.run.recipe.section import Section
 
@@ -38,9 +39,95 @@ class ParallelSection(Section):
         "parallelism); the other ranks are data parallel. The task's `tensor_plan` says which layers are split. Then "
         "`[reduction]` does not apply.",
     )  # fmt: skip
+    pipeline: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the stages of one copy of the model are spread; the others are data parallel. "
+        "The task needs the method `pipeline_layers`.",
+    )
+    schedule: Schedule = Field(
+        "1f1b",
+        description="Order of the stages' forward and backward, by torch.distributed.pipelining. `gpipe`: all forward "
+        "first. `1f1b`: in turn, fewer activations are kept. `interleaved` and `zero-bubble`: two stages on each rank, "
+        "less waiting; `zero-bubble` also computes gradients of weights while a rank would wait.",
+    )
+    micro_batches: int = Field(
+        1,
+        ge=1,
+        description="Parts of a rank's share of the batch that go through the pipeline one after another. More of "
+        "them, less waiting: 4 times `pipeline` is a good number.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ParallelSection:
+        usual = ParallelPlan()
+        given = [key for key in ("schedule", "micro_batches") if getattr(self, key) != getattr(usual, key)]
+        if self.pipeline == 1 and given:
+            raise ValueError(f"{' and '.join(given)} of a pipeline: set pipeline to 2 or more too")
+        try:
+            # The task gives the plan later.
+            plan: TensorPlan = {"*": "column"} if self.tensor > 1 else {}
+            ParallelPlan(**self.model_dump(), tensor_plan=plan)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
-def check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str], within: Within) -> None:
+def check_parallel(
+    parallel: ParallelSection,
+    *,
+    optimizer: str,
+    algorithm: str,
+    wire: str,
+    changed: Sequence[str],
+    ranks: int | None,
+) -> None:
+    """Raises ValueError for what a model that is split as `parallel` says cannot be combined with in other sections.
+
+    algorithm, wire: of the reduction. changed: its keys that are not as usual. ranks: None: not known yet.
+    """
+    for name, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
+        if ranks is not None and ranks % size:
+            raise ValueError(
+                f"parallel.{name} = {size} does not divide run.ranks = {ranks}: change one of them"
+            )
+    _check_sharding(parallel, algorithm=algorithm, wire=wire, changed=changed)
+    if changed and parallel.tensor > 1:
+        raise ValueError(
+            f"reduction.{', reduction.'.join(changed)}: with parallel.tensor = {parallel.tensor} gradients are summed "
+            "by torch.distributed, in their dtype; leave the section [reduction] out"
+        )
+    if changed and parallel.pipeline > 1:
+        raise ValueError(
+            f"reduction.{', reduction.'.join(changed)}: with parallel.pipeline = {parallel.pipeline} the gradients of "
+            "a stage are summed after backward, in their dtype; leave the section [reduction] out"
+        )
+    if optimizer in ("lars", "lamb"):
+        by_default = ParallelPlan()
+        for key in ("shard", "tensor", "pipeline"):
+            value = getattr(parallel, key)
+            if value != getattr(by_default, key):
+                raise ValueError(
+                    f"optimizer.name = {optimizer!r} needs the norm of whole layers, of which a rank has a part with "
+                    f"parallel.{key} = {value!r}: use adamw, adam or sgd"
+                )
+
+
+def _check_sharding(parallel: ParallelSection, *, algorithm: str, wire: str, changed: Sequence[str]) -> None:
+    shard = parallel.shard
+    if shard != "parameters" and parallel.shard_within != "world":
+        raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
+    if shard == "parameters":
+        others = [key for key in changed if key not in ("algorithm", "wire")]
+        _check_sharded_reduction(algorithm=algorithm, wire=wire, others=others, within=parallel.shard_within)
+    if shard in ("optimizer", "gradients") and wire in ("top-k", "low-rank"):
+        raise ValueError(
+            f"reduction.wire = {wire!r} does not send each gradient to its owner, which parallel.shard = {shard!r} "
+            "needs: use fp32, fp16, bf16 or int8"
+        )
+
+
+def _check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str], within: Within) -> None:
     """Raises ValueError for keys of [reduction] that FSDP2, which reduces sharded gradients, does not follow.
 
     others: keys that are set besides algorithm and wire.

@@ -13,7 +13,7 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.guards_schema import GuardsSection
 from hpctrain.run.recipe.limits_schema import LimitsSection
-from hpctrain.run.recipe.parallel_schema import ParallelSection, check_sharded_reduction
+from hpctrain.run.recipe.parallel_schema import ParallelSection, check_parallel
 from hpctrain.run.recipe.section import Section
 from hpctrain.run.recipe.slurm_schema import SlurmSection
 from hpctrain.run.recipe.stop_schema import StopSection
@@ -344,54 +344,36 @@ class Recipe(Section):
                 f"{self.checkpoint.signal} is checkpoint.signal and one of stop.signals: choose another, or "
                 'checkpoint.signal = "none"'
             )
-        if self.run.ranks is not None and self.data.global_batch * self.parallel.tensor < self.run.ranks:
+        ranks_of_a_sample = self.parallel.tensor * self.parallel.pipeline
+        if self.run.ranks is not None and self.data.global_batch * ranks_of_a_sample < self.run.ranks:
             raise ValueError(
                 f"data.global_batch = {self.data.global_batch} cannot be split over run.ranks = {self.run.ranks}: "
                 "every rank needs at least one sample"
             )
-        self._check_sharding()
-        self._check_tensor()
+        usual = ReductionSection()
+        check_parallel(
+            self.parallel, optimizer=self.optimizer.name, algorithm=self.reduction.algorithm, wire=self.reduction.wire,
+            changed=[key for key, value in self.reduction if value != getattr(usual, key)], ranks=self.run.ranks,
+        )  # fmt: skip
+        if self.parallel.pipeline > 1:
+            self._check_pipeline()
         return self
 
-    def _check_tensor(self) -> None:
-        """Raises ValueError for what split layers cannot be combined with."""
-        tensor, ranks = self.parallel.tensor, self.run.ranks
-        if tensor == 1:
-            return
-        if ranks is not None and ranks % tensor:
-            raise ValueError(
-                f"parallel.tensor = {tensor} does not divide run.ranks = {ranks}: change one of them"
-            )
-        usual = ReductionSection()
-        if given := [key for key, value in self.reduction if value != getattr(usual, key)]:
-            raise ValueError(
-                f"reduction.{', reduction.'.join(given)}: with parallel.tensor = {tensor} gradients are summed by "
-                "torch.distributed, in their dtype; leave the section [reduction] out"
-            )
-        if self.optimizer.name in ("lars", "lamb"):
-            raise ValueError(
-                f"optimizer.name = {self.optimizer.name!r} needs the norm of whole layers, of which a rank has a part "
-                f"with parallel.tensor = {tensor}: use adamw, adam or sgd"
-            )
+    @property
+    def micro_batches(self) -> int:
+        """Parts in which a rank computes its share of a batch."""
+        return self.parallel.micro_batches if self.parallel.pipeline > 1 else self.data.micro_batches
 
-    def _check_sharding(self) -> None:
-        """Raises ValueError for what a sharded model cannot be combined with."""
-        shard = self.parallel.shard
-        if shard != "parameters" and self.parallel.shard_within != "world":
-            raise ValueError("parallel.shard_within belongs to parallel.shard = 'parameters'")
-        usual, reduction = ReductionSection(), self.reduction
-        if shard == "parameters":
-            check_sharded_reduction(
-                algorithm=reduction.algorithm, wire=reduction.wire, within=self.parallel.shard_within,
-                others=[k for k, v in reduction if k not in ("algorithm", "wire") and v != getattr(usual, k)],
-            )  # fmt: skip
-        if shard in ("optimizer", "gradients") and reduction.wire in ("top-k", "low-rank"):
+    def _check_pipeline(self) -> None:
+        """Raises ValueError for what a pipeline cannot be combined with, outside of its section."""
+        if self.data.micro_batches != 1:
+            raise ValueError("data.micro_batches: with parallel.pipeline set parallel.micro_batches instead")
+        if self.data.on_damage == "skip":
+            raise ValueError("data.on_damage = 'skip' cannot be combined with parallel.pipeline: use 'stop'")
+        if self.optimizer.target is not None:
+            raise ValueError("optimizer.target: with parallel.pipeline use adamw, adam or sgd")
+        if self.checkpoint.weights_from is not None:
             raise ValueError(
-                f"reduction.wire = {reduction.wire!r} does not send each gradient to its owner, which "
-                f"parallel.shard = {shard!r} needs: use fp32, fp16, bf16 or int8"
-            )
-        if shard != "none" and self.optimizer.name in ("lars", "lamb"):
-            raise ValueError(
-                f"optimizer.name = {self.optimizer.name!r} needs the norm of whole layers, of which a rank has a part "
-                f"with parallel.shard = {shard!r}: use adamw, adam or sgd"
+                "checkpoint.weights_from cannot be combined with parallel.pipeline yet: start one step without a "
+                "pipeline, and resume from its checkpoint with one"
             )

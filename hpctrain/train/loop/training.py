@@ -11,6 +11,7 @@ from typing import Any, final
 from hpctrain.checkpoint import State
 from hpctrain.comm import Collective, Section, broadcast_tensors, in_section
 from hpctrain.data import Batch, Batches, Loader
+from hpctrain.distributed import pipeline_of
 from hpctrain.errors import CheckpointError, DataError, DivergedError, StoppedEarly
 from hpctrain.reduce import StepOutcome
 from hpctrain.telemetry import in_words
@@ -24,8 +25,8 @@ from hpctrain.train.loop.stopping import Stopping
 from hpctrain.train.state.resumption import Resumed
 from hpctrain.train.state.section_times import SectionTimes
 from hpctrain.train.state.training_state import TrainingState
+from hpctrain.train.task.runner import Runner
 from hpctrain.train.task.schedule import LR_SCALE, Schedule
-from hpctrain.train.task.task_runner import TaskRunner
 from hpctrain.train.watch.efficiency_watch import EfficiencyWatch
 from hpctrain.train.watch.step_trace import StepTrace
 from hpctrain.train.watch.straggler_watch import WINDOW_ENDS, StragglerWatch
@@ -43,7 +44,7 @@ class Training:
 
     def __init__(
         self,
-        runner: TaskRunner,
+        runner: Runner,
         *,
         state: TrainingState,
         loader: Loader,
@@ -225,6 +226,8 @@ class Training:
                 )
             if self._runner.device.type == "cuda":
                 recorder.clock.add("device_compute", seconds=self._runner.device_s)
+            if self._runner.pipeline_wait_s is not None:
+                recorder.clock.add("pipeline_wait", seconds=self._runner.pipeline_wait_s)
             sums = {"loss": loss, **votes()}
             started = time.perf_counter()
             outcome = memory.update(partial(updater.step, sums=sums, accepts=self._guards.accepts))
@@ -276,7 +279,9 @@ class Training:
     def _evaluate_on(self, held_out: Loader) -> None:
         # Rank 0's buffers (running statistics) become those of all ranks: what is evaluated is what is saved.
         buffers = list(self._state.model.buffers())
-        broadcast_tensors(self._comm, buffers, root=0, name="the model's buffers")
+        pipeline = pipeline_of(self._state.model)
+        with_same = self._comm if pipeline is None else pipeline.replicas
+        broadcast_tensors(with_same, buffers, root=0, name="the model's buffers")
         self._quality = evaluate(
             self._runner, held_out, comm=self._comm, max_samples=self._settings.evaluation_samples
         )

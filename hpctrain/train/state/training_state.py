@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from hpctrain.checkpoint import (
     Checkpoint,
+    Item,
     Regions,
     Replicated,
     Shard,
@@ -19,12 +21,25 @@ from hpctrain.checkpoint import (
     tensor_items,
 )
 from hpctrain.comm import Collective, raise_together
-from hpctrain.data import ORDER_NAME, Batch, Loader, Sequential
-from hpctrain.distributed import ElementShard, box_of, element_shard, is_sharded_tensor, sharded_as
+from hpctrain.data import Batch
+from hpctrain.distributed import (
+    ElementShard,
+    box_of,
+    element_shard,
+    is_sharded_tensor,
+    pipeline_of,
+    sharded_as,
+)
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.topology import Axis
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
+from hpctrain.train.state.stage_state import (
+    SEPARATOR,
+    is_elsewhere,
+    nothing_of_other_stages,
+    saved_by_stage,
+)
 
 T = TypeVar("T")
 
@@ -58,8 +73,8 @@ class TrainingState:
 
     The learning rate is a function of the step, which is in the position. Random generators are per rank: on
     the same number of ranks their state is restored exactly; on another number each rank is seeded from the
-    run's seed, the step and its rank, since there is no state for it. data: the ranks that train on different samples,
-    all by default; ranks with one index in it draw the same random numbers. Only rank 0's model buffers (running
+    run's seed, the step and its rank, since there is no state for it. drawing: the ranks that draw different random
+    numbers, all by default; ranks with one index in it draw the same. Only rank 0's model buffers (running
     statistics) are saved and restored: if forward in training reads buffers that differ between ranks, the
     resumed run is not bit-identical.
     """
@@ -68,7 +83,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     updater: Updater
     seed: int
-    data: Axis | None = None
+    drawing: Axis | None = None
 
     def capture(
         self,
@@ -83,7 +98,7 @@ class TrainingState:
         identity: the data and their order, compared on restore. parent: step and id of the checkpoint that the run
         resumed from.
         """
-        items = model_items(self.model, prefix="model/")
+        items: list[Item] = model_items(self.model, prefix="model/")
         scalars: dict[str, Any] = {}
         held = self._held()
         for path, value in self._optimizer_state():
@@ -102,6 +117,7 @@ class TrainingState:
                 )
             )
         items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
+        items = [saved for item in items if (saved := saved_by_stage(self.model, item)) is not None]
         document = {
             "position": asdict(position),
             "optimizer": {
@@ -111,7 +127,7 @@ class TrainingState:
             },
             "updater": self.updater.state(),
             "num_ranks": comm.num_ranks,
-            "num_data_ranks": comm.num_ranks if self.data is None else self.data.size,
+            "num_drawing": comm.num_ranks if self.drawing is None else self.drawing.size,
             "seed": self.seed,
             "identity": dict(identity),
         }
@@ -128,7 +144,8 @@ class TrainingState:
                 found[f"{_UPDATER}{name}"] = [_rows_of(shapes[name], part.start, part.stop) for part in rows]
         sharded = {name: box_of(parameter) for name, parameter in self._sharded(checkpoint).items()}
         elements = {name: shard.box_to_read() for name, shard in self._split(checkpoint).items()}
-        return {**generator_rows(checkpoint, rank=rank), **found, **sharded, **elements}
+        nothing = nothing_of_other_stages(self.model, checkpoint)
+        return {**generator_rows(checkpoint, rank=rank), **found, **sharded, **elements, **nothing}
 
     def _sharded(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """Returns the checkpoint's tensors of which this rank holds a part, each with the parameter split like it."""
@@ -174,7 +191,11 @@ class TrainingState:
         document = checkpoint.document
         error: CheckpointError | None = None
         sharded = self._sharded(checkpoint)
-        tensors = {n: sharded_as(t, sharded[n]) if n in sharded else t for n, t in tensors.items()}
+        tensors = {
+            n: sharded_as(t, sharded[n]) if n in sharded else t
+            for n, t in tensors.items()
+            if not is_elsewhere(self.model, n)
+        }
         split = self._split(checkpoint)
         tensors = {n: split[n].cut(t) if n in split else t for n, t in tensors.items()}
         try:
@@ -183,7 +204,7 @@ class TrainingState:
             optimizer_state = self._optimizer_state_dict(document, tensors)
             position = _position_in(document)
             saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
-            saved_data = int(document.get("num_data_ranks", saved_ranks))
+            saved_drawing = int(document.get("num_drawing", saved_ranks))
             updater_state["loss_scale"]  # without it nothing is changed either
         except CheckpointError as found:
             error = found
@@ -197,9 +218,9 @@ class TrainingState:
         rows = _under(_UPDATER, tensors)
         shapes = {name: checkpoint.tensors[f"{_UPDATER}{name}"].shape for name in rows}
         self.updater.load_state(updater_state, rows, shapes)
-        data = (comm.rank, comm.num_ranks) if self.data is None else (self.data.index, self.data.size)
-        otherwise = derive_seed(self.seed, "resume", position.step, data[0])
-        if (saved_ranks, saved_data) == (comm.num_ranks, data[1]):
+        drawing = self.drawing or Axis("drawing", tuple(range(comm.num_ranks)), comm.rank)
+        otherwise = derive_seed(self.seed, "resume", position.step, drawing.index)
+        if (saved_ranks, saved_drawing) == (comm.num_ranks, drawing.size):
             # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
             rows = {name: t[0].clone() for name, t in _under(_GENERATORS, tensors).items()}
             restore_generators(rows, device=self._device(), otherwise=otherwise)
@@ -224,15 +245,18 @@ class TrainingState:
             yield from _leaves(names[id(parameter)], state)
 
     def _group_options(self) -> list[dict[str, Any]]:
-        names = self._names()
+        """Returns the parameters' names and the options of each group; in a pipeline the names of all stages."""
+        names, pipeline = self._names(), pipeline_of(self.model)
         groups = []
-        for group in self.optimizer.param_groups:
+        for number, group in enumerate(self.optimizer.param_groups):
             options = {
                 key: value.item() if isinstance(value, torch.Tensor) else value
                 for key, value in group.items()
                 if key != "params"
             }
-            groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
+            own = [names[id(p)] for p in group["params"]]
+            all_stages = pipeline.optimizer_groups[number] if pipeline is not None else own
+            groups.append({"parameters": all_stages, "options": options})
         return groups
 
     def _optimizer_state_dict(
@@ -257,7 +281,8 @@ class TrainingState:
                 "the checkpoint's optimizer has other parameter groups: "
                 f"{_sizes(saved_groups)} there, {_sizes(mine)} here"
             )
-        number = {name: i for i, name in enumerate(n for g in mine for n in g["parameters"])}
+        here = [[n for n in g["parameters"] if not is_elsewhere(self.model, f"model/{n}")] for g in mine]
+        number = {name: i for i, name in enumerate(chain.from_iterable(here))}
         held = self._held()
         state: dict[int, dict[str, Any]] = {}
         for path, value in {**_under("optimizer/", tensors), **document["optimizer"]["scalars"]}.items():
@@ -269,8 +294,8 @@ class TrainingState:
                 place = place.setdefault(key, {})
             place[keys[-1]] = value
         groups, first = [], 0
-        for group, saved in zip(mine, saved_groups, strict=True):
-            last = first + len(group["parameters"])
+        for group, saved, own in zip(mine, saved_groups, here, strict=True):
+            last = first + len(own)
             kept = {
                 key: value
                 for key, value in saved["options"].items()
@@ -314,22 +339,6 @@ class TrainingState:
             )
 
 
-def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
-    """Returns what a position in the data belongs to; a checkpoint stores it, and `TrainingState.restore` compares it.
-
-    fingerprint: of the dataset's content; None for samples that have no manifest: then their number is compared.
-    """
-    # The two simple orders have the names that they had before there were others.
-    plain = isinstance(loader.order, Sequential)
-    return {
-        **({"dataset": fingerprint} if fingerprint is not None else {"samples": loader.dataset.num_samples}),
-        "order": ORDER_NAME if plain else loader.order.name,
-        "shuffle": not plain,
-        "last_batch": loader.last_batch.value,
-    }
-
-
-SEPARATOR = "::"
 _GENERATORS = "generators/"
 _UPDATER = "updater/"
 

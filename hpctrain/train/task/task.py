@@ -21,8 +21,12 @@ class Task(Protocol):
 
     `fields` maps the dataset's field names to tensors of shape (num_samples, *sample shape), on the run's
     device; num_samples is this rank's share and at least 1. Floating-point fields have the model's dtype
-    (`run.precision`), integer and bool fields their stored dtype. A task whose model can be split over ranks has a
+    (`run.precision`), integer and bool fields their stored dtype. A task whose layers can be split over ranks has a
     further method, see `TensorParallelTask`.
+
+    For `parallel.pipeline` a task has one more method: `pipeline_layers(model)` returns the modules that the model
+    calls one after another, each with what the one before returned, a tensor with the samples along dimension 0. `loss`
+    and `metrics` then call the model once, with one tensor.
     """
 
     def build_model(self) -> torch.nn.Module:

@@ -16,14 +16,15 @@ from hpctrain.train.task.task import Task, takes_valid
 
 @final
 class TaskRunner:
-    """A task with its model on a device.
+    """`Runner` of a task with its whole model.
 
     dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
     the context in which forward runs. counts_samples: False on ranks whose samples another rank counts, because both
-    hold parts of the same layers. device_s: on a GPU, its time for the last `forward_backward`.
+    hold parts of the same layers.
     """
 
     device_s = 0.0
+    pipeline_wait_s: float | None = None
 
     def __init__(
         self,

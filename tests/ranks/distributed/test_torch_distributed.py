@@ -14,6 +14,7 @@ from tests.ranks_launcher import REPOSITORY, run_command
 pytestmark = pytest.mark.launches
 
 OPERATIONS = [sys.executable, "-m", "tests.ranks.distributed.operations_program"]
+PIPELINE = [sys.executable, "-m", "tests.ranks.distributed.pipeline_program"]
 TRAINING = [sys.executable, "-m", "tests.ranks.distributed.training_program"]
 
 
@@ -56,6 +57,23 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint_on_other_ranks(tmp_p
     ((epoch, loss),) = re.findall(r"epoch (\d) loss ([\d.]+)", done.stdout)
     assert epoch == "1"
     assert float(loss) < found["fsdp"][0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_pipeline_schedule_trains_as_one_process(num_ranks: int) -> None:
+    done = run_command(num_ranks, PIPELINE, expect=0, timeout_s=300)
+    assert done.stdout.count("losses and parameters agree") == 5
+    assert len(re.findall(r"^rank \d agrees", done.stdout, re.MULTILINE)) == num_ranks
+
+
+def test_the_example_of_a_pipeline_trains_as_one_rank() -> None:
+    script = [sys.executable, str(REPOSITORY / "examples" / "torch_pipeline.py")]
+    found = {}
+    for num_ranks, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "interleaved")):
+        done = run_command(num_ranks, [*script, "--schedule", schedule], expect=0, timeout_s=300)
+        found[num_ranks, schedule] = re.findall(r"^step \d+ loss ([\d.]+)", done.stdout, re.MULTILINE)
+        assert len(found[num_ranks, schedule]) == 4
+    assert found[2, "1f1b"] == found[2, "interleaved"] == found[1, "1f1b"]
 
 
 def losses_of(script: str, num_ranks: int, *options: str) -> list[float]:

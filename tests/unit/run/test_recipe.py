@@ -133,3 +133,30 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"parallel": {"micro_batches": 4}}, "set pipeline to 2 or more"),
+        ({"parallel": {"pipeline": 4, "micro_batches": 2}}, "needs at least 4 micro-batches"),
+        ({"data": {"micro_batches": 2}}, "set parallel.micro_batches instead"),
+        ({"data": {"on_damage": "skip", "check": "always"}}, "on_damage = 'skip' cannot be combined"),
+        ({"reduction": {"wire": "fp16"}}, r"reduction.wire: with parallel.pipeline = 2 .* leave the section"),
+        ({"run": {"ranks": 3}}, "parallel.pipeline = 2 does not divide run.ranks = 3"),
+        ({"optimizer": {"name": "lamb"}}, "use adamw, adam or sgd"),
+        ({"checkpoint": {"weights_from": "x"}}, "weights_from cannot be combined"),
+    ],
+)
+def test_what_a_pipeline_cannot_be_combined_with_is_refused(
+    sections: dict[str, dict[str, Any]], says: str
+) -> None:
+    document = minimal(**{"parallel": {"pipeline": 2, "micro_batches": 4}, **sections})
+    with pytest.raises(RecipeError, match=says):
+        parse_recipe(document)
+
+
+def test_a_recipe_with_a_pipeline_survives_being_written(tmp_path: Path) -> None:
+    recipe = parse_recipe(minimal(parallel={"pipeline": 2, "micro_batches": 4}))
+    (tmp_path / "again.toml").write_text(to_toml(recipe))
+    assert load_recipe(tmp_path / "again.toml") == recipe

@@ -1,0 +1,52 @@
+"""Puts a run's model in a pipeline, with the layers that the task names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpctrain.comm import World, agreed
+from hpctrain.distributed import ParallelPlan, pipeline_of, put_in_pipeline
+from hpctrain.errors import UsageError
+from hpctrain.topology import Topology
+from hpctrain.train import Task
+
+
+def put_in_stages(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: ParallelPlan,
+    *,
+    task: Task,
+    world: World,
+    topology: Topology,
+    device: torch.device,
+    timeout_s: float,
+) -> bool:
+    """Leaves in `model` and `optimizer`, in place, this rank's stages of a pipeline. Collective.
+
+    task: whose `pipeline_layers` says what the model's layers are. Otherwise as `put_in_pipeline`, whose result it returns.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def layers() -> Sequence[torch.nn.Module]:
+        method = getattr(task, "pipeline_layers", None)
+        if not callable(method):
+            raise UsageError(
+                f"pipeline = {plan.pipeline} needs to know the model's layers: give the task a method "
+                "pipeline_layers(self, model), which returns the modules that the model calls one after another, such "
+                "as [model.embedding, *model.blocks, model.head]; together they have all of its parameters"
+            )
+        try:
+            return list(method(model))
+        except Exception as error:  # the user's code may raise anything
+            raise UsageError(f"the task's pipeline_layers raised {type(error).__name__}: {error}") from error
+
+    opens = put_in_pipeline(
+        model, plan, layers=layers, world=world, topology=topology, device=device, timeout_s=timeout_s
+    )
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    agreed(world, lambda: pipeline.keep_own(optimizer, names=names), os_error=UsageError)
+    return opens

@@ -1,0 +1,42 @@
+"""`Runner`, the interface between the training loop and what computes a batch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hpctrain.data import Batch
+from hpctrain.reduce import Updater
+
+
+class Runner(Protocol):
+    """A task with its model, or this rank's stages of it.
+
+    device_s: on a GPU, its time for the last `forward_backward`. communicates: forward is collective. counts_samples:
+    False on ranks whose samples another rank counts, because both hold parts of one copy of the model.
+    pipeline_wait_s: seconds of the last `forward_backward` in which this rank waited for other stages; None without.
+    """
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def device_s(self) -> float: ...
+    @property
+    def communicates(self) -> bool: ...
+    @property
+    def pipeline_wait_s(self) -> float | None: ...
+    @property
+    def counts_samples(self) -> bool: ...
+
+    def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
+        """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
+
+        Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these
+        add up to the mean loss of the batch.
+        """
+
+    def metrics(self, batch: Batch) -> dict[str, float] | None:
+        """Returns the means of the task's metrics over the batch's samples, at least one; None if another rank does."""

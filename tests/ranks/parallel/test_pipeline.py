@@ -1,0 +1,110 @@
+"""Models in a pipeline train as whole ones do on one rank, and any layout continues any other's checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.data import pack_arrays
+from hpctrain.telemetry import read_records
+from tests.ranks.parallel import pipeline_cases
+from tests.ranks.parallel.parallel_cases import LATER, STEPS
+from tests.ranks.parallel.pipeline_cases import CONTINUED, PIPELINES
+from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
+from tests.ranks_launcher import run_ranks
+
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("pipeline")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(61, 3))
+    pack_arrays(where / "data", {"x": x, "label": (x.sum(1) > 0).astype(np.int64), "id": np.arange(61)})
+    return where
+
+
+@pytest.fixture(scope="module")
+def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """One launch for each number of ranks; each continues what others have saved."""
+    return {
+        n: run_ranks(n, pipeline_cases.everything, str(directory), timeout_s=800).outputs for n in CONTINUED
+    }
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in PIPELINES for name in PIPELINES[n]])
+def test_a_pipeline_trains_as_one_rank(
+    launches: dict[int, list[dict[str, Any]]], directory: Path, ranks: int, layout: str
+) -> None:
+    whole = launches[1][0]["none"]
+    for found in launches[ranks]:
+        assert found[layout]["status"] == "finished"
+        assert len(found[layout]["steps"]) == STEPS
+        np.testing.assert_allclose(found[layout]["steps"], whole["steps"], rtol=RELATIVE)
+        assert found[layout]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
+    # Of what was not continued the checkpoint is of the same step.
+    if not any((ranks, layout) == entry[:2] for entries in CONTINUED.values() for entry in entries):
+        found_state = saved_state(directory, f"{ranks}-{layout}")
+        expected = saved_state(directory, "4-of 2, data 2, zero-bubble")
+        assert found_state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found_state[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "saved"), [(n, f"{entry[0]}-{entry[1]}") for n in CONTINUED for entry in CONTINUED[n]]
+)
+def test_any_layout_continues_any_other(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, saved: str
+) -> None:
+    whole = launches[1][0]["later"]["steps"]
+    assert len(whole) == LATER - STEPS
+    for found in launches[ranks]:
+        continued = found[f"{saved} continued"]
+        np.testing.assert_allclose(continued["steps"], whole, rtol=RELATIVE)
+        assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
+
+
+def test_a_step_that_overflows_is_skipped_on_all_stages(launches: dict[int, list[dict[str, Any]]]) -> None:
+    expected, found = (launches[2][0][name]["steps"] for name in ("fp16 none", "fp16 pipeline"))
+    applied = [step[2] for step in expected]
+    assert any(applied)
+    assert not all(applied)
+    assert [step[2] for step in found] == applied
+    losses = [[step[0] for step in steps if step[2]] for steps in (expected, found)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+
+
+def test_records_tell_how_long_a_stage_waited(
+    launches: dict[int, list[dict[str, Any]]], directory: Path
+) -> None:
+    for rank in range(2):
+        steps = [
+            r
+            for r in read_records(directory / "2-1f1b" / "metrics" / f"rank-{rank:05}.jsonl")
+            if r["kind"] == "step"
+        ]
+        assert len(steps) == STEPS
+        assert all(0 < r["seconds"]["pipeline_wait"] < r["seconds"]["compute"] for r in steps)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "says"),
+    [
+        (2, "untold", "give the task a method pipeline_layers"),
+        (2, "tied", "the parameter 1.0.up.weight is used in stages 0 and 1"),
+        (2, "batch norm", "batch normalisation"),
+        (2, "batch", "use a multiple of 5"),
+        (3, "ranks", "start a multiple of 2 ranks"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, case: str, says: str
+) -> None:
+    for found in launches[ranks]:
+        assert says in found["refused"][case]
