@@ -45,10 +45,10 @@ class ScatterUpdater:
         align_elems: shares end at multiples of this within a parameter.
         bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, crowded: as for `AllReduceUpdater`.
 
-    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. A parameter's `.grad` is None
-    once its bucket is complete. Buckets follow the reverse order of registration; from the second step on they are reduced in the order in
-    which they were complete on rank 0. Raises UsageError on every rank for invalid arguments and for what cannot be
-    sharded.
+    The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. A parameter's `.grad` is None once
+    its bucket is complete. Buckets follow the reverse order of registration; from the second step on they are reduced
+    in the order in which they were complete on rank 0. Raises UsageError on every rank for invalid arguments and for
+    what cannot be sharded.
     """
 
     def __init__(
