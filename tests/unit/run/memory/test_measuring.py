@@ -190,7 +190,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def planned(folder: Path, *, num_ranks: int = 2, memory: int | None = None, **sections: dict[str, Any]) -> Any:
+def planned(
+    folder: Path, *, num_ranks: int = 2, memory: int | None = None, **sections: dict[str, Any]
+) -> Any:
     document: dict[str, dict[str, Any]] = {
         "run": {"directory": "run", "steps": 1, "device": "cpu"},
         "task": {"target": f"{__name__}:Task"},
