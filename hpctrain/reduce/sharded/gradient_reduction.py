@@ -87,7 +87,7 @@ def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
 
 
 def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
-    """Has sums over the nodes, the mesh's first axis, sent encoded: FSDP2 asks its group to add up the nodes' shards."""
+    """Has sums over the nodes, the first axis of the mesh, sent encoded: FSDP2 asks its group to add up the shards."""
     if algorithm == "direct":
         raise UsageError(
             "shards within a node are summed there first: choose the algorithm hierarchical or auto, or "
