@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-prediction clean distclean
+.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-parallel bench-prediction clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -93,6 +93,10 @@ bench-growth: setup ## what a run costs with 2 to 48 ranks and how that grows: d
 
 bench-overhead: setup ## what stopping, comparing the ranks and the guards add to a step: docs/benchmarks/overhead.md; three minutes, alone on the machine
 	$(BIN)python -m benchmarks.overhead --output benchmarks/results/overhead.json
+
+bench-parallel: setup ## split models against one rank, formulas and torch's peers: docs/benchmarks/parallel.md; 20 minutes, alone on the machine, as root
+	$(BIN)python -m benchmarks.parallel --output benchmarks/results/parallel.json
+
 bench-prediction: setup ## predicted against measured steps on four nodes: docs/benchmarks/prediction.md; ten minutes, alone on the machine, as root
 	$(BIN)python -m benchmarks.prediction --output benchmarks/results/prediction.json
 

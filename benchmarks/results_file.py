@@ -41,7 +41,8 @@ class Record:
         fields = asdict(self)
         if not self.range:
             del fields["rounds"], fields["range"]
-        return {**fields, "value": round(self.value, 4), "holds": self.holds}
+        value = round(self.value, 4) if abs(self.value) >= 0.01 else float(f"{self.value:.4g}")
+        return {**fields, "value": value, "holds": self.holds}
 
 
 def over_rounds(

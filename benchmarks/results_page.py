@@ -51,7 +51,8 @@ def started(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def _start(start: Mapping[str, Any]) -> str:
     ranks = "; ".join(map(_group, start["ranks"]))
-    return f"`{start['command']}`, which ran `{start['launched']}`. As the ranks found themselves: {ranks}."
+    launched = f", which ran `{start['launched']}`" if start["launched"] else ""
+    return f"`{start['command']}`{launched}. As the ranks found themselves: {ranks}."
 
 
 def _group(ranks: Mapping[str, Any]) -> str:

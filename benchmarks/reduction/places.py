@@ -92,8 +92,8 @@ class OnCluster:
     ) -> None:
         """num_nodes: of the cluster, that take part; None: all. module: the program of the ranks, like `ranks.py`."""
         self.cluster = cluster
-        self._ranks_per_node = ranks_per_node
-        self._num_nodes = num_nodes or cluster.plan.num_nodes
+        self.ranks_per_node = ranks_per_node
+        self.num_nodes = num_nodes or cluster.plan.num_nodes
         self._module = module
         self._variables = dict(variables or {})
         self.starts: list[Start] = []
@@ -107,21 +107,21 @@ class OnCluster:
         variables: Mapping[str, str] | None = None,
     ) -> Any:
         """variables: of this launch, in addition."""
-        num_nodes = self._num_nodes
+        num_nodes = self.num_nodes
         with tempfile.TemporaryDirectory(dir=self.cluster.plan.directory) as name:
             argv = ["salloc", f"--nodes={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *LAUNCH]
             argv += [
                 "-n",
-                str(self._ranks_per_node * num_nodes),
+                str(self.ranks_per_node * num_nodes),
                 "--ranks-per-node",
-                str(self._ranks_per_node),
+                str(self.ranks_per_node),
                 "--",
             ]
             argv += _command(case, settings, Path(name), timeout_s=timeout_s, module=self._module)
             at_head = self.cluster.argv(argv, cwd=REPOSITORY)
             mine = {"GLOO_SOCKET_IFNAME": "eth0", **self._variables, **(variables or {})}
             try:
-                done = run_to_end(at_head, environ={**self._environment(), **mine}, timeout_s=timeout_s)
+                done = run_to_end(at_head, environ={**self.environment(), **mine}, timeout_s=timeout_s)
             except subprocess.TimeoutExpired:
                 self.cluster.run(["scancel", "--me", "--signal=KILL"], timeout_s=30)
                 raise RanksFailed(f"still running after {timeout_s:g} s, killed: {case}") from None
@@ -129,7 +129,7 @@ class OnCluster:
             self.starts.append(start)
             return value
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Returns the environment of a user on the cluster's head node: its Slurm, this Python, a /tmp of its own."""
         own_tmp = ("TMPDIR", "TEMP", "TMP")
         return {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +34,7 @@ from hpctrain.distributed import (
     shard_of,
     split_of,
 )
-from hpctrain.errors import ExitCode, HpctrainError, UsageError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch import (
     RankCores,
     RankIdentity,
@@ -54,11 +52,12 @@ from hpctrain.reduce import (
     ShardedUpdater,
     reduce_gradients_by,
 )
-from hpctrain.resilience import keep_freed_memory, shortage
+from hpctrain.resilience import keep_freed_memory
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
+from hpctrain.run.compute.uncaught_errors import UncaughtErrors
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
@@ -102,7 +101,7 @@ class Session:
         self.world = world
         self.mesh = Mesh(topology, world.rank)
         self.device = device
-        self._hook_before: Callable[..., object] | None = None
+        self.uncaught_errors = UncaughtErrors(world, close=self.close)
         self.notes: list[str] = []  # fallbacks and their reasons
         self._cores = cores
         self.reductions = Reductions(
@@ -318,8 +317,7 @@ class Session:
 
     def close(self) -> None:
         """Finishes communication. Collective."""
-        if self._hook_before is not None:
-            sys.excepthook = self._hook_before
+        self.uncaught_errors.release()
         # The updaters' threads first: they use the reducers' memory.
         ended = [updater.close() for updater in list(self._models)]
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
@@ -334,43 +332,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._fail(error)
+            self.uncaught_errors.end_all(error)
         self.close()
-
-    def abort_on_uncaught_error(self) -> None:
-        """Makes an uncaught error end all ranks, not only this one, even outside a `with` block."""
-        if self.num_ranks > 1:
-            self._hook_before = sys.excepthook
-            sys.excepthook = self._uncaught
-
-    def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        try:
-            self._fail(error)
-        except SystemExit as leave:
-            # A hook cannot choose the exit code; atexit has nothing left to do once communication is closed.
-            sys.stdout.flush()
-            os._exit(leave.code if isinstance(leave.code, int) else 1)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends this rank and all others because of `error`. Returns only if there are no others."""
-        if self.num_ranks == 1:
-            return
-        if isinstance(error, HpctrainError) and error.agreed:
-            if self.rank == 0:
-                print(f"hpctrain: {error}", file=sys.stderr, flush=True)
-            # The launcher ends all ranks when the first exits with an error: wait until rank 0 has printed it.
-            self.world.barrier()
-            self.close()
-            raise SystemExit(int(error.exit_code)) from error
-        code = _exit_code_of(error)
-        lines = [str(error)] if isinstance(error, HpctrainError) else traceback.format_exception(error)
-        print(
-            f"hpctrain: rank {self.rank} on {socket.gethostname()}: {''.join(lines).rstrip()}\n"
-            f"hpctrain: rank {self.rank} ends the run (exit code {code}), so that no other rank waits for it",
-            file=sys.stderr,
-            flush=True,
-        )
-        self.world.abort(code)
 
 
 def start(
@@ -414,15 +377,5 @@ def start(
     crowd = describe_crowd(cores, may_starve=[entry[3] for entry in everyone])
     for note in (*opened.notes, *filter(None, [reason, crowd])):
         session.note(note)
-    session.abort_on_uncaught_error()
+    session.uncaught_errors.watch()  # also outside a `with` block
     return session
-
-
-def _exit_code_of(error: BaseException) -> int:
-    if isinstance(error, HpctrainError):
-        return int(error.exit_code)
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return 1 if shortage(error) is None else ExitCode.OUT_OF_MEMORY

@@ -232,7 +232,9 @@ def test_slurm_warns_before_the_time_limit_and_the_job_saves(
 ) -> None:
     job, folder = limited
     end = cluster.wait_for(job, timeout_s=300)
-    assert (end.state, end.exit_code, end.num_restarts) == ("FAILED", 75, 0), f"{end}: {output(folder)[-2000:]}"
+    assert (end.state, end.exit_code, end.num_restarts) == ("FAILED", 75, 0), (
+        f"{end}: {output(folder)[-2000:]}"
+    )
     find_shown(output(folder), "stopped after step", page="f7-stop-and-resume.md")
     assert "queued again 0 times before" in output(folder)
 

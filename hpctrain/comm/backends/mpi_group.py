@@ -4,7 +4,8 @@ MPI receives numpy views of CPU tensors, without a copy. Tensors on another devi
 with every MPI, including those without device support.
 
 Half types have no MPI type. They are sent as 16-bit integers: an all-to-all of slices, a float32 sum in rank
-order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce.
+order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce. Groups
+that poll sum large buffers of the other types in the same way.
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
 in MPICH, section 4.5 (reduce-scatter followed by all-gather).
@@ -44,6 +45,8 @@ from hpctrain.storage import split_evenly
 
 # all_to_all sends the only point-to-point messages of a group's communicator, so one tag suffices.
 ALL_TO_ALL_TAG = 1
+# From this size on a group that polls sums slices itself: the messages of smaller buffers cost more than their bytes.
+_SLICED_BYTES = 1 << 16
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -131,16 +134,16 @@ class MpiGroup(Attributes):
             for chunk in host.split(self._chunk_elems):
                 if chunk.numel() == 0:
                     continue  # torch splits an empty tensor into one empty chunk
-                if chunk.dtype not in HALF_TYPES:
+                if op is ReduceOp.SUM and self._sums_slices(chunk):
+                    counts = split_evenly(chunk.numel(), num_parts=self.num_ranks)
+                    self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
+                elif chunk.dtype not in HALF_TYPES:
                     mpi_op = self._mpi.SUM if op is ReduceOp.SUM else self._mpi.MAX
                     self._call("Allreduce", self._mpi.IN_PLACE, _view(chunk), op=mpi_op)
-                elif op is ReduceOp.MAX:
+                else:
                     wide = chunk.float()  # exact: every half value is a float32 value
                     self._call("Allreduce", self._mpi.IN_PLACE, _view(wide), op=self._mpi.MAX)
                     chunk.copy_(wide)
-                else:
-                    counts = split_evenly(chunk.numel(), num_parts=self.num_ranks)
-                    self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
         self.all_reduce(buffer)
@@ -154,7 +157,7 @@ class MpiGroup(Attributes):
             for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
                 packed = pack(host, counts=counts, begins=begins, widths=widths)
                 begin, width = begins[self.rank], widths[self.rank]
-                if buffer.dtype in HALF_TYPES:
+                if self._sums_slices(packed):
                     mine[begin : begin + width] = self._sum_slices(packed, counts=widths)
                 else:
                     self._call(
@@ -241,8 +244,17 @@ class MpiGroup(Attributes):
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
         return make_collective_files(self._mpi, self._members if members is None else members)
 
+    def _sums_slices(self, buffer: torch.Tensor) -> bool:
+        """Returns True if each rank is to sum one slice of `buffer`, which the others send to it, instead of MPI.
+
+        MPI cannot sum half precision. Open MPI's non-blocking sums of large buffers go along a tree, where some ranks
+        send the whole buffer once or twice (counted on four nodes: 1.25 and 1.33 times what slices send).
+        """
+        large = self._polls and buffer.numel() * buffer.element_size() >= _SLICED_BYTES
+        return buffer.dtype in HALF_TYPES or large
+
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Returns the sum over the ranks of this rank's slice of half-precision `buffer`, shape (counts[rank],)."""
+        """Returns the sum over the ranks of this rank's slice of `buffer`, shape (counts[rank],)."""
         width = counts[self.rank]
         received = torch.empty(self.num_ranks * width, dtype=buffer.dtype)
         self._call(

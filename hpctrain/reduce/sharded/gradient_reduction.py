@@ -47,7 +47,7 @@ def reduce_gradients_by(
     mesh = _checked_mesh(model, num_ranks=topology.num_ranks)
     codec, traffic = codec_named(wire), group_traffic() or Traffic(topology)
     if mesh.ndim == 2:
-        _encode_between_nodes(mesh.get_group(0), algorithm=algorithm, codec=codec)
+        _encode_between_nodes(mesh, algorithm=algorithm, codec=codec)
     elif algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
         levels = traffic.counted_levels(make_two_level(world, topology))
         _set_reduce_scatter(model, TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter)
@@ -86,8 +86,8 @@ def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
     return mesh
 
 
-def _encode_between_nodes(group: Any, *, algorithm: str, codec: Codec) -> None:
-    """Has sums over `group`, the nodes, sent encoded: with shards within a node FSDP2 asks it to sum the shards."""
+def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
+    """Has sums over the nodes, the first axis of the mesh, sent encoded: FSDP2 asks its group to add up the shards."""
     if algorithm == "direct":
         raise UsageError(
             "shards within a node are summed there first: choose the algorithm hierarchical or auto, or "
@@ -96,6 +96,14 @@ def _encode_between_nodes(group: Any, *, algorithm: str, codec: Codec) -> None:
         )
     if codec.exact:
         return
+    if mesh.size(0) == mesh.size():
+        # Its group would be the program's own, whose sums must stay exact.
+        raise UsageError(
+            "with one rank on each node there are no shards within a node: choose shard = 'none', which has all wire "
+            "formats, or shard_within = 'world'",
+            agreed=True,
+        )
+    group = mesh.get_group(0)
     if not isinstance(group, CommunicatorGroup):
         raise UsageError(
             "torch.distributed was initialised with another backend, which sends gradients as they are: leave it to "

@@ -92,7 +92,7 @@ def optimizer_state(
         )
         return {p: StateSize(2 * p.nbytes, 0) for p in trained}
     of_kind = {(p.dim(), p.dtype): (state, p.nbytes) for p, state in found.items()}
-    states = {}
+    states: dict[torch.Tensor, StateSize] = {}
     for p in trained:
         state, num_bytes = of_kind[p.dim(), p.dtype]
         states[p] = StateSize(state.like_parameter * p.nbytes // num_bytes, state.other)

@@ -67,6 +67,15 @@ def reductions() -> None:
     part = torch.empty(rank + 1)
     dist.reduce_scatter(part, outputs)
     check(part, torch.full((rank + 1,), size * (size + 1) / 2), "uneven reduce_scatter")
+    for dtype in (torch.float32, torch.int64, torch.uint8):
+        # Large enough that each rank sums a slice of it.
+        whole = (torch.arange(size * 70_001) % 17).to(dtype)
+        mine = whole * (rank + 1)
+        dist.all_reduce(mine)
+        check(mine, whole * (size * (size + 1) // 2), f"large all_reduce {dtype}")
+        part = torch.empty(70_001, dtype=dtype)
+        dist.reduce_scatter_tensor(part, whole * (rank + 1))
+        check(part, mine[rank * 70_001 : (rank + 1) * 70_001], f"large reduce_scatter {dtype}")
     indices = torch.tensor([[0, rank]])
     sparse = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (size, 3))
     dist.all_reduce(sparse)

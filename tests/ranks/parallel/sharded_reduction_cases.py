@@ -36,7 +36,6 @@ ENCODED: dict[int, Runs] = {
         "fp16": (WORLD, {"wire": "fp16"}),
         "bf16": (WORLD, {"wire": "bf16"}),
         "int8": (WORLD, {"wire": "int8"}),
-        "node fp16": (NODE, {"wire": "fp16"}),
     },
     3: {"own": (WORLD, {}), "int8": (WORLD, LEVELS | {"wire": "int8"})},
     4: {
@@ -96,12 +95,11 @@ def sent(world: World) -> dict[str, Any]:
     for wire in ("fp32", "fp16", "bf16", "int8"):
         found[wire] = one_step(session, ParallelPlan(shard="parameters"), wire=wire)
     found["direct"] = one_step(session, ParallelPlan(shard="parameters"), algorithm="direct")
-    for wire in ("int8", "fp32"):  # a group's wire stays with its model
-        plan = ParallelPlan(shard="parameters", shard_within="node")
-        found[f"node {wire}"] = one_step(session, plan, wire=wire)
+    nodes = ParallelPlan(shard="parameters", shard_within="node")
     found["refused"] = [
         refusal(lambda: one_step(session, ParallelPlan(shard="parameters"), algorithm="ring")),
-        refusal(lambda: one_step(session, plan, algorithm="direct")),
+        refusal(lambda: one_step(session, nodes, algorithm="direct")),
+        refusal(lambda: one_step(session, nodes, wire="int8")),
         refused_own_sharding(session),
     ]
     torch.distributed.destroy_process_group()
@@ -158,14 +156,15 @@ def everything(world: World, directory: str) -> dict[str, Any]:
                 reduction=reduction,
             )  # fmt: skip
     if size == 2:
-        exposed = where / "exposed"
-        exposed.mkdir(exist_ok=True)
         for wire in ("fp32", "fp16"):
             found[f"overflow {wire}"] = train(
                 world, where, f"overflow-{wire}", WORLD, steps=MANY, precision="fp32", task=Overflowing(),
                 reduction={"wire": wire}, guards={"loss_jump_z": 0.0},
-                telemetry={"prometheus": "textfile", "prometheus_directory": str(exposed)},
             )  # fmt: skip
+    if size == 4:
+        session = session_over(world, nodes=NODES[size])
+        nodes = ParallelPlan(shard="parameters", shard_within="node")
+        found["between nodes"] = [one_step(session, nodes, wire=wire) for wire in ("int8", "fp32")]
     if size in (1, 3):
         session = session_over(world, nodes=NODES[size])
         if size == 3:

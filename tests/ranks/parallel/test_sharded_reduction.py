@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -76,34 +75,33 @@ def test_wires_halve_and_quarter_the_gradients_bytes(
         for wire, share in (("fp16", 1 / 2), ("bf16", 1 / 2), ("int8", 1 / 4)):
             assert found[wire][0] - 2 * gradients == pytest.approx(share * gradients, rel=0.03)
             assert found[wire][1] == pytest.approx(numbers, rel=WITHIN[wire])
-        # Each rank is a node: the shards are whole, and only gradients travel, there and back.
-        replicated, numbers = found["node fp32"]
-        assert replicated == pytest.approx(2 * gradients, rel=0.03)
-        assert found["node int8"][0] == pytest.approx(replicated / 4, rel=0.03)
-        assert found["node int8"][1] == pytest.approx(numbers, rel=WITHIN["int8"])
+
+
+def test_shards_within_nodes_are_encoded_between_them(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in launches[4]:
+        (encoded, numbers), (exact, expected) = found["between nodes"]
+        assert encoded == pytest.approx(exact / 4, rel=0.03)
+        assert numbers == pytest.approx(expected, rel=WITHIN["int8"])
+        assert numbers[0] != expected[0]
 
 
 def test_what_a_wire_makes_infinite_is_skipped_on_all_ranks(
-    launches: dict[int, list[dict[str, Any]]], directory: Path
+    launches: dict[int, list[dict[str, Any]]],
 ) -> None:
     skipped = [[not applied for _, _, applied in found["overflow fp16"]["steps"]] for found in launches[2]]
     assert skipped[0] == skipped[1]
     assert any(skipped[0])
     assert not all(skipped[0])
     assert all(applied for _, _, applied in launches[2][0]["overflow fp32"]["steps"])
-    for rank in range(2):
-        exposed = sorted((directory / "exposed").glob(f"*-rank-{rank:05}.prom"))
-        assert len(exposed) == 2
-        for text in map(Path.read_text, exposed):
-            assert float(re.findall(r"hpctrain_sent_bytes_total\{.*\} (\S+)", text)[0]) > 1e4
 
 
 def test_what_cannot_be_done_is_refused_on_all_ranks(launches: dict[int, list[dict[str, Any]]]) -> None:
     for ranks in (2, 3, 4):
         for found in launches[ranks]:
-            unknown, direct, own = found["sent"]["refused"]
+            unknown, direct, encoded, own = found["sent"]["refused"]
             assert "algorithm 'ring' with the wire format 'fp32': choose one of auto, direct" in unknown
             assert "summed there first" in direct
+            assert "no shards within a node: choose shard = 'none'" in encoded
             assert "FSDP or DTensor has split this model" in own
 
 

@@ -1,0 +1,1 @@
+"""Split models: equal to one rank, their memory, traffic and time against formulas and peers, and their checkpoints."""

@@ -1,0 +1,90 @@
+"""Peers: torch's DDP, ZeroRedundancyOptimizer and FSDP2 on Gloo, as their documentation shows them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from benchmarks.parallel.workloads import Language
+
+Step = Callable[[int], float]
+
+
+def start_gloo() -> tuple[int, int]:
+    """Initialises torch.distributed from the environment (env://); returns rank and number of ranks. Collective.
+
+    torchrun has set the variables; under srun they are those of Slurm.
+    """
+    if "RANK" not in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def stepper(method: str, workload: Language, *, batch: int) -> Step:
+    """Returns the function that makes a step and returns this rank's loss. Collective.
+
+    method: name of the peer. batch: samples of each rank; the ranks have equally many, so the mean of their gradients
+    is that of the loss.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    task = workload.task
+    model, optimizer = _METHODS[method](task.build_model())
+
+    def step(number: int) -> float:
+        fields = workload.fields(samples=batch, seed=number * num_ranks + rank)
+        optimizer.zero_grad()
+        loss = task.loss(model, fields)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+_OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def _ddp(model: nn.Module) -> Made:
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), **_OPTIONS)
+
+
+def _ddp_fp16(model: nn.Module) -> Made:
+    wrapped, optimizer = _ddp(model)
+    wrapped.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+    return wrapped, optimizer
+
+
+def _zero(model: nn.Module) -> Made:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **_OPTIONS
+    )
+    return wrapped, optimizer
+
+
+def _fsdp2(model: nn.Module) -> Made:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), **_OPTIONS)
+
+
+_METHODS: dict[str, Callable[[nn.Module], Made]] = {
+    "ddp": _ddp, "ddp-fp16": _ddp_fp16, "zero": _zero, "fsdp2": _fsdp2,
+}  # fmt: skip

@@ -1,0 +1,74 @@
+"""The program of each rank of a method: `python -m benchmarks.parallel.timed.ranks METHOD DIRECTORY`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from benchmarks.parallel.layouts import LAYOUTS, Method, timed_methods
+from benchmarks.parallel.timed.waiting import Turns
+from benchmarks.parallel.workloads import WORKLOADS, Language
+from benchmarks.starting import this_rank
+
+
+def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) -> None:
+    """Trains a layout on the ranks that `hpctrain launch` started."""
+    from benchmarks.parallel.training import Training
+    from hpctrain.run import start
+
+    session = start(backend="mpi", device="cpu", timeout_s=turns.idle_s)
+    assert method.layout is not None
+    training = Training(
+        session, workload, LAYOUTS[method.layout], batch=batch * session.num_ranks, wire=method.wire
+    )
+
+    def step(number: int) -> float:
+        fields = workload.fields(samples=batch, seed=number * session.num_ranks + session.rank)
+        loss = training.backward_of(fields) * session.num_ranks
+        training.update()
+        return loss
+
+    turns.take(step, rank=session.rank, facts=this_rank())
+    training.close()
+    session.close()
+
+
+def train_peer(method: Method, workload: Language, *, batch: int, turns: Turns) -> None:
+    """Trains with a peer on the ranks that torchrun or srun started."""
+    import torch.distributed as dist
+
+    from benchmarks.parallel.timed.peers import start_gloo, stepper
+
+    torch.set_num_threads(1)
+    rank, _ = start_gloo()
+    turns.take(stepper(method.name, workload, batch=batch), rank=rank, facts=this_rank())
+    dist.destroy_process_group()
+
+
+def main(name: str, directory: str) -> None:
+    settings = json.loads((Path(directory) / "settings.json").read_text())
+    workload = WORKLOADS[settings["workload"]]
+    assert isinstance(workload, Language)
+    turns = Turns(
+        directory=Path(directory),
+        warmup=settings["warmup"],
+        steps=settings["steps"],
+        idle_s=settings["idle_s"],
+    )
+    method = timed_methods(several_nodes=True)[name]
+    train = train_peer if method.layout is None else train_ours
+    try:
+        train(method, workload, batch=settings["batch"], turns=turns)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the launcher ends the other ranks
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""The traffic of split models on the nodes' interfaces, and steps of the peers under srun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.parallel.layouts import LAYOUTS, timed_methods
+from benchmarks.parallel.runs import QUICK, Places, times, traffic
+from tests.cluster import Cluster
+
+pytestmark = pytest.mark.launches
+# Of the formula: with a small model headers, barriers and Slurm's own traffic weigh more.
+MOST = 1.1
+
+
+def test_each_layout_sends_what_its_formula_says(cluster: Cluster) -> None:
+    places = Places(cluster=cluster, say=lambda what: None)
+    records = {record.id: record.value for record in traffic(places, QUICK)}
+    assert list(records) == [
+        f"parallel.3.{name}.{wire}" for name, one in LAYOUTS.items() for wire in one.wires
+    ]
+    assert all(0.95 < value < MOST for value in records.values()), records
+    assert [start.command.partition(" -- ")[0].rpartition("-n ")[2] for start in places.starts] == [
+        "2 --ranks-per-node 1", "4 --ranks-per-node 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_ranks_of_every_method_take_turns_on_two_nodes(cluster: Cluster) -> None:
+    places = Places(cluster=cluster, say=lambda what: None)
+    made = times(2, 1)(places, replace(QUICK, times={(2, 1): ("1gbit",)}))
+    assert made[0].id == "parallel.4.2x1.1gbit.best"
+    methods = timed_methods(several_nodes=False)
+    assert made[0].samples.keys() == methods.keys()
+    assert len(places.starts) == len(methods)
