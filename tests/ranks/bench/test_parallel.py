@@ -28,7 +28,7 @@ def measured(tmp_path: Path, figures: str) -> dict[str, dict[str, Any]]:
         "--output",
         str(output),
     ]
-    run_command(None, argv, timeout_s=600, expect=0)
+    run_command(None, argv, timeout_s=800, expect=0)
     content = json.loads(output.read_text())
     assert all("started" in entry for entry in content["figures"].values())
     return {record["id"]: record for record in content["records"]}
@@ -44,6 +44,7 @@ def test_every_layout_equals_one_process_and_loads_every_other(tmp_path: Path) -
     assert len(records["parallel.6.bits.2"]["samples"]) == len(LAYOUTS) ** 2
 
 
+@pytest.mark.thorough
 def test_memory_and_steps_of_every_method_are_measured(tmp_path: Path) -> None:
     records = measured(tmp_path, "2,4")
     on_one_node = [name for name, layout in LAYOUTS.items() if not layout.nodes]

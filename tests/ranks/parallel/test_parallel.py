@@ -18,7 +18,7 @@ from tests.ranks.parallel import parallel_cases
 from tests.ranks.parallel.parallel_cases import CONTINUED, LATER, LAYOUTS, STEPS
 from tests.ranks_launcher import REPOSITORY, run_command, run_ranks
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 RELATIVE = 1e-10
 

@@ -17,7 +17,7 @@ from tests.ranks.parallel.tensor_cases import CONTINUED, LAYOUTS
 from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
 from tests.ranks_launcher import run_ranks
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 
 @pytest.fixture(scope="module")

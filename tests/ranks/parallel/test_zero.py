@@ -17,7 +17,7 @@ from tests.ranks.parallel.parallel_cases import LATER, STEPS
 from tests.ranks.parallel.zero_cases import CONTINUED, INT8_CONTINUED
 from tests.ranks_launcher import run_ranks
 
-pytestmark = [pytest.mark.launches, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture makes all launches
 
 RELATIVE = 1e-10
 
