@@ -26,7 +26,8 @@ def put_in_stages(
 ) -> bool:
     """Leaves in `model` and `optimizer`, in place, this rank's stages of a pipeline. Collective.
 
-    task: whose `pipeline_layers` says what the model's layers are. Otherwise as `put_in_pipeline`, whose result it returns.
+    task: whose `pipeline_layers` says what the model's layers are. The rest is as for `put_in_pipeline`, whose result
+    this returns.
     """
     names = {id(p): name for name, p in model.named_parameters()}
 

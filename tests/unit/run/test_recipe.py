@@ -140,6 +140,19 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
     [
         ({"parallel": {"micro_batches": 4}}, "set pipeline to 2 or more"),
         ({"parallel": {"pipeline": 4, "micro_batches": 2}}, "needs at least 4 micro-batches"),
+        *(
+            (
+                {"parallel": {"pipeline": 2, "micro_batches": 4, key: value}},
+                f"cannot be combined with {key} = {value!r}",
+            )
+            for key, value in [
+                ("tensor", 2),
+                ("shard", "optimizer"),
+                ("shard", "gradients"),
+                ("shard", "parameters"),
+                ("activation_checkpointing", "selective"),
+            ]
+        ),
         ({"data": {"micro_batches": 2}}, "set parallel.micro_batches instead"),
         ({"data": {"on_damage": "skip", "check": "always"}}, "on_damage = 'skip' cannot be combined"),
         ({"reduction": {"wire": "fp16"}}, r"reduction.wire: with parallel.pipeline = 2 .* leave the section"),
