@@ -59,7 +59,7 @@ class Tied(Deep):
 
     def build_model(self) -> torch.nn.Module:
         model = super().build_model()
-        model[1][-1].up.weight = model[1][0].up.weight  # type: ignore[index,union-attr]
+        model[1][-1].up.weight = model[1][0].up.weight  # type: ignore[index]
         return model
 
 
