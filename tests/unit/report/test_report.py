@@ -63,7 +63,7 @@ def test_a_slow_rank_is_named_as_what_the_others_wait_for(runs: list[Path]) -> N
     (waiting,) = [text for text in texts if "waiting for slower ranks" in text]
     share = float(re.match(r"(\d+)% of the step", waiting)[1]) / 100  # type: ignore[index]
     # The mean over two ranks of what one waits, of a step as long as the slow one's.
-    assert 0.1 < share < 0.45, waiting
+    assert 0.03 < share < 0.45, waiting
     assert "mostly for the same ones" in waiting
     assert waiting.endswith("rank 1 on n1 needs the longest.")
 
