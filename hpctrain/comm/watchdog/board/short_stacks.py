@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import sysconfig
 import threading
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 REDUCTION_THREAD = "hpctrain-reduce"
 _MOST_FRAMES = 6
+_ONE_AT_A_TIME = threading.Lock()
 _PACKAGE = str(Path(__file__).resolve().parents[4])
 # Where libraries are, the innermost folders first.
 _ROOTS = sorted(
@@ -78,12 +80,29 @@ def _frames(innermost: FrameType | None) -> Iterable[Frame]:
         frame = frame.f_back
 
 
+def thread_frames() -> dict[int, FrameType]:
+    """Returns the current frame of each thread, by the thread's identifier.
+
+    No garbage is collected meanwhile. CPython holds its lock of the list of threads then, and a collection that frees
+    a tensor lets other threads run: one that needs the list keeps the interpreter and waits, for ever (CPython issue
+    106883, seen with 3.11.2).
+    """
+    with _ONE_AT_A_TIME:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def own_stack(main_thread: int) -> str:
     """Returns where this process's thread `main_thread` (its identifier) is, and the thread that reduces gradients.
 
     The latter is left out while it has nothing to do.
     """
-    current = sys._current_frames()
+    current = thread_frames()
     text = shorten(_frames(current.get(main_thread)))
     for thread in threading.enumerate():
         frame = current.get(thread.ident or 0)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import sysconfig
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
+import pytest
 from hypothesis import given, strategies as st
 
 import hpctrain
@@ -17,6 +21,7 @@ from hpctrain.comm.watchdog.board.short_stacks import (
     fold_stacks,
     own_stack,
     shorten,
+    thread_frames,
     without_stack,
 )
 from hpctrain.comm.watchdog.timeout_report import describe_stacks
@@ -119,3 +124,24 @@ def test_each_rank_is_in_one_group_and_few_lines_are_told(
     assert (
         (f"{others} other stacks" in lines[-1] if lines else "") if others else "other" not in " ".join(lines)
     )
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_the_frames_of_all_threads_are_read(
+    monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    read, during = sys._current_frames, []
+
+    def noted() -> dict[int, FrameType]:
+        during.append(gc.isenabled())
+        return read()
+
+    monkeypatch.setattr(sys, "_current_frames", noted)
+    if not collects:
+        gc.disable()
+    try:
+        assert threading.get_ident() in thread_frames()
+        assert during == [False]
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
