@@ -18,7 +18,7 @@ if command -v chrt >/dev/null && chrt -i 0 true 2>/dev/null; then idle=(chrt -i 
 
 # What runs at idle priority besides tests/unit and tests/contract: tests of files alone, and of ranks that only compare
 # numbers, so that it does not matter how fast they run.
-patient=(tests/faults/checkpoint/test_crashes.py tests/ranks/data tests/ranks/parallel tests/ranks/comm/test_large_buffers.py)
+patient=(tests/faults/checkpoint/test_crashes.py tests/ranks/data tests/ranks/comm/test_large_buffers.py)
 for each in tests/ranks/reduce/test_*.py; do [[ $each == */test_autotune.py ]] || patient+=("$each"); done
 for each in engines load replicas reshape save; do patient+=("tests/ranks/checkpoint/test_$each.py"); done
 for each in check_gpu examples sync_batch_norm training; do patient+=("tests/ranks/train/test_$each.py"); done
