@@ -173,15 +173,17 @@ class Pipeline:
             return
         # All pipelines have the same shapes: the first one tells.
         first = self._pipelines[0]
-        told = broadcast_json(self._world, _told(inputs) if inputs is not None else None, root=first[0])
-        self._shapes.append(_untold(told))
+        described = broadcast_json(
+            self._world, _description(inputs) if inputs is not None else None, root=first[0]
+        )
+        self._shapes.append(_shape_and_dtype(described))
         for number in range(self.num_stages):
             root = first[number % len(first)]
             output = agreed(
                 self._world, partial(self._try, number) if self._world.rank == root else lambda: None,
                 os_error=UsageError,
             )  # fmt: skip
-            self._shapes.append(_untold(broadcast_json(self._world, output, root=root)))
+            self._shapes.append(_shape_and_dtype(broadcast_json(self._world, output, root=root)))
 
     def _try(self, number: int) -> list[Any]:
         """Returns shape and dtype of what stage `number`, one of this rank's, returns. Raises UsageError."""
@@ -200,7 +202,7 @@ class Pipeline:
                 f"stage {number} of the pipeline returned {_described(output)}: the modules of pipeline_layers return "
                 f"one tensor with the samples along dimension 0, here {shape[0]}"
             )
-        return _told(output)
+        return _description(output)
 
     def _make_schedule(self, inputs: torch.Tensor | None) -> None:
         """Makes PyTorch's schedule. Collective over the world."""
@@ -280,13 +282,13 @@ def _timed_stage() -> Any:
     return TimedStage
 
 
-def _told(tensor: torch.Tensor | None) -> list[Any]:
+def _description(tensor: torch.Tensor | None) -> list[Any]:
     assert tensor is not None
     return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
 
 
-def _untold(told: Sequence[Any]) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(told[0]), getattr(torch, told[1])
+def _shape_and_dtype(described: Sequence[Any]) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(described[0]), getattr(torch, described[1])
 
 
 def _described(value: Any) -> str:

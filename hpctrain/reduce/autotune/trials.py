@@ -84,7 +84,7 @@ def calibrate(
     A reduction that has begun is never aborted, so the trials may exceed `budget_s` by one that takes longer than
     predicted. Closes the reducers at the end. Raises UsageError on every rank if no candidate can be made.
     floor: of the links; if it dominates, candidates that send clearly more than another are not measured.
-    compute: measure by how much a reduction prolongs this computation, beside which it runs (`compute_load.py`).
+    compute: measure by how much a reduction prolongs this computation, during which it runs (`compute_load.py`).
     """
     trials = _Trials(comm, device=device, clock=clock, budget_s=budget_s, compute=compute)
     notes: list[str] = []

@@ -32,8 +32,8 @@ def reduce_gradients_by(
     algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: within the node first, then
     encoded between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise `direct`. Shards within a node are
     summed there by FSDP2's own operation and encoded between the nodes, by `auto` and `hierarchical`. Sums are in the
-    gradients' dtype, in the order of the ranks. note: is told if `hierarchical` cannot be had. Raises UsageError on
-    every rank for other names, and for a model whose gradients cannot be summed so.
+    gradients' dtype, in the order of the ranks. note: reports a line if `hierarchical` cannot be had. Raises
+    UsageError on every rank for other names, and for a model whose gradients cannot be summed so.
     """
     if algorithm not in SHARDED_ALGORITHMS or wire not in SHARDED_WIRES:
         raise UsageError(

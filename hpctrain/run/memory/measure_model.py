@@ -32,7 +32,7 @@ def model_on_meta(
 ) -> torch.nn.Module:
     """Returns the task's model on the meta device. Raises RecipeError if the task cannot build it.
 
-    note: told if the model had to be built on the CPU first, which takes its memory.
+    note: reports a line if the model had to be built on the CPU first, which takes its memory.
     """
     try:
         with META:
@@ -46,7 +46,7 @@ def model_on_meta(
 def count_model(
     model: torch.nn.Module, section: OptimizerSection, *, note: Callable[[str], None]
 ) -> ModelSizes:
-    """Returns the sizes of `model`, which is on the meta device. note: told what was not measured."""
+    """Returns the sizes of `model`, which is on the meta device. note: reports what was not measured."""
     blocks = repeated_blocks(model)
     states = optimizer_state(model, section, note=note)
     parameters = []

@@ -74,7 +74,7 @@ class Checkpointing:
         self._saved_step = saved_step
         self._last_save_s = time.monotonic()
         self._costs = Costs()
-        self._told: set[str] = set()  # notes that have been printed; each is printed once
+        self._noted: set[str] = set()  # notes that have been printed; each is printed once
         self.num_committed = 0
         self.times = RecentTimes(20)
         self._newest: Path | None = None  # the checkpoint that this run has committed last
@@ -205,8 +205,8 @@ class Checkpointing:
             self._say(f"checkpoints: {result.engine.value}{note}, in {self._policy.directory}")
             if advice is not None:
                 self._say(f"checkpoints: {advice.describe()}")
-        news = [note for note in result.note.split("; ") if _but_for_numbers(note) not in self._told]
-        self._told |= {_but_for_numbers(note) for note in news}
+        news = [note for note in result.note.split("; ") if _but_for_numbers(note) not in self._noted]
+        self._noted |= {_but_for_numbers(note) for note in news}
         if news and self.num_committed > 1:
             self._say(f"checkpoint of step {saved.step}: {'; '.join(news)}")
         self._records.write({

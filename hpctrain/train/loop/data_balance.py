@@ -29,7 +29,7 @@ class DataBalance:
         self._records = records
         self._num_samples = 0
         self._num_bytes = 0
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     def add(self, batch: Batch) -> None:
         """Counts a batch that this rank has computed. Not collective."""
@@ -51,8 +51,8 @@ class DataBalance:
         })  # fmt: skip
         for what, counts in (("samples", samples), ("bytes of samples", num_bytes)):
             found = describe_excess(counts, what=what, most_excess=self._most_excess)
-            if found is not None and what not in self._told:
-                self._told |= {"samples", "bytes of samples"} if what == "samples" else {what}
+            if found is not None and what not in self._noted:
+                self._noted |= {"samples", "bytes of samples"} if what == "samples" else {what}
                 self._say(f"epoch {epoch}: {found}")
 
 
