@@ -39,7 +39,7 @@ lint: setup ## ruff, mypy, import-linter, sizes of folders and modules
 	$(BIN)lint-imports
 	$(BIN)python scripts/structure.py
 
-test: setup ## lint and all tests, with real MPI ranks; what fails is run once more, alone
+test: setup ## lint and all tests, with real MPI ranks; what fails is run again, alone
 	@bash scripts/run_tests.sh "$(BIN)"
 
 trials: setup ## the long trials of checkpoints: crashes, every file operation, hostile files; and the tests with the mark `thorough`; some 20 minutes

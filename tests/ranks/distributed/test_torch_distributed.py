@@ -63,7 +63,8 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint_on_other_ranks(tmp_p
 def test_every_pipeline_schedule_trains_as_one_process(num_ranks: int) -> None:
     done = run_command(num_ranks, PIPELINE, expect=0, timeout_s=300)
     assert done.stdout.count("losses and parameters agree") == 5
-    assert len(re.findall(r"^rank \d agrees", done.stdout, re.MULTILINE)) == num_ranks
+    # Lines of two ranks may come as one.
+    assert len(re.findall(r"rank \d agrees", done.stdout)) == num_ranks
 
 
 def test_the_example_of_a_pipeline_trains_as_one_rank() -> None:
