@@ -92,7 +92,9 @@ def _check_complete(
 
 def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
     """Returns the largest relative difference of any tensor that was found, by the norm."""
-    return max(float((tensor - expected[name]).norm() / expected[name].norm()) for name, tensor in found.items())
+    return max(
+        float((tensor - expected[name]).norm() / expected[name].norm()) for name, tensor in found.items()
+    )
 
 
 def memory(session: Session, settings: Settings) -> dict[str, Any]:
@@ -100,9 +102,9 @@ def memory(session: Session, settings: Settings) -> dict[str, Any]:
 
     Measured after backward of the second step: parameters, gradients and AdamW's moments are there, activations are
     not. Before it the same is done with a small model, so that what any training needs does not count.
-    settings: `layout`, `workload`. Returns `parameters` and `split`, see `Counts`, and by rank: `held_bytes`, the growth
-    once glibc has given back what is free, and `peak_bytes`, the largest resident memory in a step above what was held
-    before.
+    settings: `layout`, `workload`. Returns `parameters` and `split`, see `Counts`, and by rank: `held_bytes`, the
+    growth once glibc has given back what is free, and `peak_bytes`, the largest resident memory in a step above what
+    was held before.
     """
     layout = LAYOUTS[settings["layout"]]
     tiny = Training(session, WORKLOADS["tiny"], layout, batch=MEMORY_BATCH)

@@ -57,7 +57,9 @@ def _by_pair(
                 for layout, value in layouts.items():
                     pairs.setdefault((workload, layout), {})[num_ranks] = value
     workloads, order = [workload for workload, _ in pairs], list(LAYOUTS)
-    return dict(sorted(pairs.items(), key=lambda item: (workloads.index(item[0][0]), order.index(item[0][1]))))
+    return dict(
+        sorted(pairs.items(), key=lambda item: (workloads.index(item[0][0]), order.index(item[0][1])))
+    )
 
 
 def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, sharing: int) -> Record:

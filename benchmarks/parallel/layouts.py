@@ -29,8 +29,9 @@ class Layout:
 
     options: of its `ParallelPlan`. held: bytes a parameter of a rank, with AdamW in float32, by the number of ranks
     that share a copy of the parameters that the rank's tensor rank and stage have. buffer_bytes: what a rank holds
-    besides. sent: bytes that leave a node in a step, with one data-parallel rank on each, / bytes of the parameters in
-    float32, by the number of nodes and the bits of a gradient on the wire; of a layout on `nodes`, with several.
+    besides, at most all gradients. sent: bytes that leave a node in a step, with one data-parallel rank on each, /
+    bytes of the parameters in float32, by the number of nodes and the bits of a gradient on the wire; of a layout on
+    `nodes`, with several.
     peer: name of the peer against which its time is held; empty if there is none. wires, timed_wires: wire formats of
     its gradients, for traffic and time. nodes: whether it needs several nodes; each holds a copy of the model.
     least_ranks: on fewer it is another layout. figures: those that measure it.
@@ -79,7 +80,8 @@ class Layout:
     def held_bytes(self, counts: Counts, *, sharing: int) -> float:
         """Returns the bytes that a rank holds of a model, without activations. sharing: ranks that share a copy."""
         of_tensor_rank = counts.parameters - counts.split * (1 - 1 / self.tensor)
-        return self.held(sharing // self.tensor) * of_tensor_rank / self.pipeline + self.buffer_bytes
+        buffers = min(self.buffer_bytes, 4 * counts.parameters)
+        return self.held(sharing // self.tensor) * of_tensor_rank / self.pipeline + buffers
 
     def sent_bytes(self, counts: Counts, *, num_nodes: int, bits: int) -> float:
         """Returns the bytes that leave a node in a step. Each rank of a tensor group sums what the group does not

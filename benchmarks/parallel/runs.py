@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,9 +224,7 @@ def checkpoints(places: Places, scale: Scale) -> list[Record]:
                 loaded[num_ranks] |= places.on_node(
                     "load", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
                 )
-            places.say(
-                f"{len(loaded[num_ranks])} pairs: checkpoints of {first} ranks loaded on {num_ranks}"
-            )
+            places.say(f"{len(loaded[num_ranks])} pairs: checkpoints of {first} ranks loaded on {num_ranks}")
         settings = {"folder": folder, "layouts": list(saved)}
         dcp = places.on_node("dcp", settings, num_ranks=first, timeout_s=scale.timeout_s)
     return [*figures.checkpoint_records(saved, loaded, num_ranks=first), figures.dcp_record(dcp)]

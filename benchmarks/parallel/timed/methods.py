@@ -38,7 +38,15 @@ OURS = {
 METHODS = {**OURS, **PEERS}
 # On several ranks of several nodes the ranks of all methods, which live at the same time, need too much memory for one
 # machine: what is left out is timed with one rank on each node.
-_ON_TWO_LEVELS = ("ours-none", "ours-gradients", "ours-parameters-node", "ours-tensor-2", "ddp", "zero", "fsdp2")
+_ON_TWO_LEVELS = (
+    "ours-none",
+    "ours-gradients",
+    "ours-parameters-node",
+    "ours-tensor-2",
+    "ddp",
+    "zero",
+    "fsdp2",
+)
 
 
 def methods_at(*, num_nodes: int, ranks_per_node: int) -> dict[str, Method]:

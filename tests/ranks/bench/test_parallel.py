@@ -52,7 +52,9 @@ def test_every_layout_equals_one_process_and_loads_every_other(tmp_path: Path) -
         for layout in of_figure("1")
         if layout.name in on_two_ranks("1", nodes=True) and layout.pipeline == 1
     ]
-    bits = [f"parallel.1.bits.{workload}.{name}" for workload in ("language", "convolution") for name in SAME_BITS]
+    bits = [
+        f"parallel.1.bits.{workload}.{name}" for workload in ("language", "convolution") for name in SAME_BITS
+    ]
     assert list(records) == [
         *language, *images, *bits, "parallel.6.bits.2", "parallel.6.loss.2", "parallel.6.dcp",
     ]  # fmt: skip

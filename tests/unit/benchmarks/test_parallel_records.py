@@ -33,7 +33,10 @@ def test_the_formulas_of_the_layouts(num: int) -> None:
     once = (num - 1) / num
     assert held("none", sharing=num) == 16
     assert held("optimizer", sharing=num) == pytest.approx(8 + 12 / num)
-    assert held("gradients", sharing=num) == pytest.approx(4 + 12 / num + 24)  # six buckets of 4 MB
+    assert held("gradients", sharing=num) == pytest.approx(8 + 12 / num)  # six buckets would be more than all
+    large = Counts(parameters=100 * P)
+    buckets_bytes = LAYOUTS["gradients"].held_bytes(large, sharing=num) - (4 + 12 / num) * 100 * P
+    assert buckets_bytes == pytest.approx(24e6)
     assert held("parameters", sharing=num) == held("parameters-node", sharing=num) == 16 / num
     assert [sent(NONE, num_nodes=num, bits=bits) for bits in (32, 16, 8)] == pytest.approx(
         [2 * once, once, once / 2]
@@ -130,7 +133,9 @@ def test_bubbles_are_held_against_the_formula_and_two_stages_a_rank_against_1f1b
         f"{name}.8.1KiB" for name in steps
     ]
     assert [record.value for record in records] == pytest.approx([1 - 0.48 / s for s in steps.values()])
-    assert [record.bar for record in records] == pytest.approx([3 / 11 + 0.03] * 2 + [1 - 0.48 / 0.70] * 2, abs=1e-4)
+    assert [record.bar for record in records] == pytest.approx(
+        [3 / 11 + 0.03] * 2 + [1 - 0.48 / 0.70] * 2, abs=1e-4
+    )
     assert [record.holds for record in records] == [True, False, True, False]
 
 
@@ -155,13 +160,22 @@ def timed(*, binds: bool = True) -> dict[str, Record]:
 
 def test_times_are_held_against_the_best_peer_with_as_many_bits_and_like_against_like() -> None:
     records = timed()
-    assert list(records) == ["best", "best-16", "none", "parameters", "optimizer"]  # tensor groups have no peer
+    assert list(records) == [
+        "best",
+        "best-16",
+        "none",
+        "parameters",
+        "optimizer",
+    ]  # tensor groups have no peer
     assert records["best"].value == pytest.approx(0.12 / 0.11)
     assert not records["best"].holds
     assert timed(binds=False)["best"].holds
     assert records["best-16"].value == pytest.approx(1.2)
     assert records["parameters"].value == pytest.approx(1.3)
-    assert "ZeroRedundancyOptimizer on Gloo / ours, optimizer sharded (ZeRO-1): 150 / 120 ms" in records["optimizer"].what
+    assert (
+        "ZeroRedundancyOptimizer on Gloo / ours, optimizer sharded (ZeRO-1): 150 / 120 ms"
+        in records["optimizer"].what
+    )
     assert tuple(records["parameters"].range) == (pytest.approx(0.28 / 0.22), pytest.approx(1.5))
     assert "FSDP2 on Gloo / ours, parameters sharded (ZeRO-3): 280 / 200 ms" in records["parameters"].what
     lines = page.tables([record.as_json() for record in records.values()])["times"].splitlines()
