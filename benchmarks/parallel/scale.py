@@ -36,7 +36,7 @@ class Scale:
     bubble_message_bytes: tuple[int, ...] = (1 << 10, 1 << 20)
     bubble_steps: int = 3
     checkpoint_ranks: tuple[int, ...] = (4, 2)
-    timeout_s: float = 400.0
+    timeout_s: float = 900.0
 
 
 FULL = Scale()
