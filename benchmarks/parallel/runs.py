@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.parallel import figures
 from benchmarks.parallel.layouts import LAYOUTS, timed_methods
+from benchmarks.parallel.planned.runs import MODELS, QUICK_MODELS, plan_records
 from benchmarks.parallel.timed.programs import on_cluster, on_node
 from benchmarks.parallel.timed.rounds import Rounds, take_rounds
 from benchmarks.reduction.places import OnCluster, OneNode, RanksFailed
@@ -35,6 +36,7 @@ class Scale:
     equality_steps: int = 20
     memory_ranks: tuple[int, ...] = (2, 4)
     memory_workload: str = "50M"
+    planned_models: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: MODELS)
     traffic_nodes: int = 4
     traffic_workload: str = "sent"
     traffic_steps: int = 3
@@ -55,7 +57,7 @@ class Scale:
 
 FULL = Scale()
 QUICK = replace(
-    FULL, equality_ranks=(2,), memory_ranks=(2,), memory_workload="2M", traffic_nodes=2, traffic_workload="2M",
+    FULL, equality_ranks=(2,), memory_ranks=(2,), memory_workload="2M", planned_models=QUICK_MODELS, traffic_nodes=2, traffic_workload="2M",
     traffic_steps=1, times={(1, 2): ("",)}, turn_steps=1, rounds=1, checkpoint_ranks=(2,),
 )  # fmt: skip
 THOROUGH = replace(FULL, equality_ranks=(1, 2, 4, 8))
@@ -118,6 +120,13 @@ def memory(places: Places, scale: Scale) -> list[Record]:
             )
             made.append(figures.memory_record(layout, found, num_ranks=num_ranks, sharing=num_ranks // nodes))
             places.say(f"memory of {layout.what} on {num_ranks} ranks")
+    return made
+
+
+def planned(places: Places, scale: Scale) -> list[Record]:
+    """Figure 2, against `hpctrain plan`. Two ranks on this machine."""
+    made = plan_records(models=scale.planned_models, timeout_s=scale.timeout_s)
+    places.say("memory against the plan")
     return made
 
 
@@ -226,7 +235,7 @@ def checkpoints(places: Places, scale: Scale) -> list[Record]:
 # Figure -> its parts: title and measurement.
 FIGURES: dict[str, list[tuple[str, Run]]] = {
     "1": [("equality", equality)],
-    "2": [("memory", memory)],
+    "2": [("memory", memory), ("plan", planned)],
     "3": [("traffic", traffic)],
     "4": [
         ("2 ranks on one node", times(1, 2)),

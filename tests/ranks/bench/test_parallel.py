@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parallel.layouts import LAYOUTS, timed_methods
+from benchmarks.parallel.planned.runs import WAYS
 from tests.ranks_launcher import run_command
 
 pytestmark = pytest.mark.launches
@@ -51,6 +52,7 @@ def test_memory_and_steps_of_every_method_are_measured(tmp_path: Path) -> None:
     memory = [f"parallel.2.{name}.2" for name in on_one_node]
     assert list(records) == [
         *memory,
+        *(f"parallel.2.plan.{way}" for way in WAYS),
         *(f"parallel.4.1x2.{name}" for name in ("best", "best-16", *on_one_node)),
     ]
     # A small model: what does not grow with it counts too.

@@ -1,0 +1,54 @@
+"""The task `characters`, which notes how much memory its process has while it is trained."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.tasks.characters import Characters
+from hpctrain.train import Fields
+
+_EVERY_S = 0.02
+
+
+class Watched(Characters):
+    """Writes into the folder `report` a file for each process, each time that the loss is computed.
+
+    In it are bytes before the model was built, and the most since then until the newest step began: what the run does
+    after its last step does not count.
+    """
+
+    def __init__(self, *, report: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._report = Path(report) / f"{os.getpid()}.json"
+        self._before = self._most = 0
+
+    def build_model(self) -> nn.Module:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self._before = own_bytes()
+        threading.Thread(target=self._watch, daemon=True).start()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
+        self._report.write_text(json.dumps({"before": self._before, "most": self._most}))
+        return super().loss(model, fields)
+
+    def _watch(self) -> None:
+        ended = threading.Event()
+        while not ended.wait(_EVERY_S):
+            self._most = max(self._most, own_bytes())
+
+
+def own_bytes() -> int:
+    """Returns this process's memory without pages of files; shared pages are divided among their processes."""
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
