@@ -30,13 +30,16 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
-    """Makes glibc give back each piece of more than 1 MiB when it is freed, and keep up to 256 MiB of smaller ones.
+    """Makes glibc give back all that it keeps, and from now on each piece of more than 1 MiB when it is freed.
 
     For a model whose blocks are gathered and freed again in each step: kept, pieces of many sizes with others between
-    them are used again only in part, and a rank holds much more than it needs.
-    Returns False, and changes nothing, where `keep_freed_memory` does.
+    them are used again only in part, and a rank holds much more than it needs. Up to 256 MiB of smaller pieces, and of
+    those that were made before, are kept. Returns False, and changes nothing, where `keep_freed_memory` does.
     """
-    return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ)
+    if not _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ):
+        return False
+    ctypes.CDLL(None).malloc_trim(0)
+    return True
 
 
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:

@@ -202,6 +202,8 @@ class Session:
             model, plan, world=self.world, topology=self.topology, device=self.device, timeout_s=timeout_s
         ):
             self.on_close(end_process_group)
+        if plan.shard == "parameters":
+            give_back_large_pieces()  # what the whole model had
         return model
 
     def save_state(

@@ -254,7 +254,7 @@ def test_more_micro_batches_never_need_more_from_the_second_on(
     )
     model = transformer(layers=layers, rows=rows)
     for plan in ways_to_split(run.topology, tensor_plan=PLAN):
-        totals = [needs(plan, model, run, parts).total for parts in range(2, 66)]
+        totals = [needs(plan, model, run, parts).total for parts in (2, 3, 5, 8, 64, 65)]
         assert totals == sorted(totals, reverse=True), name_of(plan)
         first = needs(plan, model, run)
         assert first.total >= first.parameters + first.optimizer + (first.activations or 0)
