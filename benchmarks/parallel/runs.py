@@ -57,7 +57,8 @@ class Scale:
 
 FULL = Scale()
 QUICK = replace(
-    FULL, equality_ranks=(2,), memory_ranks=(2,), memory_workload="2M", planned_models=QUICK_MODELS, traffic_nodes=2, traffic_workload="2M",
+    FULL, equality_ranks=(2,), memory_ranks=(2,), memory_workload="2M", planned_models=QUICK_MODELS,
+    traffic_nodes=2, traffic_workload="2M",
     traffic_steps=1, times={(1, 2): ("",)}, turn_steps=1, rounds=1, checkpoint_ranks=(2,),
 )  # fmt: skip
 THOROUGH = replace(FULL, equality_ranks=(1, 2, 4, 8))

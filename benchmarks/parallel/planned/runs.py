@@ -56,7 +56,9 @@ def plan_records(
             measured, planned = {}, {}
             for model, options in models.items():
                 document = recipe_of(options, parallel, data=folder / "data")
-                found = plan_memory(parse_recipe(document), recipe_path=folder / "recipe.toml", num_ranks=NUM_RANKS)
+                found = plan_memory(
+                    parse_recipe(document), recipe_path=folder / "recipe.toml", num_ranks=NUM_RANKS
+                )
                 chosen = next(entry for entry in found.ways if entry.is_current)
                 assert chosen.needs is not None, chosen.refused
                 planned[model] = chosen.needs(chosen.choices[0]).total

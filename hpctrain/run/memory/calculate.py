@@ -154,7 +154,9 @@ def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
     try:
         return dict(task.tensor_plan())
     except Exception as error:  # the user's code may raise anything
-        note(f"ways with split layers are left out: the task's tensor_plan raised {type(error).__name__}: {error}")
+        note(
+            f"ways with split layers are left out: the task's tensor_plan raised {type(error).__name__}: {error}"
+        )
         return {}
 
 

@@ -37,7 +37,9 @@ def ways_to_split(
         ]  # fmt: skip
     if in_stages:
         found += [
-            ParallelPlan(pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving)
+            ParallelPlan(
+                pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving
+            )
             for size in _divisors(topology.num_ranks)
             for saving in ("none", "blocks")
             for schedule in _schedules()

@@ -26,8 +26,8 @@ class Needs:
     """Bytes of the rank that needs most, with one number of micro-batches.
 
     reduction: messages, and gradients that are on their way. gathered, gathered_gradients: of blocks that are whole
-    while they are computed. accumulated: gradients that wait whole for the last micro-batch. activations: at their most,
-    at the begin of backward; late_activations: at its end; None and 0 if they were not measured. update: temporary
+    while they are computed. accumulated: gradients that wait whole for the last micro-batch. activations: at their
+    most, at the begin of backward; late_activations: at its end; None and 0 if they were not measured. update: temporary
     tensors of the optimizer's step. start: of the whole model before it is split. gradients_stay: whether there is
     memory for gradients at the begin of backward too. sent: to other ranks in a step.
     """
@@ -69,9 +69,7 @@ class Needs:
     @property
     def total(self) -> int:
         """The most bytes at any time: at the begin or end of backward, in the optimizer's step, or at the start."""
-        always = (
-            self.parameters + self.optimizer + self.reduction + self.buffers + self.data + self.snapshot
-        )
+        always = self.parameters + self.optimizer + self.reduction + self.buffers + self.data + self.snapshot
         begin = always + (self.activations or 0) + self.gathered + self.accumulated
         begin += self.gradients if self.gradients_stay else 0
         end = always + self.gradients + self.gathered + self.gathered_gradients + self.late_activations
@@ -186,9 +184,7 @@ def _activations(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, samples: int
 ) -> tuple[int | None, int]:
     """Returns the bytes at the begin of backward, None if they were not measured, and at its end."""
-    found = run.measured.activation_bytes(
-        plan.activation_checkpointing, tensor=plan.tensor, samples=samples
-    )
+    found = run.measured.activation_bytes(plan.activation_checkpointing, tensor=plan.tensor, samples=samples)
     num_blocks = len(model.blocks().keys() - {""})
     return found, (found or 0) // (num_blocks + 1)
 

@@ -62,8 +62,8 @@ class Judge:
         if not choices:
             replicas = self.topology.num_ranks // plan.pipeline
             return Verdict(
-                refused=f"data.global_batch = {self.recipe.data.global_batch} cannot be split into equal micro-batches for "
-                f"{replicas} data-parallel ranks and pipeline = {plan.pipeline}: use a multiple of "
+                refused=f"data.global_batch = {self.recipe.data.global_batch} cannot be split into equal micro-batches "
+                f"for {replicas} data-parallel ranks and pipeline = {plan.pipeline}: use a multiple of "
                 f"{replicas * plan.pipeline}"
             )
         return Verdict(drops_reduction=drops, choices=choices)

@@ -14,7 +14,7 @@ NOTHING = Sent(0.0, 0.0)
 
 
 def sent_in_a_step(plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micro_batches: int) -> Sent:
-    """Returns the bytes that a rank sends, the mean of the ranks. Activations that were not measured count as nothing."""
+    """Returns the bytes that a rank sends, the mean of the ranks. Unmeasured activations count as nothing."""
     if plan.pipeline > 1:
         return _of_pipeline(plan, model, run)
     if plan.shard == "parameters":
@@ -86,10 +86,10 @@ def _of_pipeline(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     found = []
     for place in range(plan.pipeline):
-        gradients = sum(p.num_bytes for p in model.trained if stages.stage_of[p.name] % plan.pipeline == place)
-        found.append(
-            gathered_in_a_ring(2 * gradients, ranks=mesh.data_ranks(stage=place), topology=topology)
+        gradients = sum(
+            p.num_bytes for p in model.trained if stages.stage_of[p.name] % plan.pipeline == place
         )
+        found.append(gathered_in_a_ring(2 * gradients, ranks=mesh.data_ranks(stage=place), topology=topology))
     summed = all_sent(*found).times(1 / plan.pipeline)
     return all_sent(summed, _between_stages(plan, stages, run, mesh=mesh))
 

@@ -55,7 +55,11 @@ def test_digits_are_planned_with_activations(digits: Path) -> None:
     assert whole["bytes"]["activations"] > 16 * 4 * (32 + 64) * 64
     assert whole["fits"]
     assert whole["micro_batches"] == 1
-    assert {way["way"] for way in found["ways"]} >= {"optimizer", "gradients, blocks", "parameters, selective"}
+    assert {way["way"] for way in found["ways"]} >= {
+        "optimizer",
+        "gradients, blocks",
+        "parameters, selective",
+    }
     assert found["chosen"] == {"way": "none", "micro_batches": 1, "recipe": [], "without_reduction": False}
 
 
@@ -78,7 +82,9 @@ def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
     # Almost all of the model is in split layers, and in blocks that are divided over the stages.
     assert sizes["none, tensor 4"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.1)
     assert sizes["pipeline 4 1f1b"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.1)
-    assert by_name["pipeline 4 1f1b"]["waiting"] == pytest.approx(3 / (by_name["pipeline 4 1f1b"]["micro_batches"] + 3))
+    assert by_name["pipeline 4 1f1b"]["waiting"] == pytest.approx(
+        3 / (by_name["pipeline 4 1f1b"]["micro_batches"] + 3)
+    )
     assert sizes["none"]["activations"] is None
     text = plan(*asked, "--memory", "190MB", cwd=tmp_path).stdout
     assert "Leave the section [reduction] out" in text

@@ -94,7 +94,9 @@ def test_a_cast_of_the_library_keeps_a_copy() -> None:
 UNIT_BYTES = 200_000
 
 
-def of_owners(names: str, *, wire: str = "fp32", algorithm: str = "auto", keeps: bool = True) -> ReductionNeeds:
+def of_owners(
+    names: str, *, wire: str = "fp32", algorithm: str = "auto", keeps: bool = True
+) -> ReductionNeeds:
     means = Means(backend="threads", topology=topology_of(names), messages=True)
     return scatter_needs(
         BUCKETS, keeps_gradients=keeps, parameter_bytes=4 * ELEMENTS, algorithm=algorithm, wire=wire,
@@ -165,6 +167,6 @@ def test_sums_of_sharded_gradients_send_what_the_guide_says() -> None:
     between = gradients / 2 / 4 * 1 / 2
     assert sent("hierarchical", "fp16") == (3 / 4 * gradients + between, between)
     assert sent("auto", "fp16", "node") == (3 / 4 * gradients + 2 * between, 2 * between)
-    assert sharded_sum(gradients, algorithm="hierarchical", wire="fp32", within="world", topology=topology_of("ab"))[0] == (
-        gradients / 2
-    )
+    assert sharded_sum(
+        gradients, algorithm="hierarchical", wire="fp32", within="world", topology=topology_of("ab")
+    )[0] == (gradients / 2)

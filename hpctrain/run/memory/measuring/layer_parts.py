@@ -73,9 +73,7 @@ def _within(rows: int) -> Callable[[nn.Module, Any], tuple[torch.Tensor]]:
 
 def _weight_dim(module: nn.Module, how: str) -> int:
     return next(
-        dim
-        for (kind, style), dim in _WEIGHT_DIMS.items()
-        if style == how and isinstance(module, kind)
+        dim for (kind, style), dim in _WEIGHT_DIMS.items() if style == how and isinstance(module, kind)
     )
 
 

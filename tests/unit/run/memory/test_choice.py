@@ -152,9 +152,7 @@ def test_costs_are_computing_again_and_waiting() -> None:
     assert fit is not None
     piped = replace(ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4))
     assert cost_of(replace(fit, way=piped, micro_batches=8)) == "waits 27%"
-    fewer = replace(
-        ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4, schedule="zero-bubble")
-    )
+    fewer = replace(ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4, schedule="zero-bubble"))
     assert cost_of(replace(fit, way=fewer, micro_batches=8)) == "waits less than 16%"
 
 

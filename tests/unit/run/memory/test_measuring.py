@@ -282,7 +282,7 @@ def test_ways_that_a_run_would_refuse_are_refused_with_its_reason(data: Path) ->
 
 
 def test_too_few_samples_are_refused_if_no_way_is_left(data: Path) -> None:
-    with pytest.raises(RecipeError, match="cannot be split over run.ranks = 100"):
+    with pytest.raises(RecipeError, match=r"cannot be split over run\.ranks = 100"):
         planned(data, num_ranks=100)
     split = planned(data, num_ranks=100, task={"target": f"{__name__}:Splittable"}, data={"global_batch": 60})
     assert "every rank needs at least one sample" in way_named(split, "none").refused
