@@ -28,8 +28,8 @@ class Needs:
     reduction: messages, and gradients that are on their way. gathered, gathered_gradients: of blocks that are whole
     while they are computed. accumulated: gradients that wait whole for the last micro-batch. activations: at their
     most, at the begin of backward; late_activations: at its end; None and 0 if they were not measured. update:
-    temporary tensors of the optimizer's step. start: of the whole model before it is split. gradients_stay: whether there is
-    memory for gradients at the begin of backward too. sent: to other ranks in a step.
+    temporary tensors of the optimizer's step. start: of the whole model before it is split.
+    gradients_stay: whether there is memory for gradients at the begin of backward too. sent: to other ranks in a step.
     """
 
     parameters: int
