@@ -96,7 +96,10 @@ def recipe_of(options: Mapping[str, int], parallel: Mapping[str, Any], *, data: 
 
 
 def _trained(document: Mapping[str, Any], where: Path, *, timeout_s: float) -> list[int]:
-    """Trains as the recipe says, in the folder `where`; returns the growth of each rank's memory, in bytes."""
+    """Trains as the recipe says, in the folder `where`; returns the growth of each rank's memory, in bytes.
+
+    Which rank accesses how much of the memory that ranks share depends on who sums first: its mean counts.
+    """
     watched = {"target": "benchmarks.parallel.planned.task:Watched"}
     options = {**document["task"]["options"], "report": str(where / "report")}
     (where / "report").mkdir()
@@ -116,4 +119,5 @@ def _trained(document: Mapping[str, Any], where: Path, *, timeout_s: float) -> l
     if done.returncode:
         raise RanksFailed(f"{document['parallel']}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     found = [json.loads(file.read_text()) for file in sorted((where / "report").iterdir())]
-    return [entry["most"] - entry["before"] for entry in found]
+    alone, shared = ([entry["most"][kind] - entry["before"][kind] for entry in found] for kind in (0, 1))
+    return [own + sum(shared) // len(shared) for own in alone]

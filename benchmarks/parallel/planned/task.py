@@ -22,14 +22,14 @@ _EVERY_S = 0.02
 class Watched(Characters):
     """Writes into the folder `report` a file for each process, each time that the loss is computed.
 
-    In it are bytes before the model was built, and the most since then until the newest step began: what the run does
-    after its last step does not count.
+    In it are bytes before the model was built, and the most since then until the newest step began, each of this
+    process alone and of what it shares with others: what the run does after its last step does not count.
     """
 
     def __init__(self, *, report: str, **options: Any) -> None:
         super().__init__(**options)
         self._report = Path(report) / f"{os.getpid()}.json"
-        self._before = self._most = 0
+        self._before = self._most = (0, 0)
 
     def build_model(self) -> nn.Module:
         gc.collect()
@@ -45,10 +45,17 @@ class Watched(Characters):
     def _watch(self) -> None:
         ended = threading.Event()
         while not ended.wait(_EVERY_S):
-            self._most = max(self._most, own_bytes())
+            alone, shared = own_bytes()
+            self._most = max(self._most[0], alone), max(self._most[1], shared)
 
 
-def own_bytes() -> int:
-    """Returns this process's memory without pages of files; shared pages are divided among their processes."""
+def own_bytes() -> tuple[int, int]:
+    """Returns this process's memory without pages of files: its own, and its part of what it shares.
+
+    A shared page is divided among the processes that have accessed it.
+    """
     rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    found = {
+        name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in rollup[1:])
+    }
+    return found["Pss_Anon"], found["Pss_Shmem"]

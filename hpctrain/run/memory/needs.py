@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.comm import MESSAGE_BYTES
 from hpctrain.distributed import ParallelPlan
 from hpctrain.reduce import Sent
 from hpctrain.run.memory.sizes import ModelSizes, ParameterSize, RunSizes
@@ -93,7 +94,6 @@ def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches
     reduction = run.reductions["none"]
     gathered, gathered_gradients = _whole_blocks(local) if sharded else (0, 0)
     parameters = _bytes(local.parameters, parts)
-    whole_model = model.num_bytes + model.buffer_bytes
     updated = _update(local, run, parts=parts)
     if split:
         # The norms and what else every rank of a tensor group holds is summed too, and so is all without FSDP2.
@@ -111,7 +111,7 @@ def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches
         snapshot=_snapshot(model, run),
         update=updated,
         # The optimizer is made before the model is split, and keeps the whole parameters until it is made again.
-        start=whole_model + parameters if sharded or split else whole_model,
+        start=_start(model, parts=parameters if sharded or split else 0),
         activations=activations,
         late_activations=late,
         gradients_stay=not (sharded or split) or micro_batches > 1,
@@ -140,7 +140,7 @@ def _of_sharded_optimizer(
         snapshot=_snapshot(model, run),
         # The largest part of a parameter is at most that of its bucket.
         update=min(2 * max((p.num_bytes for p in model.trained), default=0), 2 * sums),
-        start=model.num_bytes + model.buffer_bytes,
+        start=_start(model),
         activations=activations,
         late_activations=late,
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
@@ -174,7 +174,7 @@ def _of_stages(
         snapshot=_snapshot(model, run),
         # With replicas all gradients are copied into one tensor to be summed.
         update=max(_update(own, run, parts=1), gradients if replicas > 1 else 0),
-        start=model.num_bytes + model.buffer_bytes,
+        start=_start(model),
         activations=found,
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
     )
@@ -203,6 +203,13 @@ def _bytes(parameters: Sequence[ParameterSize], num_parts: int) -> int:
 
 def _optimizer(model: ModelSizes, parts: int) -> int:
     return math.ceil(sum(p.state_bytes * p.share(parts) + p.other_state_bytes for p in model.trained))
+
+
+def _start(model: ModelSizes, *, parts: int = 0) -> int:
+    """Returns the bytes of the whole model, and of the parts that are made of it, or of copies that rank 0 sends."""
+    largest = max((p.num_bytes for p in model.parameters), default=0)
+    copies = min(model.num_bytes, max(largest, MESSAGE_BYTES))
+    return model.num_bytes + model.buffer_bytes + max(parts, copies)
 
 
 def _update(model: ModelSizes, run: RunSizes, *, parts: int) -> int:

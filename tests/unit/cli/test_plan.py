@@ -42,7 +42,7 @@ def digits(packed_digits: Path, tmp_path: Path) -> Path:
 def test_digits_are_planned_with_activations(digits: Path) -> None:
     recipe = str(EXAMPLES / "digits.toml")
     done = plan(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)
-    assert "151,306 parameters on 1 node x 4 ranks" in done.stdout
+    assert "151,306 parameters, batches of 64 samples, on 1 node x 4 ranks" in done.stdout
     assert "It fits as it is" in done.stdout
     assert "note:" not in done.stdout
     # The model has no repeated blocks, which is why ways are refused, for one reason.
@@ -67,8 +67,7 @@ def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "characters.toml")
     wide = ["--set", "task.options={ window = 128, width = 512, layers = 8, heads = 4 }"]
     asked = [recipe, "--ranks", "8", "--ranks-per-node", "4", *wide, "--set", "data.prefetch_mb=1"]
-    asked += ["--set", "reduction.bucket_mb=4"]
-    found = document(*asked, "--memory", "190MB", cwd=tmp_path)
+    found = document(*asked, "--memory", "150MB", cwd=tmp_path)
     assert "no training data can be read" in found["notes"][0]
     assert found["chosen"]["way"] == "parameters within node"
     assert found["chosen"]["recipe"] == ["[parallel]", 'shard = "parameters"', 'shard_within = "node"']
@@ -86,7 +85,7 @@ def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
         3 / (by_name["pipeline 4 1f1b"]["micro_batches"] + 3)
     )
     assert sizes["none"]["activations"] is None
-    text = plan(*asked, "--memory", "190MB", cwd=tmp_path).stdout
+    text = plan(*asked, "--memory", "150MB", cwd=tmp_path).stdout
     assert "Leave the section [reduction] out" in text
     assert '[parallel]\nshard = "parameters"\nshard_within = "node"' in text
     assert "pipeline 4 zero-bubble" not in text
@@ -103,7 +102,7 @@ def test_where_nothing_fits_the_code_is_that_of_a_run_out_of_memory(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "100"], "cannot be split over 100 ranks"),
+        (["--ranks", "100", "--set", "parallel.tensor=1"], "cannot be split over run.ranks = 100"),
         (["--ranks", "2", "--memory", "much"], "'much' is no size"),
         (["--ranks", "2", "--set", "task.target=nowhere:Task"], "cannot be imported"),
     ],

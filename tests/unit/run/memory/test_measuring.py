@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
 
 
 class Task:
