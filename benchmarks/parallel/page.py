@@ -19,8 +19,11 @@ def refresh(page: Path, content: Mapping[str, Any]) -> None:
 def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Returns name of the table -> its lines."""
     found = {}
-    if memory := [record for record in records if record["id"].startswith("parallel.2.")]:
+    of_plan = [record for record in records if record["id"].startswith("parallel.2.plan.")]
+    if memory := [r for r in records if r["id"].startswith("parallel.2.") and r not in of_plan]:
         found["memory"] = _memory(memory)
+    if of_plan:
+        found["plan"] = _plan(of_plan)
     if times := [r for r in records if r["id"].startswith("parallel.4.") and r["id"].endswith(".best")]:
         found["times"] = _times(times)
     return found
@@ -39,6 +42,22 @@ def _memory(records: Sequence[Mapping[str, Any]]) -> str:
             for sizes in (samples["held_bytes"], samples["peak_bytes"])
         )
         rows.append(f"| {record['id'].removeprefix('parallel.2.')} | {formula / 1e6:.0f} | {held} | {peak} |")
+    return "\n".join(rows)
+
+
+def _plan(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the growth from the small to the large model: planned, and of the rank that grew most."""
+    rows = ["| way | planned, MB | measured, MB | off |", "| --- | --- | --- | --- |"]
+    for record in records:
+        measured, planned = record["samples"]["measured"], record["samples"]["planned"]
+        grown, expected = (
+            max(measured["large"]) - max(measured["small"]),
+            planned["large"] - planned["small"],
+        )
+        rows.append(
+            f"| {record['id'].removeprefix('parallel.2.plan.')} | {expected / 1e6:.0f} | {grown / 1e6:.0f} | "
+            f"{expected / grown - 1:+.0%} |"
+        )
     return "\n".join(rows)
 
 

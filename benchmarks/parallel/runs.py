@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.parallel import figures
 from benchmarks.parallel.layouts import arrangements, of_figure
+from benchmarks.parallel.planned.runs import plan_records
 from benchmarks.parallel.scale import Scale
 from benchmarks.parallel.timed.methods import METHODS, methods_at
 from benchmarks.parallel.timed.programs import on_cluster, on_node
@@ -92,6 +93,13 @@ def memory(places: Places, scale: Scale) -> list[Record]:
             sharing = num_ranks // num_nodes
             made.append(figures.memory_record(layout, found, num_ranks=num_ranks, sharing=sharing))
             places.say(f"memory of {layout.what} on {num_ranks} ranks")
+    return made
+
+
+def planned(places: Places, scale: Scale) -> list[Record]:
+    """Figure 2, against `hpctrain plan`. Two ranks on this machine."""
+    made = plan_records(models=scale.planned_models, timeout_s=scale.timeout_s)
+    places.say("memory against the plan")
     return made
 
 
@@ -233,7 +241,7 @@ def checkpoints(places: Places, scale: Scale) -> list[Record]:
 # Figure -> its parts: title and measurement.
 FIGURES: dict[str, list[tuple[str, Run]]] = {
     "1": [("equality", equality)],
-    "2": [("memory", memory)],
+    "2": [("memory", memory), ("plan", planned)],
     "3": [("traffic", traffic)],
     "4": [
         ("2 ranks on one node", times(1, 2)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from benchmarks.parallel.planned.runs import MODELS, QUICK_MODELS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
@@ -17,6 +19,7 @@ class Scale:
     equality_steps: int = 20
     memory_ranks: tuple[int, ...] = (2, 4)
     memory_workload: str = "50M"
+    planned_models: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: MODELS)
     traffic_nodes: int = 4
     traffic_workload: str = "sent"
     traffic_steps: int = 3
@@ -41,7 +44,8 @@ class Scale:
 
 FULL = Scale()
 QUICK = replace(
-    FULL, equality_ranks=(2,), equality_steps=5, memory_ranks=(2,), memory_workload="3M", traffic_nodes=2,
+    FULL, equality_ranks=(2,), equality_steps=5, memory_ranks=(2,), memory_workload="3M",
+    planned_models=QUICK_MODELS, traffic_nodes=2,
     traffic_workload="3M", traffic_steps=1, times={(1, 2): ("",)}, turn_steps=1, rounds=1, bubble_ranks=2,
     bubble_micro_batches=(4,), bubble_message_bytes=(1 << 10,), bubble_steps=1, checkpoint_ranks=(2,),
 )  # fmt: skip

@@ -26,7 +26,10 @@ from .collectives.agreement import (
     on_rank_0 as on_rank_0,
     raise_together as raise_together,
 )
-from .collectives.broadcast_tensors import broadcast_tensors as broadcast_tensors
+from .collectives.broadcast_tensors import (
+    MESSAGE_BYTES as MESSAGE_BYTES,
+    broadcast_tensors as broadcast_tensors,
+)
 from .collectives.messages import receive_message as receive_message, send_message as send_message
 from .collectives.reduce_values import Operation as Operation, all_reduce_values as all_reduce_values
 from .collectives.shared_folder import (

@@ -22,6 +22,7 @@ from .operations import (
     reduce_scatter as reduce_scatter,
 )
 from .pipelines.pipeline import Pipeline as Pipeline, pipeline_of as pipeline_of
+from .pipelines.stages import Stages as Stages, divide as divide
 from .plan import (
     Checkpointing as Checkpointing,
     ParallelPlan as ParallelPlan,
@@ -53,5 +54,6 @@ from .tensor_parallel import (
     TensorSplit as TensorSplit,
     replicated_over_tensor_ranks as replicated_over_tensor_ranks,
     split_of as split_of,
+    tensor_styles as tensor_styles,
 )
 from .work import CollectiveWork as CollectiveWork, OperationThread as OperationThread

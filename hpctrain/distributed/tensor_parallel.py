@@ -150,6 +150,14 @@ def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int) -> Non
             raise UsageError(f"tensor = {tensor} does not divide {what} of {name}: change one of the two")
 
 
+def tensor_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
+    """Returns how each module that `plan` splits is split, by name: `column`, `column-gathered` or `row`.
+
+    Raises UsageError for names that the model lacks.
+    """
+    return {name: entry.how for name, entry in _resolve(model, plan).items()}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     """How one module is split. parts: that stay whole; None: each feature is one. pattern: that named it."""

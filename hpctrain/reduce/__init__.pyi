@@ -45,7 +45,15 @@ from .data_parallel.gradient_buckets import describe_gradient as describe_gradie
 from .data_parallel.loss_scale import LossScale as LossScale
 from .factory import ReducerMaker as ReducerMaker
 from .horovod_compression.compressors import Compression as Compression
-from .needs import ReductionNeeds as ReductionNeeds, reduction_needs as reduction_needs
+from .needs import (
+    ReductionNeeds as ReductionNeeds,
+    Sent as Sent,
+    all_sent as all_sent,
+    gathered_in_a_ring as gathered_in_a_ring,
+    reduction_needs as reduction_needs,
+    scatter_needs as scatter_needs,
+    sharded_sum as sharded_sum,
+)
 from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS, SHARDED_WIRES as SHARDED_WIRES
 from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
 from .sharded.scatter_reducer import ScatterReducer as ScatterReducer

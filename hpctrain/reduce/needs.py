@@ -1,6 +1,9 @@
 """What a rank needs to reduce the gradients of a step: memory and traffic, by formulas. Pure.
 
 E: bytes of the buckets; w: the wire's share of them; N ranks on C nodes, R on the smallest.
+
+`reduction_needs` is of whole gradients on every rank, `scatter_needs` of a sharded optimizer, `sharded_sum` of sharded
+parameters.
 """
 
 from __future__ import annotations
@@ -8,16 +11,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
-from hpctrain.reduce.algorithms import LIBRARY_ALGORITHMS, Algorithm, Means, decide
+from hpctrain.reduce.algorithms import AUTO, LIBRARY_ALGORITHMS, Algorithm, Means, decide, parse_algorithm
 from hpctrain.reduce.codecs.registry import codec_named
 from hpctrain.reduce.collective_reducers.cast_sum import wire_dtype
 from hpctrain.reduce.collective_reducers.power_sgd import FACTOR_COLUMNS
 from hpctrain.reduce.collective_reducers.power_sgd_factors import FactoredBucket
 from hpctrain.reduce.collective_reducers.top_k import FRACTION, TopKMessage
 from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.topology import Topology
 
 # Of the engine and the updater: elements of a chunk, chunks of a bucket and buckets in flight.
 _CHUNK_ELEMS = 1 << 19
@@ -25,6 +30,8 @@ _CHUNKS_IN_FLIGHT = 4
 _BUCKETS_IN_FLIGHT = 4
 # A rank keeps the residual at the start of a step and the new one.
 _RESIDUALS = 2
+# Of a `ScatterUpdater`: a unit is filled and one is on its way to be freed, while others are reduced.
+_SLOTS = _BUCKETS_IN_FLIGHT + 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +135,122 @@ def _of_every_value(
         algorithm=runs, buckets=held, wire=_under_way(buckets, wire=wire, peers=peers, carriers=carriers),
         residuals=residuals // carriers if wire == "int8" else 0, sent=sent, sent_between_nodes=far,
     )  # fmt: skip
+
+
+def scatter_needs(
+    buckets: Sequence[Bucket],
+    *,
+    keeps_gradients: bool,
+    parameter_bytes: int,
+    algorithm: str,
+    wire: str,
+    bucket_bytes: int,
+    means: Means,
+) -> ReductionNeeds:
+    """Returns what a `ScatterUpdater` needs for `buckets`, without its share of the sums: `buckets` is the memory in
+    which gradients wait for their reduction, and of those that are not yet there.
+
+    keeps_gradients: memory for all of them (ZeRO-1), or for a few units (ZeRO-2). parameter_bytes: what is gathered.
+    algorithm: a name or `auto`. wire: fp32, fp16, bf16 or int8.
+    """
+    topology = means.topology
+    num_ranks = topology.num_ranks
+    wanted = Algorithm.HIERARCHICAL if algorithm == AUTO else parse_algorithm(algorithm)
+    runs = (
+        wanted
+        if wanted is Algorithm.DIRECT
+        else decide(Algorithm.HIERARCHICAL, wire="int8", means=means).algorithm
+    )
+    two_levels = runs is Algorithm.HIERARCHICAL
+    peers = topology.num_nodes if two_levels else num_ranks
+    carriers = min(map(len, topology.ranks_by_node)) if two_levels else 1
+    units = [size for bucket in buckets for size in _unit_bytes(bucket, bucket_bytes=bucket_bytes)]
+    # Beside the units the gradients of one bucket, until the last of them is there.
+    filling = max((_gradient_bytes(bucket) for bucket in buckets), default=0)
+    slots = units if keeps_gradients else heapq.nlargest(_SLOTS, units)
+    if peers == 1:
+        return ReductionNeeds(algorithm=runs, buckets=sum(slots), wire=filling)
+    codec = codec_named(wire)
+    encoded = sum(codec.num_bytes(bucket.num_gradients, dtype=bucket.dtype) for bucket in buckets)
+    whole = sum(map(_gradient_bytes, buckets))
+    # Of each part one copy arrives from, and one is sent to, every other node; the node's sums are copies too.
+    copies = encoded / whole + (1.0 if carriers > 1 else 0.0) + (encoded / whole if not codec.exact else 0.0)
+    in_flight = sum(heapq.nlargest(_BUCKETS_IN_FLIGHT, units)) * (peers - 1) / num_ranks
+    sent = (encoded + parameter_bytes) * (peers - 1) / num_ranks
+    elsewhere = (num_ranks - num_ranks / topology.num_nodes) / (num_ranks - 1)
+    return ReductionNeeds(
+        algorithm=runs, buckets=sum(slots), wire=filling + int(copies * in_flight),
+        residuals=int(_RESIDUALS * whole * peers / num_ranks) if wire == "int8" else 0, sent=int(sent),
+        sent_between_nodes=int(sent if two_levels else sent * elsewhere),
+    )  # fmt: skip
+
+
+def _gradient_bytes(bucket: Bucket) -> int:
+    """Returns the bytes of a bucket's gradients, without gap and flags."""
+    return bucket.num_gradients * bucket.dtype.itemsize
+
+
+def _unit_bytes(bucket: Bucket, *, bucket_bytes: int) -> list[int]:
+    """Returns the bytes of the units of a bucket; see `ShardPlan`."""
+    num_units = max(1, -(-_gradient_bytes(bucket) // bucket_bytes))
+    return [-(-_gradient_bytes(bucket) // num_units)] * num_units
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends, the mean of the ranks, and of them those to other nodes."""
+
+    total: float
+    between_nodes: float
+
+    def times(self, factor: float) -> Sent:
+        return Sent(self.total * factor, self.between_nodes * factor)
+
+
+def all_sent(*parts: Sent) -> Sent:
+    """Returns the sum of several parts of what is sent."""
+    return Sent(sum(part.total for part in parts), sum(part.between_nodes for part in parts))
+
+
+def gathered_in_a_ring(num_bytes: float, *, ranks: Sequence[int], topology: Topology) -> Sent:
+    """Returns what gathering a tensor of `num_bytes` from equal parts on `ranks` sends; reduce-scatter sends as much.
+
+    In a ring over the ranks in order, one rank of each node sends to another node.
+    """
+    sent = num_bytes * (len(ranks) - 1) / len(ranks)
+    num_nodes = len({topology.node_of(rank) for rank in ranks})
+    return Sent(sent, sent * num_nodes / len(ranks) if num_nodes > 1 else 0.0)
+
+
+def sharded_sum(
+    num_bytes: int,
+    *,
+    algorithm: str,
+    wire: str,
+    within: Literal["world", "node"],
+    topology: Topology,
+    itemsize: int = 4,
+) -> Sent:
+    """Returns what summing gradients of `num_bytes` sends, of which each rank keeps a part; see `reduce_gradients_by`.
+
+    algorithm: `auto`, `direct` or `hierarchical`. wire: fp32, fp16, bf16 or int8. within: `node`: the parts are those
+    of the ranks of a node, and the nodes' sums are added up.
+    """
+    num_ranks, num_nodes = topology.num_ranks, topology.num_nodes
+    encoded = num_bytes
+    if wire != "fp32":
+        dtype = torch.float64 if itemsize == 8 else torch.float32
+        encoded = codec_named(wire).num_bytes(num_bytes // itemsize, dtype=dtype)
+    of_node = num_ranks / num_nodes
+    within_node = num_bytes * (of_node - 1) / of_node
+    if within == "node":
+        between = 2 * encoded / of_node * (num_nodes - 1) / num_nodes
+        return Sent(within_node + between, between)
+    if algorithm == Algorithm.HIERARCHICAL and 1 < num_nodes < num_ranks:
+        between = encoded / of_node * (num_nodes - 1) / num_nodes
+        return Sent(within_node + between, between)
+    if algorithm == AUTO and wire == "fp32":
+        return gathered_in_a_ring(num_bytes, ranks=range(num_ranks), topology=topology)
+    return Sent(encoded * (num_ranks - 1) / num_ranks, encoded * (num_ranks - of_node) / num_ranks)
 
 
 def _under_way(buckets: Sequence[Bucket], *, wire: str, peers: int, carriers: int) -> int:

@@ -2,6 +2,7 @@ from .divergence import Divergence as Divergence, DivergenceLimits as Divergence
 from .end_time import EndTime as EndTime
 from .freed_memory import (
     give_back_freed_memory as give_back_freed_memory,
+    give_back_large_pieces as give_back_large_pieces,
     keep_freed_memory as keep_freed_memory,
 )
 from .host_memory import (

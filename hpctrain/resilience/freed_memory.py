@@ -15,6 +15,7 @@ from collections.abc import Mapping
 # mallopt(3): requests of more bytes than the first are mapped alone; more free bytes than the second are given back.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES = 32 << 20  # the largest that glibc takes
+_LARGE_BYTES = 1 << 20
 _TRIM_BYTES = 256 << 20
 _DEFAULT_BYTES = 128 << 10  # of both
 
@@ -26,6 +27,19 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     so on), or the C library is another one.
     """
     return _set_thresholds(_MMAP_BYTES, _TRIM_BYTES, environ=environ)
+
+
+def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
+    """Makes glibc give back all that it keeps, and from now on each piece of more than 1 MiB when it is freed.
+
+    For a model whose blocks are gathered and freed again in each step: kept, pieces of many sizes with others between
+    them are used again only in part, and a rank holds much more than it needs. Up to 256 MiB of smaller pieces, and of
+    those that were made before, are kept. Returns False, and changes nothing, where `keep_freed_memory` does.
+    """
+    if not _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ):
+        return False
+    ctypes.CDLL(None).malloc_trim(0)
+    return True
 
 
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:

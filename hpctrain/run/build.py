@@ -17,7 +17,7 @@ from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, pi
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, ShardedUpdater, Updater
-from hpctrain.resilience import RecentTimes, StopPlan
+from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
@@ -76,6 +76,8 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) 
         tensor=recipe.parallel.tensor, pipeline=recipe.parallel.pipeline
     )  # before the loaders
     loader = _training_loader(recipe, data, session)
+    if recipe.parallel.shard == "parameters":
+        give_back_large_pieces()  # before the model, which is freed again once it is split
     seed_generators(derive_seed(recipe.run.seed, "model"))
     model = build_model(recipe, task, device=session.device)
     return Parts(

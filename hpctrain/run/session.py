@@ -52,7 +52,7 @@ from hpctrain.reduce import (
     ShardedUpdater,
     reduce_gradients_by,
 )
-from hpctrain.resilience import keep_freed_memory
+from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
 from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
@@ -196,10 +196,14 @@ class Session:
         timeout_s = self.world.limits.settings.timeout_s
         if plan.tensor > 1:
             self.agreed(lambda: self.axes.arrange(tensor=plan.tensor), os_error=UsageError)
+        if plan.shard == "parameters":
+            give_back_large_pieces()
         if parallelize(
             model, plan, world=self.world, topology=self.topology, device=self.device, timeout_s=timeout_s
         ):
             self.on_close(end_process_group)
+        if plan.shard == "parameters":
+            give_back_large_pieces()  # what the whole model had
         return model
 
     def save_state(

@@ -14,7 +14,7 @@ from hpctrain.errors import ExitCode
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PLAIN_WIDTH = 160
+_PLAIN_WIDTH = 200
 
 
 def plan_command(
@@ -39,9 +39,18 @@ def plan_command(
             "--set", metavar="SECTION.KEY=VALUE", help="Override a key of the recipe; may be repeated."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Show also ways that differ only in activation checkpointing or schedule."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, all ways, sizes in bytes.")] = False,
 ) -> None:
-    """Say which ways to split the recipe's model fit into memory, and what they send. Runs as one process.
+    """Say which ways to split the recipe's model fit into memory, what they send and cost, and which to take.
+
+    Runs as one process. It knows all of the recipe's section [parallel]: sharded optimizer, gradients and parameters,
+    activation checkpointing, and, if the task says how, split layers (tensor) and pipelines.
 
     \b
     hpctrain plan recipe.toml --ranks 8 --memory 40GB
@@ -69,7 +78,7 @@ def plan_command(
     if as_json:
         typer.echo(json.dumps(memory_document(plan), indent=1))
     else:
-        _show(memory_table(plan))
+        _show(memory_table(plan, every=every))
         for line in memory_lines(plan):
             typer.echo(line)
     if memory is not None and plan.chosen is None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hpctrain.comm.collectives.agreement import check_same
 from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import BufferMismatch
+
+MESSAGE_BYTES = 32 << 20
 
 
 def broadcast_tensors(
@@ -21,8 +23,8 @@ def broadcast_tensors(
 ) -> None:
     """Copies `tensors` of the group's rank `root` into every rank's, in place. Collective.
 
-    tensors: of any shape and layout. Each dtype is sent as one message of raw bytes, so dtypes that a backend cannot
-    reduce (bool, bfloat16) are copied too. Raises BufferMismatch on every rank, naming those that differ, unless
+    tensors: of any shape and layout. They are sent as raw bytes, so dtypes that a backend cannot reduce (bool,
+    bfloat16) are copied too, in messages of up to `MESSAGE_BYTES`, of which a rank has a copy. Raises BufferMismatch on every rank, naming those that differ, unless
     number, shapes and dtypes are the same on all. name: what the tensors are, for that message.
     """
     if comm.num_ranks == 1:
@@ -35,13 +37,27 @@ def broadcast_tensors(
     check_same(comm, name=name, value=_describe(groups), error=BufferMismatch)
     with torch.no_grad():
         for group in groups:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group]).view(torch.uint8)
-            comm.broadcast(flat, root=root)
-            received = flat.view(group[0].dtype)
-            offset = 0
-            for tensor in group:
-                tensor.copy_(received[offset : offset + tensor.numel()].view(tensor.shape))
-                offset += tensor.numel()
+            for part in _messages(group):
+                flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).view(torch.uint8)
+                comm.broadcast(flat, root=root)
+                received = flat.view(group[0].dtype)
+                offset = 0
+                for tensor in part:
+                    tensor.copy_(received[offset : offset + tensor.numel()].view(tensor.shape))
+                    offset += tensor.numel()
+
+
+def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yields the tensors in lists of up to `MESSAGE_BYTES`; a larger one alone."""
+    waiting: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if waiting and num_bytes + tensor.nbytes > MESSAGE_BYTES:
+            yield waiting
+            waiting, num_bytes = [], 0
+        waiting.append(tensor)
+        num_bytes += tensor.nbytes
+    yield waiting
 
 
 def _describe(groups: Sequence[Sequence[torch.Tensor]]) -> str:

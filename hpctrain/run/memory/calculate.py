@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
-import psutil
 import torch
 
-from hpctrain.data import Batch, Dataset, Loader, Sequential
-from hpctrain.distributed import Checkpointing, ParallelPlan, check_plan
-from hpctrain.errors import HpctrainError, RecipeError
+from hpctrain.distributed import Checkpointing, ParallelPlan, Shard, TensorPlan
+from hpctrain.errors import RecipeError, UsageError
 from hpctrain.reduce import (
     AUTO,
     DEFAULT_BUCKET_BYTES,
     NCCL_ALGORITHMS,
+    SHARDED_ALGORITHMS,
+    SHARDED_WIRES,
+    SPARSE_WIRES,
     Algorithm,
     Means,
     ReductionNeeds,
@@ -24,31 +26,20 @@ from hpctrain.reduce import (
     parse_algorithm,
     plan_buckets,
     reduction_needs,
+    scatter_needs,
 )
-from hpctrain.run.build import build_model, reduction_plan
-from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
+from hpctrain.run.build import reduction_plan
 from hpctrain.run.memory.choice import Fit, Way, first_that_fits
-from hpctrain.run.memory.measure_activations import measure_activations
-from hpctrain.run.memory.measure_model import count_model, model_on_meta
-from hpctrain.run.memory.needs import (
-    Activations,
-    ModelSizes,
-    RunSizes,
-    line_through,
-    needs_of,
-    ways_to_split,
-)
-from hpctrain.run.recipe.load import parse_recipe
-from hpctrain.run.recipe.schema import Recipe, ReductionSection
-from hpctrain.topology import ParallelMesh, Topology
-from hpctrain.train import Task, TaskRunner, derive_seed, import_task, seed_generators
-
-_CPU = torch.device("cpu")
-# Samples of the largest micro-batch that is measured, unless the recipe's is smaller; at least the first number, since
-# batch normalisation needs some.
-_LEAST_SAMPLES, _MOST_SAMPLES = 4, 32
-# Model and gradients, while activations are measured.
-_COPIES = 2
+from hpctrain.run.memory.layouts import family_of, ways_to_split
+from hpctrain.run.memory.measuring.forward_backward import measure_forward_backward
+from hpctrain.run.memory.measuring.model import count_model, model_on_meta
+from hpctrain.run.memory.measuring.training_data import TrainingData, read_training_data
+from hpctrain.run.memory.needs import needs_of
+from hpctrain.run.memory.refusals import Judge, Verdict
+from hpctrain.run.memory.sizes import LoaderSizes, Measured, ModelSizes, RunSizes
+from hpctrain.run.recipe.schema import Recipe
+from hpctrain.topology import Topology
+from hpctrain.train import Task, TensorParallelTask, import_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +60,6 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Data:
-    """Of the training data: bytes of a sample as the task gets it, the first samples, and what a loader holds ready."""
-
-    sample_bytes: int
-    first: Batch
-    held_bytes: int
-
-
 def plan_memory(
     recipe: Recipe,
     *,
@@ -90,14 +72,9 @@ def plan_memory(
 
     The model is counted on the meta device. Activations are measured with it on this process's CPU, with training data,
     if both are there. ranks_per_node: absent, that of the section [slurm] if it is set there, else all on one node.
-    memory: bytes of a rank. Raises RecipeError if the recipe's task, model or optimizer cannot be made, or a rank would
-    have no samples.
+    memory: bytes of a rank. Raises RecipeError if the recipe's task, model or optimizer cannot be made, or a run would
+    refuse every way.
     """
-    if recipe.data.global_batch < num_ranks:
-        raise RecipeError(
-            f"data.global_batch = {recipe.data.global_batch} cannot be split over {num_ranks} ranks: every rank needs "
-            f"at least one sample. Set data.global_batch to {num_ranks} or more, or use fewer ranks"
-        )
     notes: list[str] = []
     topology = _topology(recipe, num_ranks, ranks_per_node)
     on_gpu = _on_gpu(recipe)
@@ -106,31 +83,46 @@ def plan_memory(
     def make_task() -> Task:
         return import_task(recipe.task.target, options=recipe.task.options, search=search)
 
-    model = model_on_meta(recipe, make_task, note=notes.append)
-    sizes = count_model(model, recipe.optimizer, note=notes.append)
-    samples = math.ceil(recipe.data.global_batch / num_ranks)
-    micro_batch = math.ceil(samples / recipe.data.micro_batches)
-    data = _data_of(recipe, samples=samples, micro_batch=micro_batch, num_ranks=num_ranks, notes=notes)
-    measured: Mapping[Checkpointing, Mapping[int, int]] = {}
+    task = make_task()
+    model = model_on_meta(recipe, lambda: task, note=notes.append)
+    tensor_plan = _tensor_plan(task, note=notes.append)
+    in_stages = callable(getattr(task, "pipeline_layers", None))
+    judge = Judge(
+        recipe=recipe, model=model, topology=topology, on_gpu=on_gpu, layers=partial(_layers, task, model)
+    )
+    plans = ways_to_split(topology, tensor_plan=tensor_plan, in_stages=in_stages)
+    verdicts = [judge.judge(plan) for plan in plans]
+    _check_some(verdicts)
+    # What a run would refuse for each number of ranks need not be a plan that can be counted.
+    allowed = [plan for plan, verdict in zip(plans, verdicts, strict=True) if not verdict.refused]
+    split_ranks = min((plan.tensor for plan in allowed if plan.tensor > 1), default=1)
+    sizes = count_model(
+        model, recipe.optimizer, tensor_plan=tensor_plan if split_ranks > 1 else None, note=notes.append
+    )
+    data = _data_of(recipe, topology, note=notes.append)
+    measured = Measured()
     if data is not None:
-        saves = _why_not(recipe, ParallelPlan(activation_checkpointing="blocks"), model, topology) == ""
-        measured = _measured(recipe, make_task, data, sizes=sizes, saves=saves, notes=notes)
-    besides = data.sample_bytes if data is not None and on_gpu else 0
-    activations: dict[Checkpointing, Activations] = {
-        way: line_through(found, besides=besides) for way, found in measured.items()
-    }
-    host_bytes = data.held_bytes if data is not None else int(recipe.data.prefetch_mb * 1e6)
+        measured = measure_forward_backward(
+            recipe, make_task, data.first, sizes=sizes, savings=_savings(judge), tensor_plan=tensor_plan,
+            split_ranks=split_ranks, in_stages=bool(judge.stages),
+            besides=data.loader.sample_bytes if on_gpu else 0, note=notes.append,
+        )  # fmt: skip
+    absent = LoaderSizes(prefetch_bytes=int(recipe.data.prefetch_mb * 1e6))
     run = RunSizes(
         topology=topology,
-        samples=samples,
+        global_batch=recipe.data.global_batch,
         micro_batches=recipe.data.micro_batches,
-        reduction=_reduction(recipe, model, topology, on_gpu=on_gpu),
-        activations=activations,
-        data_bytes=0 if on_gpu else host_bytes,
+        reductions=_reductions(recipe, model, topology, on_gpu=on_gpu),
+        sharded_sum=_sharded_sum(recipe, on_gpu=on_gpu),
+        measured=measured,
+        stages=judge.stages,
+        loader=None if on_gpu else data.loader if data is not None else absent,
         snapshot=not on_gpu and recipe.checkpoint.mode == "async",
         update_at_once=on_gpu,
     )
-    ways = tuple(_way(recipe, plan, model, sizes, run) for plan in ways_to_split(topology))
+    ways = tuple(
+        _way(plan, verdict, recipe, sizes, run) for plan, verdict in zip(plans, verdicts, strict=True)
+    )
     return MemoryPlan(
         topology=topology,
         device="cuda" if on_gpu else "cpu",
@@ -138,7 +130,7 @@ def plan_memory(
         run=run,
         ways=ways,
         memory=memory,
-        chosen=first_that_fits(ways, run, memory=memory) if memory is not None else None,
+        chosen=first_that_fits(ways, memory=memory) if memory is not None else None,
         notes=tuple(notes),
     )
 
@@ -155,12 +147,54 @@ def _on_gpu(recipe: Recipe) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def _reduction(recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on_gpu: bool) -> ReductionNeeds:
+def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
+    """Returns how the task says that its layers are split; empty if it does not."""
+    if not isinstance(task, TensorParallelTask):
+        return {}
+    try:
+        return dict(task.tensor_plan())
+    except Exception as error:  # the user's code may raise anything
+        note(
+            f"ways with split layers are left out: the task's tensor_plan raised {type(error).__name__}: {error}"
+        )
+        return {}
+
+
+def _layers(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    try:
+        return list(task.pipeline_layers(model))  # type: ignore[attr-defined]
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(f"the task's pipeline_layers raised {type(error).__name__}: {error}") from error
+
+
+def _check_some(verdicts: Sequence[Verdict]) -> None:
+    """Raises RecipeError, with the reason of the first, if all ways are refused."""
+    if all(verdict.refused for verdict in verdicts):
+        raise RecipeError(verdicts[0].refused)
+
+
+def _savings(judge: Judge) -> list[Checkpointing]:
+    """Returns the kinds of activation checkpointing that the model allows."""
+    return [
+        saving
+        for saving in get_args(Checkpointing)
+        if not judge.judge(ParallelPlan(activation_checkpointing=saving)).refused or saving == "none"
+    ]
+
+
+def _data_of(recipe: Recipe, topology: Topology, *, note: Callable[[str], None]) -> TrainingData | None:
+    samples = -(-recipe.data.global_batch // topology.num_ranks)
+    return read_training_data(recipe, micro_batch=-(-samples // recipe.data.micro_batches), note=note)
+
+
+def _reductions(
+    recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on_gpu: bool
+) -> Mapping[Shard, ReductionNeeds]:
+    """Returns what the reductions need that are not FSDP2's. Where the recipe's are refused, the usual ones count."""
     asked = reduction_plan(recipe)
     trained = [p for p in model.parameters() if p.requires_grad]
-    buckets = plan_buckets(
-        [describe_gradient(p) for p in trained], bucket_bytes=asked.bucket_bytes or DEFAULT_BUCKET_BYTES
-    )
+    bucket_bytes = asked.bucket_bytes or DEFAULT_BUCKET_BYTES
+    buckets = plan_buckets([describe_gradient(p) for p in trained], bucket_bytes=bucket_bytes)
     usual = Algorithm.FLAT if on_gpu else Algorithm.HIERARCHICAL
     algorithm = usual if asked.algorithm == AUTO else parse_algorithm(asked.algorithm)
     means = Means(
@@ -168,98 +202,37 @@ def _reduction(recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on
         nccl=algorithm if on_gpu and algorithm in NCCL_ALGORITHMS else None,
     )  # fmt: skip
     wire = "fp32" if asked.wire == AUTO else asked.wire
-    return reduction_needs(buckets, algorithm=algorithm, wire=wire, means=means)
-
-
-def _way(recipe: Recipe, plan: ParallelPlan, model: torch.nn.Module, sizes: ModelSizes, run: RunSizes) -> Way:
-    refused = _why_not(recipe, plan, model, run.topology)
-    if refused:
-        return Way(plan=plan, refused=refused)
-    drops = plan.shard != "none" and recipe.reduction != ReductionSection()
-    return Way(plan=plan, needs=needs_of(plan, sizes, run), drops_reduction=drops)
-
-
-def _why_not(recipe: Recipe, plan: ParallelPlan, model: torch.nn.Module, topology: Topology) -> str:
-    """Returns why a run of the recipe with `plan` would be refused; empty if it would not."""
-    document = recipe.model_dump(exclude_unset=True)
-    usual = ParallelPlan()
-    given = {key: getattr(plan, key) for key in ("shard", "shard_within", "activation_checkpointing")}
-    document["parallel"] = {key: value for key, value in given.items() if value != getattr(usual, key)}
-    if plan.shard != "none":
-        document.pop("reduction", None)
-    try:
-        parse_recipe(document)
-        check_plan(model, plan)
-        if plan.shard_within == "node":
-            ParallelMesh.plan(topology).data_grid()
-    except HpctrainError as error:
-        return str(error).rpartition("\n")[2].strip().removeprefix("recipe: ")
-    return ""
-
-
-def _data_of(
-    recipe: Recipe, *, samples: int, micro_batch: int, num_ranks: int, notes: list[str]
-) -> _Data | None:
-    """Reads the first samples of the training data. Returns None, with a note, if that fails."""
-    section = recipe.data
-    try:
-        io = "auto" if section.io == "collective" else section.io
-        dataset = Dataset.open(section.train, verify="off", io=io)
-        wanted = min(max(micro_batch, _LEAST_SAMPLES), _MOST_SAMPLES, dataset.num_samples)
-        loader = Loader(
-            dataset, global_batch=wanted, order=Sequential(), transform=section.transform, prefetch_bytes=1
-        )
-        with loader.epoch(0) as batches:
-            first = next(batches)
-    except Exception as error:  # the user's transform may raise anything
-        notes.append(
-            f"activations were not measured and count as nothing, since no training data can be read: {error}"
-        )
-        return None
-    sample_bytes = math.ceil(first.num_bytes / first.num_samples)
-    of_epoch = math.ceil(dataset.num_samples / num_ranks) * sample_bytes
-    held = min(int(section.prefetch_mb * 1e6), of_epoch) + samples * sample_bytes
-    decoded = any(
-        stored.offset is None for shard in dataset.manifest.shards for stored in shard.fields.values()
-    )
-    if decoded:
-        held += dataset.cache_bytes if section.cache_mb is None else int(section.cache_mb * 1e6)
-    return _Data(sample_bytes=sample_bytes, first=first, held_bytes=held)
-
-
-def _measured(
-    recipe: Recipe,
-    make_task: Callable[[], Task],
-    data: _Data,
-    *,
-    sizes: ModelSizes,
-    saves: bool,
-    notes: list[str],
-) -> Mapping[Checkpointing, Mapping[int, int]]:
-    """Returns bytes of activations by activation checkpointing and samples; empty, with a note, if that fails.
-
-    saves: whether the model's blocks can be checkpointed.
-    """
-    free = psutil.virtual_memory().available
-    model_bytes = _COPIES * sum(p.num_bytes for p in sizes.parameters) + sizes.buffer_bytes
-    if model_bytes > free:
-        notes.append(
-            f"activations were not measured and count as nothing: model and gradients take {model_bytes / 1e9:.3g} GB, "
-            f"of which this machine has {free / 1e9:.3g} GB free"
-        )
-        return {}
-    try:
-        seed_generators(derive_seed(recipe.run.seed, "model"))
-        task = make_task()
-        runner = TaskRunner(
-            task, build_model(recipe, task, device=_CPU), device=_CPU,
-            dtype=MODEL_DTYPE[recipe.run.precision], autocast=autocast_for(recipe.run.precision, device=_CPU),
+    found: dict[Shard, ReductionNeeds] = {
+        "none": reduction_needs(buckets, algorithm=algorithm, wire=wire, means=means)
+    }
+    kinds: tuple[Shard, Shard] = ("optimizer", "gradients")
+    for shard in kinds:
+        found[shard] = scatter_needs(
+            buckets, keeps_gradients=shard == "optimizer", parameter_bytes=sum(p.nbytes for p in trained),
+            algorithm=asked.algorithm, wire="fp32" if wire in SPARSE_WIRES else wire, bucket_bytes=bucket_bytes,
+            means=means,
         )  # fmt: skip
-        ways: list[Checkpointing] = ["none", "blocks"] if saves else ["none"]
-        return measure_activations(runner, data.first, ways=ways, memory=free - model_bytes)
-    except Exception as error:  # the user's model may raise anything
-        notes.append(
-            "activations were not measured and count as nothing, since the model does not train on this machine's CPU: "
-            f"{type(error).__name__}: {error}"
-        )
-        return {}
+    return found
+
+
+def _sharded_sum(recipe: Recipe, *, on_gpu: bool) -> tuple[str, str]:
+    """Returns algorithm and wire format by which sharded gradients are summed."""
+    asked = recipe.reduction.algorithm, recipe.reduction.wire
+    known = asked[0] in SHARDED_ALGORITHMS and asked[1] in SHARDED_WIRES and not on_gpu
+    return asked if known else (AUTO, "fp32")
+
+
+def _way(plan: ParallelPlan, verdict: Verdict, recipe: Recipe, sizes: ModelSizes, run: RunSizes) -> Way:
+    now = recipe.parallel
+    is_current = family_of(plan) == (now.shard, now.shard_within, now.tensor, now.pipeline) and (
+        (plan.activation_checkpointing, plan.schedule) == (now.activation_checkpointing, now.schedule)
+    )
+    if verdict.refused:
+        return Way(plan=plan, refused=verdict.refused, is_current=is_current)
+    return Way(
+        plan=plan,
+        choices=verdict.choices,
+        needs=partial(needs_of, plan, sizes, run),
+        drops_reduction=verdict.drops_reduction,
+        is_current=is_current,
+    )

@@ -1,227 +1,240 @@
 """What a rank needs for each way to split a model: memory and traffic, by formulas. Pure.
 
-The sources of the formulas are Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, and what FSDP2 allocates.
+The sources of the formulas are Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, Shoeybi et al. 2019 (tensor
+parallelism), arXiv:1909.08053, Narayanan et al. 2021 (pipelines), arXiv:2104.04473, and what FSDP2 allocates.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hpctrain.distributed import Checkpointing, ParallelPlan
-from hpctrain.reduce import ReductionNeeds
-from hpctrain.topology import Topology
+from hpctrain.comm import MESSAGE_BYTES
+from hpctrain.distributed import ParallelPlan
+from hpctrain.reduce import Sent
+from hpctrain.run.memory.sizes import ModelSizes, ParameterSize, RunSizes
+from hpctrain.run.memory.stages import stage_activations
+from hpctrain.run.memory.traffic import sent_in_a_step
+from hpctrain.topology import ParallelMesh, Topology
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSize:
-    """A parameter. block: name of the repeated block that it is in, empty outside of all.
-
-    state_bytes: of the optimizer's tensors of the parameter's shape; other_state_bytes: of its other tensors, which
-    are not split.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    trainable: bool = True
-    block: str = ""
-    state_bytes: int = 0
-    other_state_bytes: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
-    def share(self, num_parts: int) -> float:
-        """Returns the largest part's share if the first dimension is split into `num_parts`, as FSDP2 does."""
-        if num_parts == 1 or not self.shape or self.shape[0] == 0:
-            return 1.0
-        return math.ceil(self.shape[0] / num_parts) / self.shape[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """parameters: each one once. buffer_bytes: of all buffers."""
-
-    parameters: tuple[ParameterSize, ...]
-    buffer_bytes: int = 0
-
-    @property
-    def num_elements(self) -> int:
-        return sum(math.prod(p.shape) for p in self.parameters)
-
-    def blocks(self) -> dict[str, tuple[int, int]]:
-        """Returns bytes of all and of the trainable parameters for each block, and with the name "" of the rest."""
-        found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-        for p in self.parameters:
-            whole, trainable = found[p.block]
-            found[p.block] = whole + p.num_bytes, trainable + (p.num_bytes if p.trainable else 0)
-        return dict(found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """Bytes alive at once in forward and backward, besides parameters and their gradients: a straight line."""
-
-    fixed_bytes: float
-    sample_bytes: float
-
-    def at(self, samples: int) -> int:
-        """Returns the bytes for a micro-batch of `samples`."""
-        return max(0, math.ceil(self.fixed_bytes + samples * self.sample_bytes))
-
-
-def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activations:
-    """Returns the line through the bytes measured for two numbers of samples; with one number, through the origin.
-
-    besides: bytes of a sample that were not measured.
-    """
-    (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
-    slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
-    # At each moment some bytes are fixed: that they are fewer than none is noise.
-    slope = min(slope, many_bytes / many)
-    return Activations(fixed_bytes=many_bytes - slope * many, sample_bytes=slope + besides)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSizes:
-    """What besides the model decides what a rank needs.
-
-    samples: of a rank in a step. micro_batches: of the recipe. reduction: of whole gradients, without FSDP2.
-    activations: by activation checkpointing; empty if they were not measured. data_bytes: of batches read ahead.
-    snapshot: whether a save in the background keeps a copy of the rank's share of the state in this memory.
-    update_at_once: whether the optimizer's step makes temporary tensors of all parameters at once, as on GPUs, or of
-    one after the other.
-    """
-
-    topology: Topology
-    samples: int
-    micro_batches: int
-    reduction: ReductionNeeds
-    activations: Mapping[Checkpointing, Activations] = field(default_factory=dict)
-    data_bytes: int = 0
-    snapshot: bool = False
-    update_at_once: bool = False
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of the largest micro-batch."""
-        return math.ceil(self.samples / self.micro_batches)
+# Gradients of split layers are summed in copies of so many bytes.
+_SUMMED_AT_ONCE = 25_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Bytes of the rank that needs most.
+    """Bytes of the rank that needs most, with one number of micro-batches.
 
-    whole: parameters and gradients of blocks that are whole while they are computed. update: temporary tensors of the
-    optimizer's step, when activations are freed. start: of the whole model before it is split. activations: None if
-    they were not measured. sent: to other ranks in a step; sent_between_nodes: of it, to other nodes.
+    reduction: messages, and gradients that are on their way. gathered, gathered_gradients: of blocks that are whole
+    while they are computed. accumulated: gradients that wait whole for the last micro-batch. activations: at their
+    most, at the begin of backward; late_activations: at its end; None and 0 if they were not measured. update:
+    temporary tensors of the optimizer's step. start: of the whole model before it is split.
+    gradients_stay: whether there is memory for gradients at the begin of backward too. sent: to other ranks in a step.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int
-    whole: int
-    reduction: int
-    data: int
-    snapshot: int
-    update: int
-    start: int
-    activations: Activations | None
-    sent: int
-    sent_between_nodes: int
+    reduction: int = 0
+    buffers: int = 0
+    gathered: int = 0
+    gathered_gradients: int = 0
+    accumulated: int = 0
+    data: int = 0
+    snapshot: int = 0
+    update: int = 0
+    start: int = 0
+    activations: int | None = None
+    late_activations: int = 0
+    gradients_stay: bool = True
+    sent: Sent
 
-    def activation_bytes(self, samples: int) -> int:
-        return self.activations.at(samples) if self.activations is not None else 0
+    @property
+    def held(self) -> int:
+        """Bytes of parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
 
-    def total(self, samples: int) -> int:
-        """Returns the most bytes at any time with micro-batches of `samples`."""
-        held = self.parameters + self.gradients + self.optimizer + self.buffers
-        held += self.reduction + self.data + self.snapshot
-        return max(held + max(self.whole + self.activation_bytes(samples), self.update), self.start)
+    @property
+    def other(self) -> int:
+        """Bytes of what has no name of its own in tables; not all of it is there at the same time."""
+        return (
+            self.buffers
+            + self.gathered
+            + self.gathered_gradients
+            + self.accumulated
+            + self.data
+            + self.snapshot
+        )
 
-    def other(self, samples: int) -> int:
-        """Returns what of the total is not parameters, gradients, optimizer or activations."""
-        shown = self.parameters + self.gradients + self.optimizer + self.activation_bytes(samples)
-        return self.total(samples) - shown
-
-    def largest_micro_batch(self, memory: int, *, at_most: int) -> int:
-        """Returns the most samples, up to `at_most`, with which the total is at most `memory`; 0 if none are."""
-        low, high = 0, at_most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.total(middle) <= memory:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-
-def ways_to_split(topology: Topology) -> list[ParallelPlan]:
-    """Returns the ways in the order in which to try them: what costs least time first.
-
-    Activation checkpointing computes a third more; sharded parameters are sent once more, within nodes if a node's
-    ranks share them.
-    """
-    sharded = []
-    if topology.num_ranks > 1:
-        sharded = [ParallelPlan(shard="parameters")]
-        if 1 < topology.num_nodes < topology.num_ranks:
-            sharded.insert(0, ParallelPlan(shard="parameters", shard_within="node"))
-    saving = [
-        ParallelPlan(shard=plan.shard, shard_within=plan.shard_within, activation_checkpointing="blocks")
-        for plan in (ParallelPlan(), *sharded)
-    ]
-    return [ParallelPlan(), saving[0], *sharded, *saving[1:]]
+    @property
+    def total(self) -> int:
+        """The most bytes at any time: at the begin or end of backward, in the optimizer's step, or at the start."""
+        always = self.parameters + self.optimizer + self.reduction + self.buffers + self.data + self.snapshot
+        begin = always + (self.activations or 0) + self.gathered + self.accumulated
+        begin += self.gradients if self.gradients_stay else 0
+        end = always + self.gradients + self.gathered + self.gathered_gradients + self.late_activations
+        return max(begin, end, always + self.gradients + self.update, self.start)
 
 
-def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Needs:
-    """Returns what a rank needs to train `model` as `plan` says."""
+def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
+    """Returns what a rank needs to train `model` as `plan` says, with so many micro-batches of its samples."""
+    if plan.pipeline > 1:
+        ranks = (
+            _of_stages(plan, model, run, place=place, micro_batches=micro_batches)
+            for place in range(plan.pipeline)
+        )
+        return max(ranks, key=lambda needs: needs.total)
+    if plan.shard in ("optimizer", "gradients"):
+        return _of_sharded_optimizer(plan, model, run, micro_batches=micro_batches)
+    samples = math.ceil(run.samples(ranks_of_a_sample=plan.tensor) / micro_batches)
+    local = model.part(plan.tensor)
     parts = _num_parts(plan, run.topology)
-    split = plan.shard != "none"
-    trained = [p for p in model.parameters if p.trainable]
-    parameters = _bytes(model.parameters, parts)
-    optimizer = math.ceil(sum(p.state_bytes * p.share(parts) + p.other_state_bytes for p in trained))
-    state = sum(p.num_bytes + p.state_bytes + p.other_state_bytes for p in model.parameters)
-    largest = max((math.ceil(p.num_bytes * p.share(parts)) for p in trained), default=0)
-    sent, far = run.reduction.sent, run.reduction.sent_between_nodes
+    sharded, split = plan.shard == "parameters", plan.tensor > 1
+    reduction = run.reductions["none"]
+    gathered, gathered_gradients = _whole_blocks(local) if sharded else (0, 0)
+    parameters = _bytes(local.parameters, parts)
+    updated = _update(local, run, parts=parts)
     if split:
-        sent, far = _sent_by_shards(plan, model, run)
-    whole_model = sum(p.num_bytes for p in model.parameters) + model.buffer_bytes
+        # The norms and what else every rank of a tensor group holds is summed too, and so is all without FSDP2.
+        updated = max(updated, min(_SUMMED_AT_ONCE, _bytes(local.trained, parts)))
+    activations, late = _activations(plan, model, run, samples=samples)
     return Needs(
         parameters=parameters,
-        gradients=_bytes(trained, parts) if split else run.reduction.buckets,
-        optimizer=optimizer,
+        gradients=_bytes(local.trained, parts) if sharded or split else reduction.buckets,
+        optimizer=_optimizer(local, parts),
+        reduction=0 if sharded or split else reduction.wire + reduction.residuals,
         buffers=model.buffer_bytes,
-        whole=_whole_blocks(model) if split else 0,
-        reduction=0 if split else run.reduction.wire + run.reduction.residuals,
-        data=run.data_bytes,
-        # Each rank writes its share of the state, also where all have the same.
-        snapshot=math.ceil(state / run.topology.num_ranks) if run.snapshot else 0,
-        # Adam's denominator: a square root and a quotient.
-        update=_bytes(trained, parts) if run.update_at_once else 2 * largest,
-        start=whole_model + parameters if split else whole_model,
-        activations=run.activations.get(plan.activation_checkpointing),
-        sent=sent,
-        sent_between_nodes=far,
+        gathered=gathered,
+        gathered_gradients=gathered_gradients,
+        data=_data(plan, run),
+        snapshot=_snapshot(model, run),
+        update=updated,
+        # The optimizer is made before the model is split, and keeps the whole parameters until it is made again.
+        start=_start(model, parts=parameters if sharded or split else 0),
+        activations=activations,
+        late_activations=late,
+        gradients_stay=not (sharded or split) or micro_batches > 1,
+        sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
     )
 
 
+def _of_sharded_optimizer(
+    plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micro_batches: int
+) -> Needs:
+    reduction, num_ranks = run.reductions[plan.shard], run.topology.num_ranks
+    samples = math.ceil(run.samples() / micro_batches)
+    gradients = sum(p.num_bytes for p in model.trained)
+    sums = math.ceil(gradients / num_ranks)
+    held = reduction.buckets if plan.shard == "optimizer" else 0
+    activations, late = _activations(plan, model, run, samples=samples)
+    state = sum(p.state_bytes for p in model.trained) / num_ranks
+    return Needs(
+        parameters=model.num_bytes,
+        gradients=held + sums,
+        optimizer=math.ceil(state + sum(p.other_state_bytes for p in model.trained)),
+        reduction=reduction.buckets - held + reduction.wire + reduction.residuals,
+        buffers=model.buffer_bytes,
+        accumulated=gradients if micro_batches > 1 else 0,
+        data=_data(plan, run),
+        snapshot=_snapshot(model, run),
+        # The largest part of a parameter is at most that of its bucket.
+        update=min(2 * max((p.num_bytes for p in model.trained), default=0), 2 * sums),
+        start=_start(model),
+        activations=activations,
+        late_activations=late,
+        sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
+    )
+
+
+def _of_stages(
+    plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, place: int, micro_batches: int
+) -> Needs:
+    """Returns what the rank with the stages `place`, and `place + pipeline` if it has two, needs."""
+    stages = run.stages[plan.pipeline * plan.stages_per_rank]
+    own = ModelSizes(
+        parameters=tuple(p for p in model.parameters if stages.stage_of[p.name] % plan.pipeline == place),
+        buffer_bytes=model.buffer_bytes,
+    )
+    samples = run.samples(ranks_of_a_sample=plan.pipeline) // micro_batches
+    layers = run.measured.layers.get(plan.activation_checkpointing)
+    found = None
+    if layers is not None:
+        found = stage_activations(
+            plan, stages, layers, place=place, samples=samples, micro_batches=micro_batches
+        )
+    replicas = run.topology.num_ranks // plan.pipeline
+    gradients = _bytes(own.trained, 1)
+    return Needs(
+        parameters=own.num_bytes,
+        gradients=gradients,
+        optimizer=_optimizer(own, 1),
+        buffers=model.buffer_bytes,
+        data=_data(plan, run),
+        snapshot=_snapshot(model, run),
+        # With replicas all gradients are copied into one tensor to be summed.
+        update=max(_update(own, run, parts=1), gradients if replicas > 1 else 0),
+        start=_start(model),
+        activations=found,
+        sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
+    )
+
+
+def _activations(
+    plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, samples: int
+) -> tuple[int | None, int]:
+    """Returns the bytes at the begin of backward, None if they were not measured, and at its end."""
+    found = run.measured.activation_bytes(plan.activation_checkpointing, tensor=plan.tensor, samples=samples)
+    num_blocks = len(model.blocks().keys() - {""})
+    return found, (found or 0) // (num_blocks + 1)
+
+
 def _num_parts(plan: ParallelPlan, topology: Topology) -> int:
-    if plan.shard == "none":
+    """Returns the number of ranks that share a copy of the parameters, or of their part of the layers."""
+    if plan.shard != "parameters":
         return 1
-    return topology.num_ranks if plan.shard_within == "world" else min(map(len, topology.ranks_by_node))
+    mesh = ParallelMesh.plan(topology, tensor=plan.tensor)
+    return len(mesh.data_ranks()) if plan.shard_within == "world" else len(mesh.data_grid()[0])
 
 
 def _bytes(parameters: Sequence[ParameterSize], num_parts: int) -> int:
     return math.ceil(sum(p.num_bytes * p.share(num_parts) for p in parameters))
 
 
-def _whole_blocks(model: ModelSizes) -> int:
-    """Returns the bytes that FSDP2 holds whole at most, in backward.
+def _optimizer(model: ModelSizes, parts: int) -> int:
+    return math.ceil(sum(p.state_bytes * p.share(parts) + p.other_state_bytes for p in model.trained))
+
+
+def _start(model: ModelSizes, *, parts: int = 0) -> int:
+    """Returns the bytes of the whole model, and of the parts that are made of it, or of copies that rank 0 sends."""
+    largest = max((p.num_bytes for p in model.parameters), default=0)
+    copies = min(model.num_bytes, max(largest, MESSAGE_BYTES))
+    return model.num_bytes + model.buffer_bytes + max(parts, copies)
+
+
+def _update(model: ModelSizes, run: RunSizes, *, parts: int) -> int:
+    """Returns the temporary bytes of the optimizer's step: Adam's denominator, a square root and a quotient."""
+    if run.update_at_once:
+        return _bytes(model.trained, parts)
+    return 2 * max((math.ceil(p.num_bytes * p.share(parts)) for p in model.trained), default=0)
+
+
+def _data(plan: ParallelPlan, run: RunSizes) -> int:
+    if run.loader is None:
+        return 0
+    together = plan.tensor * plan.pipeline
+    return run.loader.held(
+        samples=run.samples(ranks_of_a_sample=together), data_ranks=run.topology.num_ranks // together
+    )
+
+
+def _snapshot(model: ModelSizes, run: RunSizes) -> int:
+    # Each rank writes its share of the state, also where all have the same.
+    return math.ceil(model.state_bytes / run.topology.num_ranks) if run.snapshot else 0
+
+
+def _whole_blocks(model: ModelSizes) -> tuple[int, int]:
+    """Returns the bytes of parameters, and of gradients, that FSDP2 holds whole at most in backward.
 
     What is in no block stays whole from forward on, and gets its gradients until backward ends. Of a block there are
     the parameters and gradients, and the parameters of the next one, or the gradients once more, in the buffer that is
@@ -230,27 +243,6 @@ def _whole_blocks(model: ModelSizes) -> int:
     blocks = model.blocks()
     rest, rest_trained = blocks.pop("", (0, 0))
     if not blocks:
-        return rest + max(rest, rest_trained)
+        return rest, max(rest, rest_trained)
     largest = max(whole for whole, _ in blocks.values())
-    return rest + rest_trained + 2 * largest + max(trained for _, trained in blocks.values())
-
-
-def _sent_by_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> tuple[int, int]:
-    """Returns the bytes that a rank sends in a step with sharded parameters, and of them those to other nodes.
-
-    Each micro-batch gathers blocks in forward and in backward, and the rest in forward, and reduces all gradients.
-    """
-    topology = run.topology
-    parts, num_nodes = _num_parts(plan, topology), topology.num_nodes
-    blocks = model.blocks()
-    rest, _ = blocks.pop("", (0, 0))
-    gathered = rest + 2 * sum(whole for whole, _ in blocks.values())
-    gradients = sum(p.num_bytes for p in model.parameters if p.trainable)
-    sent = (gathered + gradients) * (parts - 1) / parts
-    if plan.shard_within == "node":
-        between = 2 * gradients / parts * (num_nodes - 1) / num_nodes
-        sent += between
-    else:
-        # In a ring over the ranks in order, one rank of each node sends to another node.
-        between = sent * num_nodes / topology.num_ranks if num_nodes > 1 else 0.0
-    return math.ceil(sent * run.micro_batches), math.ceil(between * run.micro_batches)
+    return rest + 2 * largest, rest_trained + max(trained for _, trained in blocks.values())

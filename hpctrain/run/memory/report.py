@@ -2,73 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.run.memory.calculate import MemoryPlan
-from hpctrain.run.memory.choice import Fit, Way, fit_of, recipe_lines
+from hpctrain.run.memory.choice import (
+    Fit,
+    Way,
+    best_of_families,
+    cost_of,
+    fit_of,
+    recipe_lines,
+    usual_fit,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-SCHEMA = "hpctrain.plan/1"
+SCHEMA = "hpctrain.plan/2"
+_SIZES = ("parameters", "gradients", "optimizer", "reduction", "activations", "other", "at once")
 
 
-def memory_table(plan: MemoryPlan) -> Table:
-    """Returns one line for each way, with the recipe's micro-batch; GB, as in all of hpctrain, are 10^9 bytes."""
+def memory_table(plan: MemoryPlan, *, every: bool = False) -> Table:
+    """Returns one line for each way, with the micro-batches with which it fits, if it does.
+
+    GB, as in all of hpctrain, are 10^9 bytes. every: also ways that differ from another one only in activation
+    checkpointing or schedule; otherwise of these the first that fits.
+    """
     from rich.table import Table
 
     table = Table(title=_title(plan), title_justify="left")
-    table.add_column("shard")
-    for name in ("parameters", "gradients", "optimizer", "activations", "other", "total", "saved"):
+    table.add_column("way")
+    table.add_column("micro-batches", justify="right")
+    for name in _SIZES:
         table.add_column(name, justify="right", no_wrap=True)
     if plan.memory is not None:
         table.add_column("fits")
     table.add_column("sent", justify="right", no_wrap=True)
     table.add_column("between nodes", justify="right", no_wrap=True)
-    for way in plan.ways:
-        table.add_row(*_cells(way, plan))
+    table.add_column("costs")
+    for way in plan.ways if every else best_of_families(plan.ways, memory=plan.memory):
+        if not way.refused:
+            table.add_row(*_cells(way, plan))
     return table
 
 
-def _cells(way: Way, plan: MemoryPlan) -> list[str]:
-    needs, samples = way.needs, plan.run.micro_batch
-    if needs is None:
-        return [way.name, *["-"] * 7, *(["refused"] if plan.memory is not None else []), "-", "-"]
-    unsplit = plan.ways[0].needs
-    total = needs.total(samples)
-    saved = unsplit.total(samples) - total if unsplit is not None else 0
-    activations = "?" if needs.activations is None else in_decimal_units(needs.activation_bytes(samples))
-    held = [in_decimal_units(number) for number in (needs.parameters, needs.gradients, needs.optimizer)]
-    cells = [way.name, *held, activations, in_decimal_units(needs.other(samples)), in_decimal_units(total)]
-    cells.append(in_decimal_units(saved) if saved else "")
+def _cells(way: Way, plan: MemoryPlan) -> Iterator[str]:
+    fit = fit_of(way, memory=plan.memory) if plan.memory is not None else None
+    shown = fit or usual_fit(way)
+    assert shown is not None
+    needs = shown.needs
+    yield way.name + (" *" if way.is_current else "")
+    yield str(shown.micro_batches)
+    for size in (needs.parameters, needs.gradients, needs.optimizer, needs.reduction):
+        yield in_decimal_units(size)
+    yield "?" if needs.activations is None else in_decimal_units(needs.activations)
+    yield in_decimal_units(needs.other)
+    yield in_decimal_units(needs.total)
     if plan.memory is not None:
-        cells.append(_fits(fit_of(way, plan.run, memory=plan.memory), plan))
-    return [*cells, in_decimal_units(needs.sent), in_decimal_units(needs.sent_between_nodes)]
-
-
-def _fits(fit: Fit | None, plan: MemoryPlan) -> str:
-    if fit is None or not fit.largest:
-        return "no"
-    if fit.micro_batches == plan.run.micro_batches:
-        return f"yes, up to {fit.largest} samples"
-    return f"with {fit.micro_batches} micro-batches"
+        yield "no" if fit is None else "yes"
+    yield in_decimal_units(needs.sent.total)
+    yield in_decimal_units(needs.sent.between_nodes)
+    yield cost_of(shown)
 
 
 def _title(plan: MemoryPlan) -> str:
-    run = plan.run
     place = plan.topology.describe() + (" with GPUs" if plan.device == "cuda" else " with CPUs")
     each = "" if plan.memory is None else f", {in_decimal_units(plan.memory)} for each rank"
-    return (
-        f"{plan.model.num_elements:,} parameters on {place}{each}; of a rank's {run.samples} samples {run.micro_batch} "
-        "at a time"
-    )
+    return f"{plan.model.num_elements:,} parameters, batches of {plan.run.global_batch} samples, on {place}{each}"
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """Returns what was assumed or refused, and what to write into the recipe if the memory was said."""
-    lines = [f"note: {note}" for note in plan.notes]
-    lines += [f"{way.name}: refused: {way.refused}" for way in plan.ways if way.refused]
+    lines = ["* as the recipe is now"] if any(way.is_current and not way.refused for way in plan.ways) else []
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += _refusals(plan.ways)
     if plan.memory is None:
         return [*lines, "With --memory it says what fits, and what to write into the recipe."]
     if plan.chosen is None:
@@ -77,11 +86,27 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
             f"Nothing fits into {in_decimal_units(plan.memory)}, not even one sample at a time: take more ranks, more "
             "memory for each, or a smaller model",
         ]
-    way, written = plan.chosen.way, recipe_lines(plan.chosen, plan.run)
+    written = recipe_lines(plan.chosen, micro_batches=plan.run.micro_batches)
     if not written:
         return [*lines, "It fits as it is, without a section [parallel]."]
-    drop = " Leave the section [reduction] out: FSDP2 reduces." if way.drops_reduction else ""
-    return [*lines, f"The first way that fits: {way.name}.{drop} In the recipe:", "", *written]
+    way = plan.chosen.way
+    drop = " Leave the section [reduction] out, which does not apply to it." if way.drops_reduction else ""
+    return [*lines, f"Recommended, the first that fits: {way.name}.{drop} In the recipe:", "", *written]
+
+
+def _refusals(ways: Iterable[Way]) -> Iterator[str]:
+    """Yields why ways are refused, each reason once; of split layers and of pipelines one reason."""
+    reasons: dict[str, list[str]] = {}
+    of_kind: dict[str, str] = {}
+    for way in ways:
+        if way.refused:
+            plan = way.plan
+            kind = "pipelines" if plan.pipeline > 1 else "split layers" if plan.tensor > 1 else ""
+            reason = of_kind.setdefault(kind, way.refused) if kind else way.refused
+            reasons.setdefault(reason, []).append(way.name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{', '.join(names[:3])}{more}: refused: {reason}"
 
 
 def memory_document(plan: MemoryPlan) -> dict[str, Any]:
@@ -94,10 +119,10 @@ def memory_document(plan: MemoryPlan) -> dict[str, Any]:
         "device": plan.device,
         "parameters": plan.model.num_elements,
         "buffer_bytes": plan.model.buffer_bytes,
-        "samples": run.samples,
-        "micro_batch": run.micro_batch,
+        "global_batch": run.global_batch,
+        "micro_batches": run.micro_batches,
         "memory_bytes": plan.memory,
-        "reduction": run.reduction.algorithm.value,
+        "reduction": run.reductions["none"].algorithm.value,
         "ways": [_way_document(way, plan) for way in plan.ways],
         "chosen": None if plan.chosen is None else _chosen_document(plan.chosen, plan),
         "notes": list(plan.notes),
@@ -108,41 +133,41 @@ def _chosen_document(fit: Fit, plan: MemoryPlan) -> dict[str, Any]:
     return {
         "way": fit.way.name,
         "micro_batches": fit.micro_batches,
-        "recipe": recipe_lines(fit, plan.run),
+        "recipe": recipe_lines(fit, micro_batches=plan.run.micro_batches),
         "without_reduction": fit.way.drops_reduction,
     }
 
 
 def _way_document(way: Way, plan: MemoryPlan) -> dict[str, Any]:
-    split = {
+    split: dict[str, Any] = {
         "way": way.name,
-        "shard": way.plan.shard,
-        "shard_within": way.plan.shard_within,
-        "activation_checkpointing": way.plan.activation_checkpointing,
+        "is_current": way.is_current,
+        **{
+            key: getattr(way.plan, key)
+            for key in ("shard", "shard_within", "activation_checkpointing", "tensor", "pipeline")
+        },
     }
-    needs, samples = way.needs, plan.run.micro_batch
-    if needs is None:
+    if way.plan.pipeline > 1:
+        split["schedule"] = way.plan.schedule
+    if way.refused:
         return {**split, "refused": way.refused}
-    fit = fit_of(way, plan.run, memory=plan.memory) if plan.memory is not None else None
+    fit = fit_of(way, memory=plan.memory) if plan.memory is not None else None
+    shown = fit or usual_fit(way)
+    assert shown is not None
+    needs = shown.needs
+    sizes = asdict(needs)
+    sizes.pop("sent")
+    sizes.pop("gradients_stay")
     return {
         **split,
-        "bytes": {
-            "parameters": needs.parameters,
-            "gradients": needs.gradients,
-            "optimizer": needs.optimizer,
-            "activations": None if needs.activations is None else needs.activation_bytes(samples),
-            "other": needs.other(samples),
-            "total": needs.total(samples),
-        },
-        "activations": None if needs.activations is None else asdict(needs.activations),
-        "other": {
-            "buffers": needs.buffers, "whole_blocks": needs.whole, "reduction": needs.reduction,
-            "data": needs.data, "snapshot": needs.snapshot, "update": needs.update, "start": needs.start,
-        },
-        "sent": needs.sent,
-        "sent_between_nodes": needs.sent_between_nodes,
-        "largest_micro_batch": None if fit is None else fit.largest,
-    }  # fmt: skip
+        "micro_batches": shown.micro_batches,
+        "fits": None if plan.memory is None else fit is not None,
+        "bytes": {**sizes, "total": needs.total},
+        "sent": int(needs.sent.total),
+        "sent_between_nodes": int(needs.sent.between_nodes),
+        "waiting": shown.waiting,
+        "costs": cost_of(shown),
+    }
 
 
 def in_decimal_units(num_bytes: float) -> str:

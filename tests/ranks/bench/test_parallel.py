@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parallel.layouts import SAME_BITS, of_figure
+from benchmarks.parallel.planned.runs import WAYS
 from benchmarks.parallel.timed.methods import methods_at
 from tests.ranks_launcher import run_command
 
@@ -77,6 +78,7 @@ def test_memory_and_steps_of_every_method_are_measured(tmp_path: Path) -> None:
     with_peer = [layout.name for layout in of_figure("4") if layout.peer and not layout.nodes]
     assert list(records) == [
         *memory,
+        *(f"parallel.2.plan.{way}" for way in WAYS),
         *(f"parallel.4.1x2.{name}" for name in ("best", "best-16", *with_peer, "exposed")),
     ]
     # A small model: what does not grow with it counts too.

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.parallel import figures, page
 from benchmarks.parallel.layouts import LAYOUTS, Counts, Layout, arrangements, of_figure
+from benchmarks.parallel.planned.runs import record_of
 from benchmarks.parallel.runs import FIGURES
 from benchmarks.parallel.timed.methods import METHODS, PEERS, methods_at
 from benchmarks.parallel.timed.rounds import WrongTraining, check_losses
@@ -108,6 +109,14 @@ def test_memory_is_held_against_the_formula_in_both_directions() -> None:
     assert (record.id, record.value) == ("parallel.2.parameters.4", pytest.approx(0.1))
     assert not record.holds
     assert page.tables([record.as_json()])["memory"].splitlines()[2] == "| parameters.4 | 4 | 4 to 4 | 5 |"
+
+
+def test_a_plan_is_held_against_the_rank_that_grew_most_without_what_a_small_model_needs() -> None:
+    measured = {"small": [10_000_000, 20_000_000], "large": [110_000_000, 120_000_000]}
+    record = record_of("none", measured=measured, planned={"small": 1_000_000, "large": 96_000_000})
+    assert (record.id, record.value) == ("parallel.2.plan.none", pytest.approx(0.05))
+    assert record.holds
+    assert page.tables([record.as_json()])["plan"].splitlines()[2] == "| none | 95 | 100 | -5% |"
 
 
 def test_traffic_is_of_the_node_that_sent_most() -> None:

@@ -42,16 +42,24 @@ def digits(packed_digits: Path, tmp_path: Path) -> Path:
 def test_digits_are_planned_with_activations(digits: Path) -> None:
     recipe = str(EXAMPLES / "digits.toml")
     done = plan(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)
-    assert "151,306 parameters on 1 node x 4 ranks" in done.stdout
+    assert "151,306 parameters, batches of 64 samples, on 1 node x 4 ranks" in done.stdout
     assert "It fits as it is" in done.stdout
     assert "note:" not in done.stdout
-    # The model has no repeated blocks, which is why two ways are refused.
-    assert done.stdout.count("refused: activation checkpointing goes by repeated blocks") == 2
+    # The model has no repeated blocks, which is why ways are refused, for one reason.
+    assert done.stdout.count("refused: activation checkpointing goes by repeated blocks") == 1
+    shown = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert shown == ["none", "optimizer", "gradients", "parameters"]
     found = document(recipe, "--ranks", "4", "--memory", "1GB", cwd=digits)
     whole = found["ways"][0]
     assert whole["bytes"]["parameters"] == 4 * 151_306
     assert whole["bytes"]["activations"] > 16 * 4 * (32 + 64) * 64
-    assert whole["largest_micro_batch"] == found["samples"] == 16
+    assert whole["fits"]
+    assert whole["micro_batches"] == 1
+    assert {way["way"] for way in found["ways"]} >= {
+        "optimizer",
+        "gradients, blocks",
+        "parameters, selective",
+    }
     assert found["chosen"] == {"way": "none", "micro_batches": 1, "recipe": [], "without_reduction": False}
 
 
@@ -59,19 +67,29 @@ def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "characters.toml")
     wide = ["--set", "task.options={ window = 128, width = 512, layers = 8, heads = 4 }"]
     asked = [recipe, "--ranks", "8", "--ranks-per-node", "4", *wide, "--set", "data.prefetch_mb=1"]
-    found = document(*asked, "--memory", "300MB", cwd=tmp_path)
+    found = document(*asked, "--memory", "150MB", cwd=tmp_path)
     assert "no training data can be read" in found["notes"][0]
     assert found["chosen"]["way"] == "parameters within node"
     assert found["chosen"]["recipe"] == ["[parallel]", 'shard = "parameters"', 'shard_within = "node"']
     assert found["chosen"]["without_reduction"]
     elements = found["parameters"]
-    by_name = {way["way"]: way["bytes"] for way in found["ways"]}
-    assert by_name["parameters"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.01)
-    assert by_name["parameters within node"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.01)
-    assert by_name["none"]["activations"] is None
-    text = plan(*asked, "--memory", "300MB", cwd=tmp_path).stdout
+    by_name = {way["way"]: way for way in found["ways"]}
+    sizes = {name: way["bytes"] for name, way in by_name.items() if "bytes" in way}
+    assert sizes["parameters"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.01)
+    assert sizes["parameters within node"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.01)
+    assert sizes["gradients"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.01)
+    # Almost all of the model is in split layers, and in blocks that are divided over the stages.
+    assert sizes["none, tensor 4"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.1)
+    assert sizes["pipeline 4 1f1b"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.1)
+    assert by_name["pipeline 4 1f1b"]["waiting"] == pytest.approx(
+        3 / (by_name["pipeline 4 1f1b"]["micro_batches"] + 3)
+    )
+    assert sizes["none"]["activations"] is None
+    text = plan(*asked, "--memory", "150MB", cwd=tmp_path).stdout
     assert "Leave the section [reduction] out" in text
     assert '[parallel]\nshard = "parameters"\nshard_within = "node"' in text
+    assert "pipeline 4 zero-bubble" not in text
+    assert "pipeline 4 zero-bubble" in plan(*asked, "--all", cwd=tmp_path).stdout
 
 
 def test_where_nothing_fits_the_code_is_that_of_a_run_out_of_memory(tmp_path: Path) -> None:
@@ -84,7 +102,7 @@ def test_where_nothing_fits_the_code_is_that_of_a_run_out_of_memory(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "100"], "cannot be split over 100 ranks"),
+        (["--ranks", "100", "--set", "parallel.tensor=1"], "cannot be split over run.ranks = 100"),
         (["--ranks", "2", "--memory", "much"], "'much' is no size"),
         (["--ranks", "2", "--set", "task.target=nowhere:Task"], "cannot be imported"),
     ],

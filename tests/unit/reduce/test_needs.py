@@ -11,7 +11,9 @@ from hpctrain.reduce.algorithms import Algorithm, Means
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.polling import run_to_end
 from hpctrain.reduce.factory import ReducerMaker
-from hpctrain.reduce.needs import ReductionNeeds, reduction_needs
+from hpctrain.reduce.needs import ReductionNeeds, reduction_needs, scatter_needs, sharded_sum
+from hpctrain.reduce.sharded.scatter_reducer import Gathered
+from hpctrain.reduce.sharded.shard_plan import ShardPlan
 from hpctrain.topology import Topology
 
 SPECS = [GradientSpec(numel, torch.float32, shape) for numel, shape in
@@ -87,3 +89,84 @@ def test_a_cast_of_the_library_keeps_a_copy() -> None:
     found = needs("ab", Algorithm.FLAT, "fp16")
     assert found.wire == found.buckets // 2
     assert needs("ab", Algorithm.FLAT, "fp32").wire == 0
+
+
+UNIT_BYTES = 200_000
+
+
+def of_owners(
+    names: str, *, wire: str = "fp32", algorithm: str = "auto", keeps: bool = True
+) -> ReductionNeeds:
+    means = Means(backend="threads", topology=topology_of(names), messages=True)
+    return scatter_needs(
+        BUCKETS, keeps_gradients=keeps, parameter_bytes=4 * ELEMENTS, algorithm=algorithm, wire=wire,
+        bucket_bytes=UNIT_BYTES, means=means,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ["aa", "ab", "aabb", "abc", "aabbcc"])
+@pytest.mark.parametrize("wire", ["fp32", "fp16", "int8"])
+def test_a_sharded_optimizer_sends_to_other_nodes_what_its_reducer_counts(names: str, wire: str) -> None:
+    def rank_main(world: World) -> int:
+        reducer = ReducerMaker(world, topology=topology_of(names)).make_scatter("auto", wire=wire)
+        plan = ShardPlan.of(BUCKETS, num_ranks=world.num_ranks, unit_bytes=UNIT_BYTES)
+        outs = [torch.zeros(shares[world.rank].numel) for shares in plan.shares]
+        parameters = [
+            Gathered(num_bytes=[4 * part.numel for part in unit.parts], read=lambda out: None, write=lambda *_: None)
+            for unit in plan.units
+        ]  # fmt: skip
+        reducer.plan(plan, num_slots=len(plan.units), outs=outs, gathered=parameters)
+        for number in range(len(plan.units)):
+            memory = reducer.claim(number)
+            assert memory is not None
+            memory.zero_()
+            run_to_end([reducer.reduce_scatter(number)])
+            run_to_end([reducer.all_gather(number)])
+        sent = reducer.bytes_sent()
+        reducer.close()
+        return sent
+
+    sent = run_threads(len(names), rank_main)
+    assert sum(sent) / len(sent) == pytest.approx(of_owners(names, wire=wire).sent_between_nodes, rel=0.02)
+
+
+def test_a_sharded_optimizer_sends_as_much_as_an_all_reduce_and_half_of_it_encoded() -> None:
+    whole = 4 * ELEMENTS
+    assert of_owners("abcd").sent == pytest.approx(2 * 3 / 4 * whole, rel=1e-3)
+    assert of_owners("abcd", wire="fp16").sent == pytest.approx(1.5 * 3 / 4 * whole, rel=1e-3)
+    assert of_owners("aaaa").sent == 0
+    # `direct` sends within nodes too: of three other ranks two are elsewhere.
+    direct = of_owners("aabb", algorithm="direct")
+    assert direct.sent == pytest.approx(2 * 3 / 4 * whole, rel=1e-3)
+    assert direct.sent_between_nodes == pytest.approx(direct.sent * 2 / 3, rel=1e-3)
+
+
+def test_gradients_that_are_sharded_have_room_for_a_few_units() -> None:
+    all_of_them, few = of_owners("ab"), of_owners("ab", keeps=False)
+    assert all_of_them.buckets == pytest.approx(4 * ELEMENTS, rel=1e-3)
+    assert few.buckets == min(all_of_them.buckets, few.buckets)
+    many = plan_buckets([GradientSpec(50_000, torch.float32)] * 40, bucket_bytes=UNIT_BYTES)
+    means = Means(backend="threads", topology=topology_of("ab"), messages=True)
+    found = scatter_needs(
+        many, keeps_gradients=False, parameter_bytes=0, algorithm="auto", wire="fp32",
+        bucket_bytes=UNIT_BYTES, means=means,
+    )  # fmt: skip
+    assert found.buckets == 6 * 200_000
+    assert of_owners("ab", wire="int8").residuals == pytest.approx(2 * 4 * ELEMENTS, rel=1e-3)
+    assert of_owners("aabb", wire="int8").residuals == pytest.approx(4 * ELEMENTS, rel=1e-3)
+
+
+def test_sums_of_sharded_gradients_send_what_the_guide_says() -> None:
+    gradients, topology = 8_000_000, topology_of("aaaabbbb")
+
+    def sent(algorithm: str, wire: str, within: str = "world") -> tuple[float, float]:
+        return tuple(sharded_sum(gradients, algorithm=algorithm, wire=wire, within=within, topology=topology))  # type: ignore[arg-type, return-value]
+
+    assert sent("auto", "fp32") == (7 / 8 * gradients, 7 / 8 * gradients / 4)
+    assert sent("direct", "fp16") == (7 / 8 * gradients / 2, 4 / 8 * gradients / 2)
+    between = gradients / 2 / 4 * 1 / 2
+    assert sent("hierarchical", "fp16") == (3 / 4 * gradients + between, between)
+    assert sent("auto", "fp16", "node") == (3 / 4 * gradients + 2 * between, 2 * between)
+    assert sharded_sum(
+        gradients, algorithm="hierarchical", wire="fp32", within="world", topology=topology_of("ab")
+    )[0] == (gradients / 2)

@@ -1,4 +1,5 @@
-"""Freed memory stays with the process until it is short, unless the user has set glibc's own variables."""
+"""Freed memory stays with the process until it is short, or if it is large pieces, unless the user has set glibc's own
+variables."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from hpctrain.resilience import give_back_freed_memory, keep_freed_memory
+from hpctrain.resilience import give_back_freed_memory, give_back_large_pieces, keep_freed_memory
 from tests.ranks_launcher import REPOSITORY
 
 pytestmark = [
@@ -41,20 +42,43 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(how: str) -> int:
+# Resident bytes after 64 MB in pieces of 2 MB have been freed, between which small ones stay.
+RESIDENT = """
+import sys, psutil, torch
+from hpctrain.resilience import give_back_large_pieces, keep_freed_memory
+assert keep_freed_memory()
+if sys.argv[1] == "give back":
+    assert give_back_large_pieces()
+before = psutil.Process().memory_info().rss
+kept, large = [], []
+for _ in range(32):
+    large.append(torch.ones(500_000))
+    kept.append(torch.ones(10_000))
+large.clear()
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+def printed(program: str, how: str) -> int:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, how], cwd=REPOSITORY, env=environ, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", program, how], cwd=REPOSITORY, env=environ, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return int(done.stdout)
 
 
 def test_a_step_faults_no_page_that_the_one_before_had() -> None:
-    assert max(faults("keep") for _ in range(3)) < 2000
-    assert faults("give back") > 10_000
+    assert max(printed(FAULTS, "keep") for _ in range(3)) < 2000
+    assert printed(FAULTS, "give back") > 10_000
+
+
+def test_large_pieces_are_given_back_if_a_model_gathers_and_frees_its_blocks() -> None:
+    assert printed(RESIDENT, "keep") > 60_000_000
+    assert printed(RESIDENT, "give back") < 10_000_000
 
 
 def test_the_users_own_settings_count() -> None:
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert not give_back_freed_memory({"MALLOC_TRIM_THRESHOLD_": "131072"})
+    assert not give_back_large_pieces({"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"})

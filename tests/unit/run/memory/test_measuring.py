@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.data import Batch, pack_arrays
+from hpctrain.distributed import Checkpointing, checkpoint_activations
+from hpctrain.errors import RecipeError
 from hpctrain.run import memory_document, memory_lines, parse_recipe, plan_memory
-from hpctrain.run.memory.measure_activations import LiveBytes, measure_activations, most_bytes
-from hpctrain.run.memory.measure_model import META, count_model, optimizer_state
+from hpctrain.run.memory.measuring.activations import LiveBytes, measure_activations, most_bytes
+from hpctrain.run.memory.measuring.layer_parts import counted_messages, leave_one_part, split_dimensions
+from hpctrain.run.memory.measuring.model import META, count_model, optimizer_state
+from hpctrain.run.memory.sizes import TensorMessages
 from hpctrain.run.recipe.schema import OptimizerSection
 from hpctrain.train import TaskRunner
 from hpctrain.train.task.task import Fields
@@ -29,7 +34,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))
 
 
 class Task:
@@ -63,8 +68,11 @@ def batch_of(samples: int) -> Batch:
     return Batch(fields=fields, epoch=0, start=0, num_samples=samples, global_samples=samples)
 
 
-def runner_of(task: Task) -> TaskRunner:
-    return TaskRunner(task, task.build_model(), device=torch.device("cpu"))
+def runner_of(task: Task, saving: Checkpointing = "none") -> TaskRunner:
+    model = task.build_model()
+    if saving != "none":
+        checkpoint_activations(model, saving)
+    return TaskRunner(task, model, device=torch.device("cpu"))
 
 
 def test_memory_counts_once_from_when_it_is_made_until_it_is_freed() -> None:
@@ -109,23 +117,28 @@ def test_what_backward_needs_is_alive_at_its_begin() -> None:
     assert all(p.grad is None for p in runner.model.parameters())
 
 
-def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
-    runner, batch = runner_of(Task(layers=12)), batch_of(256)
-    found = measure_activations(runner, batch, ways=["none", "blocks"], memory=10**9)
-    assert set(found["none"]) == set(found["blocks"]) == {128, 256}
+def test_checkpointed_blocks_keep_their_inputs_alone_and_selected_ones_products_too() -> None:
+    batch = batch_of(256)
+    found = measure_activations(
+        partial(runner_of, Task(layers=12)), batch, ways=["none", "selective", "blocks"], memory=10**9
+    )
+    assert set(found["none"]) == set(found["selective"]) == set(found["blocks"]) == {128, 256}
     inputs, inner = 12 * 4 * WIDTH * 256, 4 * 256 * (4 * WIDTH + 2 * WIDTH)
     assert found["none"][256] > 12 * inner
     assert inputs + inner < found["blocks"][256] < inputs + 3 * inner
-    names = [name for name, _ in runner.model.named_parameters()]
-    assert names == [name for name, _ in Task(layers=12).build_model().named_parameters()]
+    # Of a block the outputs of both products, without those of the norm and the activation function.
+    assert found["blocks"][256] < found["selective"][256] < found["none"][256]
+    assert found["selective"][256] > 12 * 4 * 256 * 5 * WIDTH
 
 
 def test_larger_micro_batches_are_not_tried_where_memory_is_short() -> None:
-    runner, batch = runner_of(Task()), batch_of(256)
-    two = most_bytes(runner, batch_of(2))
-    found = measure_activations(runner, batch, ways=["none"], memory=3 * two)
+    batch, make = batch_of(256), partial(runner_of, Task())
+    two = most_bytes(make(), batch_of(2))
+    found = measure_activations(make, batch, ways=["none"], memory=3 * two)
     assert max(found["none"]) <= 4
-    assert measure_activations(runner, batch_of(1), ways=["none"], memory=10**9)["none"].keys() == {1}
+    assert measure_activations(make, batch_of(1), ways=["none"], memory=10**9)["none"].keys() == {1}
+    given = measure_activations(make, batch, ways=["none"], memory=0, sizes=[3, 5])
+    assert given["none"].keys() == {3, 5}
 
 
 @pytest.mark.parametrize(
@@ -205,23 +218,33 @@ def planned(
     )
 
 
+def way_named(found: Any, name: str) -> Any:
+    return next(way for way in found.ways if way.name == name)
+
+
 def test_a_plan_has_all_ways_with_measured_activations(data: Path) -> None:
     found = planned(data)
     assert found.notes == ()
     document = memory_document(found)
+    shards = ("none", "optimizer", "gradients")
     assert [way["way"] for way in document["ways"]] == [
-        "none", "none, checkpointing", "parameters", "parameters, checkpointing",
+        *shards, *(f"{shard}, selective" for shard in shards), *(f"{shard}, blocks" for shard in shards),
+        "parameters", "parameters, selective", "parameters, blocks",
     ]  # fmt: skip
-    whole, saving = (way["bytes"] for way in document["ways"][:2])
+    by_name = {way["way"]: way["bytes"] for way in document["ways"]}
+    whole, saving = by_name["none"], by_name["none, blocks"]
     elements = document["parameters"]
     assert whole["parameters"] == 4 * elements
     assert whole["optimizer"] == pytest.approx(8 * elements, rel=1e-3)
     assert saving["activations"] < whole["activations"] / 2
+    assert saving["activations"] < by_name["none, selective"]["activations"] < whole["activations"]
     runner = runner_of(Task())
     assert whole["activations"] == pytest.approx(most_bytes(runner, batch_of(32)), rel=0.05)
-    assert sum(whole.values()) - whole["total"] == whole["total"]
+    parts = ("parameters", "gradients", "optimizer", "reduction", "buffers", "activations", "data")
+    assert whole["total"] == sum(whole[part] for part in parts)
     # The loader holds what there is of an epoch, less than its bound, and a batch is in use.
-    assert document["ways"][0]["other"]["data"] == (50 + 32) * (4 * WIDTH + 8)
+    assert whole["data"] == (50 + 32) * (4 * WIDTH + 8)
+    assert [way["way"] for way in document["ways"] if way["is_current"]] == ["none"]
 
 
 def test_a_model_that_needs_values_is_built_on_the_cpu_and_a_note_says_so(data: Path) -> None:
@@ -235,11 +258,11 @@ def test_without_data_or_with_a_model_that_does_not_run_here_activations_are_lef
     data: Path, tmp_path: Path
 ) -> None:
     absent = planned(data, data={"train": str(tmp_path / "nowhere")}, memory=10**9)
-    assert absent.run.activations == {}
+    assert absent.run.measured.whole == {}
     assert "no training data can be read" in absent.notes[0]
     assert absent.chosen.way.name == "none"
     failing = planned(data, task={"options": {"fails": True}})
-    assert failing.run.activations == {}
+    assert failing.run.measured.whole == {}
     assert "KeyError: 'needs a GPU'" in failing.notes[0]
     assert memory_document(failing)["ways"][0]["bytes"]["activations"] is None
 
@@ -247,25 +270,41 @@ def test_without_data_or_with_a_model_that_does_not_run_here_activations_are_lef
 def test_ways_that_a_run_would_refuse_are_refused_with_its_reason(data: Path) -> None:
     normalised = planned(data, task={"options": {"normalised": True}})
     refused = {way.name: way.refused for way in normalised.ways if way.refused}
-    assert set(refused) == {"none, checkpointing", "parameters, checkpointing"}
-    assert "running statistics" in refused["none, checkpointing"]
-    assert set(normalised.run.activations) == {"none"}
+    assert {name.partition(", ")[2] for name in refused} == {"selective", "blocks"}
+    assert len(refused) == 8
+    assert "running statistics" in refused["none, blocks"]
+    assert set(normalised.run.measured.whole) == {"none"}
+    # Each reason once, also in words.
+    assert sum("running statistics" in line for line in memory_lines(normalised)) == 1
     pytest.importorskip("pytorch_optimizer")
     lamb = planned(data, optimizer={"name": "lamb"})
-    assert "norm of whole layers" in next(way.refused for way in lamb.ways if way.name == "parameters")
+    assert "norm of whole layers" in way_named(lamb, "parameters").refused
 
 
-def test_the_section_reduction_has_to_go_where_fsdp2_reduces(data: Path) -> None:
-    found = planned(data, reduction={"wire": "int8"})
-    assert [way.drops_reduction for way in found.ways] == [False, False, True, True]
+def test_too_few_samples_are_refused_if_no_way_is_left(data: Path) -> None:
+    with pytest.raises(RecipeError, match=r"cannot be split over run\.ranks = 100"):
+        planned(data, num_ranks=100)
+    split = planned(data, num_ranks=100, task={"target": f"{__name__}:Splittable"}, data={"global_batch": 60})
+    assert "every rank needs at least one sample" in way_named(split, "none").refused
+    assert way_named(split, "none, tensor 2").refused == ""
+
+
+def test_the_section_reduction_has_to_go_where_it_does_not_apply(data: Path) -> None:
+    def dropping(**section: Any) -> set[str]:
+        found = planned(data, reduction=section, task={"target": f"{__name__}:Splittable"})
+        return {way.name for way in found.ways if way.drops_reduction and "," not in way.name}
+
+    assert dropping(wire="int8") == {name for name in dropping(wire="int8") if "pipeline" in name}
+    assert {"parameters"} < dropping(bucket_mb=1)
+    assert {"optimizer", "gradients", "parameters"} < dropping(wire="top-k")
     assert not any(way.drops_reduction for way in planned(data).ways)
 
 
 def test_on_gpus_batches_of_the_loader_do_not_count(data: Path) -> None:
     cpu, gpu = planned(data), planned(data, run={"device": "cuda"})
     assert (cpu.device, gpu.device) == ("cpu", "cuda")
-    assert cpu.run.data_bytes > 0 == gpu.run.data_bytes
-    lines = [found.run.activations["none"] for found in (cpu, gpu)]
+    assert cpu.ways[0].needs(1).data > 0 == gpu.ways[0].needs(1).data
+    lines = [found.run.measured.whole["none"] for found in (cpu, gpu)]
     assert lines[1].sample_bytes - lines[0].sample_bytes == 4 * WIDTH + 8
 
 
@@ -276,12 +315,13 @@ def test_ranks_per_node_come_from_the_section_slurm(data: Path) -> None:
 
 def test_the_lines_say_what_to_write(data: Path) -> None:
     enough = memory_lines(planned(data, memory=10**10))
-    assert enough == ["It fits as it is, without a section [parallel]."]
-    found = planned(data, memory=None)
-    totals = {way.name: way.needs.total(1) for way in found.ways}
-    few = totals["parameters"] + 1000
-    assert few < totals["none"]
-    lines = memory_lines(planned(data, memory=few, reduction={"bucket_mb": 1}))
+    assert enough == ["* as the recipe is now", "It fits as it is, without a section [parallel]."]
+    found = planned(data)
+    sharded = way_named(found, "parameters")
+    few = sharded.needs(sharded.choices[-1]).total + 1000
+    chosen = planned(data, memory=few, reduction={"bucket_mb": 1})
+    lines = memory_lines(chosen)
+    assert chosen.chosen.way.plan.shard == "parameters"
     assert any("Leave the section [reduction] out" in line for line in lines)
     assert '\n[parallel]\nshard = "parameters"\n' in "\n".join(lines)
     assert memory_lines(planned(data, memory=1000))[-1].startswith("Nothing fits into 1 KB")
@@ -289,5 +329,80 @@ def test_the_lines_say_what_to_write(data: Path) -> None:
 
 def test_a_background_save_keeps_a_ranks_share_of_the_state(data: Path) -> None:
     found = planned(data, checkpoint={"mode": "async"})
-    needs = found.ways[0].needs
+    needs = found.ways[0].needs(1)
     assert needs.snapshot == pytest.approx(12 * found.model.num_elements / 2, rel=1e-3)
+
+
+class Splittable(Task):
+    """Its layers can be split, and put into stages."""
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"*.up": "column", "*.down": "row"}
+
+    def pipeline_layers(self, model: nn.Sequential) -> list[nn.Module]:
+        return list(model)
+
+
+def test_split_layers_and_pipelines_are_planned_if_the_task_says_how(data: Path) -> None:
+    found = planned(data, num_ranks=4, task={"target": f"{__name__}:Splittable"}, data={"global_batch": 256})
+    assert found.notes == ()
+    assert found.run.measured.split_ranks == 2
+    whole, split = (way_named(found, name).needs(1) for name in ("none", "none, tensor 2"))
+    # Of a block `up` and `down` are split, without the bias of `down` and the norm.
+    in_blocks = 6 * (WIDTH * 4 * WIDTH * 2 + 4 * WIDTH)
+    assert whole.parameters - split.parameters == 4 * in_blocks / 2
+    assert split.optimizer == pytest.approx(2 * split.parameters, rel=1e-3)
+    samples = 128
+    # Measured with a part of each block: twice the samples, less of the hidden features for each.
+    assert whole.activations < split.activations < 1.6 * whole.activations
+    # One output of `down` in forward, one gradient of the input of `up` in backward, of each block.
+    rest = 4 * found.model.num_elements - 4 * in_blocks
+    assert split.sent.total == pytest.approx(
+        split.parameters + rest + samples * 6 * 2 * 4 * WIDTH, rel=1e-3
+    )  # two data-parallel ranks sum a part, two tensor ranks what is not split
+    piped = way_named(found, "pipeline 2 1f1b")
+    needs = piped.needs(piped.choices[0])
+    assert needs.parameters == pytest.approx(whole.parameters / 2, rel=0.02)
+    # 128 samples on each of two replicas, in 8 micro-batches; one boundary between two ranks.
+    assert piped.choices[0] == 8
+    summed = 2 * 1 / 2 * whole.parameters / 2
+    assert needs.sent.total == pytest.approx(summed + 2 * 256 * 4 * WIDTH / 4, rel=1e-3)
+    assert "cannot be split into 4 stages" in way_named(found, "pipeline 4 1f1b").refused
+
+
+def test_a_stage_keeps_what_its_layers_keep_in_a_real_forward(data: Path) -> None:
+    found = planned(data, task={"target": f"{__name__}:Splittable"})
+    layers = found.run.measured.layers["none"]
+    assert len(layers.kept) == 6 + 1 + 1  # blocks, the last layer, the loss
+    runner, batch = runner_of(Splittable()), batch_of(64)
+    known = [*runner.model.parameters(), *batch.fields.values()]
+    with LiveBytes(known) as live:
+        loss = runner.loss(batch)
+        kept = live.now
+    del loss
+    assert sum(line.at(64) for line in layers.kept) == pytest.approx(kept, rel=0.1)
+    assert layers.output_bytes[0] == 4 * WIDTH
+    assert found.run.measured.layers["blocks"].kept[0].at(64) < layers.kept[0].at(64) / 3
+
+
+class Gathered(Splittable):
+    """Splits an embedding, and a layer whose outputs every rank receives."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(40, WIDTH), nn.Flatten(), nn.Linear(2 * WIDTH, 12))
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"0": "row", "2": "column-gathered"}
+
+
+def test_what_is_gathered_has_its_whole_shape_on_a_part() -> None:
+    model = Gathered().build_model()
+    assert split_dimensions(model, Gathered().tensor_plan()) == {"0.weight": 0, "2.weight": 0, "2.bias": 0}
+    indices = torch.tensor([[0, 39], [20, 1]])
+    with counted_messages(model, Gathered().tensor_plan(), samples=2) as sums:
+        model(indices)
+    # The embedding is summed; of the layer the outputs are gathered, and the gradient of its input is summed.
+    assert sums() == TensorMessages(forward=2 * 4 * WIDTH + 4 * 12 / 2, in_blocks=0, backward=2 * 4 * WIDTH)
+    leave_one_part(model, Gathered().tensor_plan(), tensor=4)
+    assert [tuple(p.shape) for p in model.parameters()] == [(10, WIDTH), (3, 2 * WIDTH), (3,)]
+    assert model(indices).shape == (2, 12)

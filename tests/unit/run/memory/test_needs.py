@@ -1,35 +1,44 @@
-"""What each way to split a model needs, by formulas, and which is chosen."""
+"""What each way to split a model needs, by formulas."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from hpctrain.distributed import ParallelPlan
 from hpctrain.reduce import Algorithm, ReductionNeeds
-from hpctrain.run.memory.choice import Way, first_that_fits, fit_of, recipe_lines
-from hpctrain.run.memory.needs import (
+from hpctrain.run.memory.layouts import name_of, ways_to_split
+from hpctrain.run.memory.needs import Needs, needs_of
+from hpctrain.run.memory.sizes import (
     Activations,
+    LayerActivations,
+    LoaderSizes,
+    Measured,
     ModelSizes,
-    Needs,
     ParameterSize,
     RunSizes,
+    StageSizes,
+    TensorMessages,
     line_through,
-    needs_of,
-    ways_to_split,
 )
 from hpctrain.topology import Topology
 
 MB = 10**6
+PLAN = {"blocks.*.up": "column"}
 
 
 def transformer(*, layers: int, rows: int = 1000) -> ModelSizes:
-    """float32 with AdamW: blocks of one million elements, and half a million outside of them."""
+    """float32 with AdamW: blocks of one million elements, which are split, and half a million outside of them."""
     inside = [
-        ParameterSize(shape=(rows, MB // rows), itemsize=4, block=f"blocks.{n}", state_bytes=8 * MB)
+        ParameterSize(shape=(rows, MB // rows), itemsize=4, block=f"blocks.{n}", state_bytes=8 * MB,
+                      name=f"blocks.{n}.up", tensor_dim=0)
         for n in range(layers)
-    ]
-    outside = ParameterSize(shape=(500, 1000), itemsize=4, state_bytes=4 * MB, other_state_bytes=4)
+    ]  # fmt: skip
+    outside = ParameterSize(
+        shape=(500, 1000), itemsize=4, state_bytes=4 * MB, other_state_bytes=4, name="tokens"
+    )
     return ModelSizes(parameters=(outside, *inside), buffer_bytes=1000)
 
 
@@ -41,55 +50,104 @@ def run_on(
     num_ranks: int,
     *,
     ranks_per_node: int | None = None,
-    samples: int = 16,
-    micro_batches: int = 1,
-    **sizes: object,
+    global_batch: int = 64,
+    stages: tuple[int, int] | None = None,
+    **sizes: Any,
 ) -> RunSizes:
-    reduction = ReductionNeeds(
-        algorithm=Algorithm.FLAT, buckets=100 * MB, wire=3 * MB, residuals=0, sent=7 * MB, sent_between_nodes=2 * MB
-    )  # fmt: skip
+    """stages: number of them, and of layers of the transformer."""
+
+    def reduction(buckets: int) -> ReductionNeeds:
+        return ReductionNeeds(
+            algorithm=Algorithm.FLAT, buckets=buckets, wire=3 * MB, residuals=0, sent=7 * MB, sent_between_nodes=2 * MB
+        )  # fmt: skip
+
+    if stages is not None:
+        number, layers = stages
+        each = layers // number
+        sizes["stages"] = {
+            number: StageSizes(
+                # The embedding comes before the first block, the head's loss after the last.
+                layers=tuple(range(1 + each * n - (n == 0), 1 + each * (n + 1)) for n in range(number)),
+                stage_of={"tokens": 0, **{f"blocks.{n}.up": n // each for n in range(layers)}},
+            )
+        }
     return RunSizes(
-        topology=topology_of(num_ranks, ranks_per_node or num_ranks), samples=samples, micro_batches=micro_batches,
-        **{"reduction": reduction, **sizes},
+        topology=topology_of(num_ranks, ranks_per_node or num_ranks), global_batch=global_batch,
+        reductions={"none": reduction(100 * MB), "optimizer": reduction(100 * MB), "gradients": reduction(24 * MB)},
+        **sizes,
     )  # fmt: skip
 
 
+def needs(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int = 1) -> Needs:
+    return needs_of(plan, model, run, micro_batches)
+
+
+NONE = ParallelPlan()
+OPTIMIZER, GRADIENTS = ParallelPlan(shard="optimizer"), ParallelPlan(shard="gradients")
 SHARDED = ParallelPlan(shard="parameters")
 WITHIN = ParallelPlan(shard="parameters", shard_within="node")
+
+
+def tensor(size: int, **keys: Any) -> ParallelPlan:
+    return ParallelPlan(tensor=size, tensor_plan=PLAN, **keys)
 
 
 def test_sharded_parameters_take_16_bytes_of_an_nth() -> None:
     model = transformer(layers=24)
     for num_ranks in (2, 4, 5):
-        found = needs_of(SHARDED, model, run_on(num_ranks))
-        held = found.parameters + found.gradients + found.optimizer
-        assert held == pytest.approx(16 * model.num_elements / num_ranks, rel=1e-3)
-    whole = needs_of(ParallelPlan(), model, run_on(4))
+        found = needs(SHARDED, model, run_on(num_ranks))
+        assert found.held == pytest.approx(16 * model.num_elements / num_ranks, rel=1e-3)
+    whole = needs(NONE, model, run_on(4))
     assert whole.parameters == 4 * model.num_elements
     assert whole.optimizer == 8 * model.num_elements + 4
     assert whole.gradients == 100 * MB
-    assert (whole.sent, whole.sent_between_nodes, whole.whole) == (7 * MB, 2 * MB, 0)
+    assert (whole.sent, whole.gathered) == ((7 * MB, 2 * MB), 0)
+
+
+def test_a_sharded_optimizer_takes_8_bytes_of_an_nth_and_sharded_gradients_4_more() -> None:
+    model, run = transformer(layers=24), run_on(4)
+    elements = model.num_elements
+    first, second = needs(OPTIMIZER, model, run), needs(GRADIENTS, model, run)
+    for found in (first, second):
+        assert found.parameters == 4 * elements
+        assert found.optimizer == pytest.approx(8 * elements / 4, rel=1e-3)
+        assert found.sent == (7 * MB, 2 * MB)
+    assert first.gradients == pytest.approx(100 * MB + 4 * elements / 4, rel=1e-3)
+    assert second.gradients == pytest.approx(4 * elements / 4, rel=1e-3)
+    # The buckets on their way are its reduction's.
+    assert (first.reduction, second.reduction) == (3 * MB, 27 * MB)
+    # Between micro-batches whole gradients wait.
+    assert needs(GRADIENTS, model, run, 2).accumulated == 4 * elements
+    assert second.accumulated == 0
 
 
 def test_parts_of_few_rows_are_unequal() -> None:
     model = ModelSizes(parameters=(ParameterSize(shape=(3, 10), itemsize=4, state_bytes=120),))
-    assert needs_of(SHARDED, model, run_on(2)).parameters == 2 * 10 * 4
-    assert needs_of(SHARDED, model, run_on(8)).parameters == 10 * 4
+    assert needs(SHARDED, model, run_on(2)).parameters == 2 * 10 * 4
+    assert needs(SHARDED, model, run_on(8)).parameters == 10 * 4
 
 
 def test_within_nodes_each_node_has_a_replica() -> None:
     model, run = transformer(layers=8), run_on(8, ranks_per_node=2)
-    world, node = needs_of(SHARDED, model, run), needs_of(WITHIN, model, run)
+    world, node = needs(SHARDED, model, run), needs(WITHIN, model, run)
     assert node.parameters == pytest.approx(4 * world.parameters, rel=1e-3)
     gradients = 4 * model.num_elements
     # Between nodes half of the gradients are summed over four nodes.
-    assert node.sent_between_nodes == pytest.approx(2 * 3 / 4 * gradients / 2, rel=1e-6)
+    assert node.sent.between_nodes == pytest.approx(2 * 3 / 4 * gradients / 2, rel=1e-6)
     # Blocks are gathered twice, the rest once, and everything is reduced.
     moved = 3 * 4 * 8 * MB + 2 * 4 * 0.5 * MB
-    assert node.sent == pytest.approx(moved / 2 + node.sent_between_nodes, rel=1e-6)
-    assert world.sent == pytest.approx(moved * 7 / 8, rel=1e-6)
-    thrice = needs_of(SHARDED, model, run_on(8, micro_batches=3))
-    assert thrice.sent == pytest.approx(3 * world.sent, rel=1e-6)
+    assert node.sent.total == pytest.approx(moved / 2 + node.sent.between_nodes, rel=1e-6)
+    assert world.sent.total == pytest.approx(moved * 7 / 8, rel=1e-6)
+    assert needs(SHARDED, model, run, 3).sent.total == pytest.approx(3 * world.sent.total, rel=1e-6)
+
+
+def test_an_encoded_wire_sends_less_of_sharded_gradients() -> None:
+    model = transformer(layers=8)
+    plain, encoded = (
+        needs(SHARDED, model, run_on(4, ranks_per_node=1, sharded_sum=("direct", wire))).sent.total
+        for wire in ("fp32", "fp16")
+    )
+    assert plain - encoded == pytest.approx(4 * model.num_elements * 3 / 4 / 2, rel=1e-6)
 
 
 def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
@@ -99,53 +157,108 @@ def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
             ParameterSize(shape=(10, 10), itemsize=4, state_bytes=800),
         )
     )
-    found = needs_of(SHARDED, frozen, run_on(2))
+    found = needs(SHARDED, frozen, run_on(2))
     assert (found.parameters, found.gradients, found.optimizer) == (2200, 200, 400)
 
 
 def test_at_the_start_the_whole_model_is_there() -> None:
     model = transformer(layers=24)
-    many = needs_of(SHARDED, model, run_on(96))
-    assert many.total(0) == many.start == pytest.approx(4 * model.num_elements * (1 + 1 / 90), rel=0.01)
-    few = needs_of(SHARDED, model, run_on(2))
-    assert few.total(0) > few.start
+    many = needs(SHARDED, model, run_on(96, global_batch=96))
+    # It is sent from rank 0 in copies of 32 MiB.
+    assert many.total == many.start == 4 * model.num_elements + 1000 + (32 << 20)
+    few = needs(SHARDED, model, run_on(2))
+    assert few.total > few.start
+
+
+def test_split_layers_are_divided_and_the_rest_is_on_every_rank() -> None:
+    model, run = transformer(layers=8), run_on(8, ranks_per_node=4)
+    found = needs(tensor(4), model, run)
+    elements = 8 * MB / 4 + 0.5 * MB
+    assert found.held == pytest.approx(16 * elements, rel=1e-3)
+    # Two data-parallel ranks, on different nodes, sum a part; the group averages what is not split.
+    assert found.sent.between_nodes == pytest.approx(2 * 1 / 2 * 4 * elements, rel=1e-6)
+    assert found.sent.total - found.sent.between_nodes == pytest.approx(2 * 3 / 4 * 2 * MB, rel=1e-6)
+    both = needs(tensor(4, shard="parameters"), model, run)
+    assert both.held == pytest.approx(16 * elements / 2, rel=1e-2)
+
+
+def test_split_layers_send_activations_of_all_samples_and_those_in_blocks_again_if_they_are_recomputed() -> (
+    None
+):
+    messages = TensorMessages(forward=1000.0, in_blocks=800.0, backward=500.0)
+    model = transformer(layers=8)
+    bare, run = run_on(4), run_on(4, measured=Measured(messages=messages))
+    # 64 samples on two data-parallel ranks.
+    more = needs(tensor(2), model, run).sent.total - needs(tensor(2), model, bare).sent.total
+    assert more == pytest.approx(2 * 1 / 2 * 32 * 1500, rel=1e-9)
+    again = needs(tensor(2, activation_checkpointing="blocks"), model, run).sent.total
+    assert again - needs(tensor(2), model, run).sent.total == pytest.approx(32 * 800, rel=1e-9)
+
+
+def test_activations_of_split_layers_follow_from_two_measurements() -> None:
+    def line(sample: float) -> Activations:
+        return Activations(fixed_bytes=0, sample_bytes=sample)
+
+    measured = Measured(whole={"none": line(100)}, split={"none": line(70)}, split_ranks=2)
+    # 60 of 100 are divided.
+    assert measured.activation_bytes("none", tensor=1, samples=10) == 1000
+    assert measured.activation_bytes("none", tensor=2, samples=10) == 700
+    assert measured.activation_bytes("none", tensor=4, samples=10) == 550
+    assert measured.activation_bytes("blocks", tensor=1, samples=10) is None
+
+
+LAYERS = LayerActivations(
+    kept=tuple(Activations(fixed_bytes=0, sample_bytes=kept) for kept in (10, *[100] * 8, 50)),
+    more=tuple(Activations(fixed_bytes=0, sample_bytes=more) for more in (1, *[7] * 8, 3)),
+    output_bytes=(10.0, *[10.0] * 8, 0.0),
+)
+
+
+def in_pipeline(schedule: str, micro_batches: int, *, stages: int = 4) -> Needs:
+    plan = ParallelPlan(pipeline=4, schedule=schedule, micro_batches=micro_batches)  # type: ignore[arg-type]
+    run = run_on(8, stages=(stages, 8), measured=Measured(layers={"none": LAYERS}))
+    return needs(plan, transformer(layers=8), run, micro_batches)
+
+
+def test_a_pipelines_ranks_hold_their_stages_and_of_1f1b_the_first_most_activations() -> None:
+    found = in_pipeline("1f1b", 8)
+    elements = 2.5 * MB  # two blocks and the embedding
+    assert found.held == pytest.approx(16 * elements, rel=1e-3)
+    # 32 samples on each of two replicas, 4 in a micro-batch, of which four are in flight on the first rank.
+    kept, arriving = 4 * 4 * (10 + 2 * 100), 32 * 10
+    assert found.activations == kept + arriving + 4 * 7
+    assert in_pipeline("gpipe", 8).activations == 8 * 4 * (10 + 2 * 100) + arriving + 4 * 7
+    # Two stages of one block on each rank: 11 of 2 x 8 are in flight, and more arrives.
+    both = in_pipeline("interleaved", 8, stages=8)
+    assert both.activations == 11 * 4 * (10 + 2 * 100) / 2 + 32 * 30 + 4 * 7
+
+
+def test_a_pipeline_sends_activations_and_their_gradients_and_sums_gradients_of_stages() -> None:
+    found = in_pipeline("1f1b", 8)
+    summed = 2 * 1 / 2 * 4 * 8.5 * MB / 4
+    # Three boundaries, there and back, 64 samples of 10 bytes, over 8 ranks.
+    assert found.sent.total == pytest.approx(summed + 3 * 2 * 64 * 10 / 8, rel=1e-6)
+    assert found.sent.between_nodes == 0
 
 
 @given(
     layers=st.integers(0, 6), num_ranks=st.integers(1, 40), per_node=st.integers(1, 8),
-    rows=st.sampled_from([1, 7, 1000]), fixed=st.integers(0, 10**8), sample=st.integers(0, 10**8),
-    samples=st.integers(1, 100),
+    rows=st.sampled_from([7, 1000]), fixed=st.integers(0, 10**8), sample=st.integers(0, 10**8),
 )  # fmt: skip
-def test_more_samples_never_need_less_and_the_largest_micro_batch_is_the_last_that_fits(
-    layers: int, num_ranks: int, per_node: int, rows: int, fixed: int, sample: int, samples: int
+def test_more_micro_batches_never_need_more_from_the_second_on(
+    layers: int, num_ranks: int, per_node: int, rows: int, fixed: int, sample: int
 ) -> None:
     line = Activations(fixed_bytes=fixed, sample_bytes=sample)
+    lines = {"none": line, "blocks": line, "selective": line}
     run = run_on(
-        num_ranks, ranks_per_node=per_node, samples=samples, activations={"none": line, "blocks": line}
+        num_ranks, ranks_per_node=per_node, measured=Measured(whole=lines, split=lines, split_ranks=2)
     )
-    for plan in ways_to_split(run.topology):
-        found = needs_of(plan, transformer(layers=layers, rows=rows), run)
-        totals = [found.total(n) for n in range(samples + 2)]
-        assert totals == sorted(totals)
-        parts = (found.parameters, found.gradients, found.optimizer, found.activation_bytes(samples))
-        assert sum(parts) + found.other(samples) == found.total(samples)
-        for memory in (totals[0] - 1, totals[samples // 2], totals[samples], totals[-1]):
-            largest = found.largest_micro_batch(memory, at_most=samples)
-            assert largest == 0 or found.total(largest) <= memory
-            assert largest == samples or found.total(largest + 1) > memory
-
-
-def test_ways_are_those_that_the_ranks_allow() -> None:
-    def ways(num_ranks: int, ranks_per_node: int) -> list[str]:
-        return [Way(plan=plan).name for plan in ways_to_split(topology_of(num_ranks, ranks_per_node))]
-
-    assert ways(1, 1) == ["none", "none, checkpointing"]
-    one_node = ["none", "none, checkpointing", "parameters", "parameters, checkpointing"]
-    assert ways(4, 4) == ways(4, 1) == one_node
-    assert ways(4, 2) == [
-        "none", "none, checkpointing", "parameters within node", "parameters",
-        "parameters within node, checkpointing", "parameters, checkpointing",
-    ]  # fmt: skip
+    model = transformer(layers=layers, rows=rows)
+    for plan in ways_to_split(run.topology, tensor_plan=PLAN):
+        totals = [needs(plan, model, run, parts).total for parts in (2, 3, 5, 8, 64, 65)]
+        assert totals == sorted(totals, reverse=True), name_of(plan)
+        first = needs(plan, model, run)
+        assert first.total >= first.parameters + first.optimizer + (first.activations or 0)
 
 
 def test_a_line_goes_through_what_was_measured() -> None:
@@ -157,64 +270,29 @@ def test_a_line_goes_through_what_was_measured() -> None:
     assert line_through({2: 10, 4: 100}).at(1) == 25
 
 
-LAYERS = transformer(layers=24)
-LINES = {
-    "none": Activations(fixed_bytes=0, sample_bytes=20 * MB),
-    "blocks": Activations(fixed_bytes=0, sample_bytes=5 * MB),
-}
-
-
-def all_ways(run: RunSizes) -> list[Way]:
-    return [Way(plan=plan, needs=needs_of(plan, LAYERS, run)) for plan in ways_to_split(run.topology)]
-
-
-def test_with_less_memory_micro_batches_come_first_then_checkpointing_then_shards() -> None:
-    def first(memory: int) -> tuple[str, int] | None:
-        run = run_on(4, samples=16, activations=LINES)
-        found = first_that_fits(all_ways(run), run, memory=memory)
-        return None if found is None else (found.way.name, found.micro_batches)
-
-    # 397 MB without activations: parameters 98, buckets 100, optimizer 196, messages 3.
-    assert first(720 * MB) == ("none", 1)
-    assert first(600 * MB) == ("none", 2)
-    assert first(418 * MB) == ("none", 16)
-    assert first(410 * MB) == ("none, checkpointing", 8)
-    assert first(300 * MB) == ("parameters", 2)
-    assert first(100 * MB) is None
-
-
-def test_what_is_refused_is_not_chosen() -> None:
-    run = run_on(4, samples=16, activations=LINES)
-    ways = [
-        Way(plan=way.plan, refused="no blocks") if way.plan.activation_checkpointing == "blocks" else way
-        for way in all_ways(run)
-    ]
-    found = first_that_fits(ways, run, memory=410 * MB)
-    assert found is not None
-    assert found.way.name == "parameters"
-    assert fit_of(ways[1], run, memory=10**12) is None
-
-
-def test_the_lines_of_the_recipe_are_those_that_differ_from_the_usual() -> None:
-    run = run_on(8, ranks_per_node=2, samples=16, activations=LINES)
-    ways = {way.name: way for way in all_ways(run)}
-
-    def lines(name: str, memory: int) -> list[str]:
-        fit = fit_of(ways[name], run, memory=memory)
-        assert fit is not None
-        return recipe_lines(fit, run)
-
-    assert lines("none", 10**12) == []
-    assert lines("none", 600 * MB) == ["[data]", "micro_batches = 2"]
-    assert lines("parameters within node, checkpointing", 10**12) == [
-        "[parallel]", 'shard = "parameters"', 'shard_within = "node"', 'activation_checkpointing = "blocks"',
-    ]  # fmt: skip
+def test_gradients_of_sharded_parameters_come_while_activations_go() -> None:
+    model = transformer(layers=24)
+    lines = {"none": Activations(fixed_bytes=0, sample_bytes=10 * MB)}
+    run = run_on(4, measured=Measured(whole=lines))
+    once, twice = needs(SHARDED, model, run), needs(SHARDED, model, run, 2)
+    assert once.activations == 160 * MB
+    assert once.total == once.parameters + once.optimizer + once.buffers + 160 * MB + once.gathered
+    # In the second micro-batch the gradients of the first are there.
+    assert twice.total == (
+        twice.parameters + twice.optimizer + twice.gradients + twice.buffers + 80 * MB + twice.gathered
+    )
 
 
 def test_on_gpus_the_optimizers_step_makes_a_copy_of_all_parameters() -> None:
     model = transformer(layers=24)
-    gpu, cpu = (
-        needs_of(ParallelPlan(), model, run_on(1, update_at_once=at_once)) for at_once in (True, False)
-    )
-    assert isinstance(gpu, Needs)
-    assert gpu.total(0) - cpu.total(0) == 4 * model.num_elements - 8 * MB
+    gpu, cpu = (needs(NONE, model, run_on(1, update_at_once=at_once)) for at_once in (True, False))
+    assert gpu.total - cpu.total == 4 * model.num_elements - 8 * MB
+
+
+def test_the_loader_holds_batches_read_ahead_and_no_more_than_an_epoch() -> None:
+    loader = LoaderSizes(sample_bytes=100, num_samples=1000, prefetch_bytes=10**6, cache_bytes=5)
+    assert loader.held(samples=16, data_ranks=4) == 250 * 100 + 16 * 100 + 5
+    run, model = run_on(4, loader=loader), transformer(layers=2)
+    assert needs(NONE, model, run).data == 250 * 100 + 16 * 100 + 5
+    # Two ranks of a tensor group read the same samples.
+    assert needs(tensor(2), model, run).data == 500 * 100 + 32 * 100 + 5

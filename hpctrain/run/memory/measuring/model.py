@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from hpctrain.distributed import repeated_blocks
+from hpctrain.distributed import TensorPlan, repeated_blocks
 from hpctrain.errors import HpctrainError
 from hpctrain.run.build import build_model
-from hpctrain.run.memory.needs import ModelSizes, ParameterSize
+from hpctrain.run.memory.measuring.layer_parts import split_dimensions
+from hpctrain.run.memory.sizes import ModelSizes, ParameterSize
 from hpctrain.run.optimizers import build_optimizer
 from hpctrain.run.recipe.schema import OptimizerSection, Recipe
 from hpctrain.train import Task
@@ -44,10 +45,15 @@ def model_on_meta(
 
 
 def count_model(
-    model: torch.nn.Module, section: OptimizerSection, *, note: Callable[[str], None]
+    model: torch.nn.Module,
+    section: OptimizerSection,
+    *,
+    tensor_plan: TensorPlan | None = None,
+    note: Callable[[str], None],
 ) -> ModelSizes:
     """Returns the sizes of `model`, which is on the meta device. note: reports what was not measured."""
     blocks = repeated_blocks(model)
+    split = split_dimensions(model, tensor_plan) if tensor_plan else {}
     states = optimizer_state(model, section, note=note)
     parameters = []
     for name, parameter in model.named_parameters():
@@ -60,6 +66,8 @@ def count_model(
                 block=next((block for block in blocks if name.startswith(f"{block}.")), ""),
                 state_bytes=state.like_parameter,
                 other_state_bytes=state.other,
+                name=name,
+                tensor_dim=split.get(name),
             )
         )
     return ModelSizes(parameters=tuple(parameters), buffer_bytes=sum(b.nbytes for b in model.buffers()))

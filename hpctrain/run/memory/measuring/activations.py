@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.data import Batch
-from hpctrain.distributed import Checkpointing, checkpoint_activations
+from hpctrain.distributed import Checkpointing
 from hpctrain.train import TaskRunner
 
 # Twice as many samples take at most this times as much memory, with a margin.
@@ -23,15 +24,14 @@ _GROWTH = 2.5
 class LiveBytes(TorchDispatchMode):
     """Counts, as a context manager, the memory of the tensors that operations make within it, until it is freed.
 
-    Views share their memory, which counts once. known: tensors whose memory does not count. most: the most bytes at
-    any time.
+    Views share their memory, which counts once. known: tensors whose memory does not count. now: bytes that are alive;
+    most: the most at any time.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._bytes = 0
-        self.most = 0
+        self.now = self.most = 0
         for tensor in known:
             self._count(tensor, counts=False)
 
@@ -53,12 +53,12 @@ class LiveBytes(TorchDispatchMode):
             return
         num_bytes = storage.nbytes() if counts else 0
         self._live[number] = weakref.ref(storage, functools.partial(self._freed, number, num_bytes))
-        self._bytes += num_bytes
-        self.most = max(self.most, self._bytes)
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
 
     def _freed(self, number: int, num_bytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._live[number]
-        self._bytes -= num_bytes
+        self.now -= num_bytes
 
 
 def most_bytes(runner: TaskRunner, batch: Batch) -> int:
@@ -67,47 +67,60 @@ def most_bytes(runner: TaskRunner, batch: Batch) -> int:
     A gradient counts until it is complete, since training moves it into a bucket then.
     """
     known = [*runner.model.parameters(), *runner.model.buffers(), *batch.fields.values()]
-    hooks = [
-        p.register_post_accumulate_grad_hook(_drop) for p in runner.model.parameters() if p.requires_grad
-    ]
     live = LiveBytes(known)
-    try:
-        with live:
-            runner.loss(batch).backward()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with gradients_dropped(runner.model), live:
+        runner.loss(batch).backward()
     return live.most
 
 
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+@contextmanager
+def gradients_dropped(model: torch.nn.Module) -> Iterator[None]:
+    """Drops each parameter's gradient as soon as it is complete, within the `with` block."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def measure_activations(
-    runner: TaskRunner, batch: Batch, *, ways: Iterable[Checkpointing], memory: int
+    make_runner: Callable[[Checkpointing], TaskRunner],
+    batch: Batch,
+    *,
+    ways: Iterable[Checkpointing],
+    memory: int,
+    sizes: Sequence[int] = (),
 ) -> dict[Checkpointing, dict[int, int]]:
-    """Returns for each of the ways the bytes of the two largest micro-batches that were tried, by their samples.
+    """Returns for each of the ways the bytes of two micro-batches, by their samples; of a batch of one sample, of one.
 
-    The first samples of `batch` are taken: 2, then twice as many as before, while there are as many and the next ones
-    are expected to take less than `memory` bytes. A batch of one sample is measured alone. ways: `none` before
-    `blocks`, which leaves the model's blocks checkpointed.
+    The first samples of `batch` are taken. For the first way, unless `sizes` says how many: 2, then twice as many as
+    before, while there are as many and the next ones are expected to take less than `memory` bytes; of these the two
+    largest count, which are taken for the other ways too. make_runner: with a new model.
     """
     measured: dict[Checkpointing, dict[int, int]] = {}
     for way in ways:
-        if way == "blocks":
-            checkpoint_activations(runner.model)
+        runner = make_runner(way)
         found: dict[int, int] = {}
+        if sizes:
+            measured[way] = {samples: most_bytes(runner, first_of(batch, samples)) for samples in sizes}
+            continue
         samples = min(2, batch.num_samples)
         while samples <= batch.num_samples:
-            found[samples] = most_bytes(runner, _first(batch, samples))
+            found[samples] = most_bytes(runner, first_of(batch, samples))
             if _GROWTH * found[samples] > memory:
                 break
             samples *= 2
-        measured[way] = dict(sorted(found.items())[-2:])
+        sizes = sorted(found)[-2:]
+        measured[way] = {samples: found[samples] for samples in sizes}
     return measured
 
 
-def _first(batch: Batch, samples: int) -> Batch:
+def first_of(batch: Batch, samples: int) -> Batch:
+    """Returns the first samples of a batch."""
     fields = {name: tensor[:samples] for name, tensor in batch.fields.items()}
     return replace(batch, fields=fields, num_samples=samples, num_padded=0, indices=None)

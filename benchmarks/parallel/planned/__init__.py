@@ -1,0 +1,1 @@
+"""What `hpctrain plan` says that a rank needs, against what runs of `hpctrain train` had."""

@@ -1,0 +1,61 @@
+"""The task `characters`, which notes how much memory its process has while it is trained."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.tasks.characters import Characters
+from hpctrain.train import Fields
+
+_EVERY_S = 0.02
+
+
+class Watched(Characters):
+    """Writes into the folder `report` a file for each process, each time that the loss is computed.
+
+    In it are bytes before the model was built, and the most since then until the newest step began, each of this
+    process alone and of what it shares with others: what the run does after its last step does not count.
+    """
+
+    def __init__(self, *, report: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._report = Path(report) / f"{os.getpid()}.json"
+        self._before = self._most = (0, 0)
+
+    def build_model(self) -> nn.Module:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self._before = own_bytes()
+        threading.Thread(target=self._watch, daemon=True).start()
+        return super().build_model()
+
+    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
+        self._report.write_text(json.dumps({"before": self._before, "most": self._most}))
+        return super().loss(model, fields)
+
+    def _watch(self) -> None:
+        ended = threading.Event()
+        while not ended.wait(_EVERY_S):
+            alone, shared = own_bytes()
+            self._most = max(self._most[0], alone), max(self._most[1], shared)
+
+
+def own_bytes() -> tuple[int, int]:
+    """Returns this process's memory without pages of files: its own, and its part of what it shares.
+
+    A shared page is divided among the processes that have accessed it.
+    """
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    found = {
+        name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in rollup[1:])
+    }
+    return found["Pss_Anon"], found["Pss_Shmem"]

@@ -1,0 +1,152 @@
+"""Which ways there are to split a model over the ranks, in the order in which to try them, and what they cost. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan
+from hpctrain.topology import Topology
+
+# What backward computes again, as a part of all computing; of `selective` it is not known, but little.
+COMPUTED_AGAIN: dict[Checkpointing, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
+# So many micro-batches for each rank keep the stages of a pipeline busy.
+_MICRO_BATCHES_A_RANK = 4
+
+
+def ways_to_split(
+    topology: Topology, *, tensor_plan: TensorPlan | None = None, in_stages: bool = False
+) -> list[ParallelPlan]:
+    """Returns the ways in the order in which to try them: what usually costs least time first.
+
+    tensor_plan: of the task; None: its layers cannot be split. in_stages: whether it says what its layers are.
+    Whole parameters come first, with more and more activations computed again, then sharded ones, which are sent once
+    more, within nodes if a node's ranks share them; then split layers, which send activations within a node; then
+    pipelines, whose ranks wait for each other.
+    """
+    found = _sharded(topology)
+    if tensor_plan:
+        found += [
+            ParallelPlan(shard=shard, shard_within=within, activation_checkpointing=saving, tensor=tensor,
+                         tensor_plan=tensor_plan)
+            for tensor in _divisors(math.gcd(*map(len, topology.ranks_by_node)))
+            for shard, within in _split_shards(topology, tensor=tensor)
+            for saving in get_args(Checkpointing)
+        ]  # fmt: skip
+    if in_stages:
+        found += [
+            ParallelPlan(
+                pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving
+            )
+            for size in _divisors(topology.num_ranks)
+            for saving in ("none", "blocks")
+            for schedule in _schedules()
+        ]
+    return found
+
+
+def _sharded(topology: Topology) -> list[ParallelPlan]:
+    several = topology.num_ranks > 1
+    whole: list[Shard] = ["none", "optimizer", "gradients"] if several else ["none"]
+    savings = ("none", "selective", "blocks")
+    found = [
+        ParallelPlan(shard=shard, activation_checkpointing=saving)  # type: ignore[arg-type]
+        for saving in savings
+        for shard in whole
+    ]
+    if several:
+        within = ["world"]
+        if 1 < topology.num_nodes < topology.num_ranks and len(set(map(len, topology.ranks_by_node))) == 1:
+            within.insert(0, "node")
+        found += [
+            ParallelPlan(shard="parameters", shard_within=where, activation_checkpointing=saving)  # type: ignore[arg-type]
+            for saving in savings
+            for where in within
+        ]
+    return found
+
+
+def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[str, str]]:
+    """Returns how parameters may be sharded over the ranks that hold the same parts of layers."""
+    found = [("none", "world")]
+    if topology.num_ranks > tensor:
+        sizes = set(map(len, topology.ranks_by_node))
+        if topology.num_nodes > 1 and len(sizes) == 1 and min(sizes) > tensor:
+            found.append(("parameters", "node"))
+        found.append(("parameters", "world"))
+    return found
+
+
+def _schedules() -> tuple[Schedule, ...]:
+    # `gpipe` waits as long as `1f1b` and keeps more; the others wait less, keep more and send more.
+    return ("1f1b", "interleaved", "zero-bubble", "gpipe")
+
+
+def _divisors(number: int) -> list[int]:
+    """Returns the divisors above 1, ascending."""
+    return [size for size in range(2, number + 1) if number % size == 0]
+
+
+def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> Sequence[int]:
+    """Returns the numbers of micro-batches of a rank's `samples` to try, ascending; empty if there are none.
+
+    at_least: what the recipe has, 1 if it says nothing. Micro-batches of a pipeline are of one size; if the recipe says
+    nothing, there are enough to keep its ranks busy, or as many as there can be.
+    """
+    if plan.pipeline == 1:
+        return list(_without_pipeline(samples=samples, at_least=at_least))
+    allowed = [n for n in range(at_least, samples + 1) if samples % n == 0 and _can_have(plan, n)]
+    if at_least > 1:
+        return allowed
+    return [n for n in allowed if n >= _MICRO_BATCHES_A_RANK * plan.pipeline] or allowed[-1:]
+
+
+def _without_pipeline(*, samples: int, at_least: int) -> Iterator[int]:
+    """Yields the smallest number of micro-batches for each size that their largest one can have."""
+    yield at_least
+    size = math.ceil(samples / at_least)
+    while size > 1:
+        parts = math.ceil(samples / (size - 1))
+        yield parts
+        size = math.ceil(samples / parts)
+
+
+def _can_have(plan: ParallelPlan, micro_batches: int) -> bool:
+    if plan.schedule == "gpipe":
+        return True
+    if plan.schedule == "1f1b":
+        return micro_batches >= plan.pipeline
+    return micro_batches % plan.pipeline == 0
+
+
+def with_micro_batches(plan: ParallelPlan, micro_batches: int) -> ParallelPlan:
+    """Returns the plan with so many micro-batches in its pipeline, if it has one."""
+    return replace(plan, micro_batches=micro_batches) if plan.pipeline > 1 else plan
+
+
+def waiting(plan: ParallelPlan, *, micro_batches: int) -> float:
+    """Returns the part of a step in which a rank of the pipeline waits; of `zero-bubble` it is less."""
+    if plan.pipeline == 1:
+        return 0.0
+    others = plan.pipeline - 1
+    return others / (plan.stages_per_rank * micro_batches + others)
+
+
+def name_of(plan: ParallelPlan) -> str:
+    """For example `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b`."""
+    if plan.pipeline > 1:
+        words = [f"pipeline {plan.pipeline} {plan.schedule}"]
+    else:
+        words = [plan.shard + (" within node" if plan.shard_within == "node" else "")]
+    if plan.tensor > 1:
+        words.append(f"tensor {plan.tensor}")
+    if plan.activation_checkpointing != "none":
+        words.append(plan.activation_checkpointing)
+    return ", ".join(words)
+
+
+def family_of(plan: ParallelPlan) -> tuple[str, str, int, int]:
+    """Returns what ways have in common that differ only in activation checkpointing and schedule."""
+    return plan.shard, plan.shard_within, plan.tensor, plan.pipeline

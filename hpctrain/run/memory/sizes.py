@@ -1,0 +1,212 @@
+"""Sizes of a model, its activations and a run, from which needs are calculated. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hpctrain.distributed import Checkpointing, Shard
+from hpctrain.reduce import ReductionNeeds
+from hpctrain.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSize:
+    """A parameter. block: name of the repeated block that it is in, empty outside of all.
+
+    state_bytes: of the optimizer's tensors of the parameter's shape; other_state_bytes: of its other tensors, which
+    are not split. tensor_dim: the dimension along which the task's `tensor_plan` splits it; None: it does not.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool = True
+    block: str = ""
+    state_bytes: int = 0
+    other_state_bytes: int = 0
+    name: str = ""
+    tensor_dim: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def share(self, num_parts: int) -> float:
+        """Returns the largest part's share if the first dimension is split into `num_parts`, as FSDP2 does."""
+        if num_parts == 1 or not self.shape or self.shape[0] == 0:
+            return 1.0
+        return math.ceil(self.shape[0] / num_parts) / self.shape[0]
+
+    def part(self, tensor: int) -> ParameterSize:
+        """Returns what one of `tensor` ranks has that hold a layer."""
+        if self.tensor_dim is None or tensor == 1:
+            return self
+        dim = self.tensor_dim
+        shape = (*self.shape[:dim], self.shape[dim] // tensor, *self.shape[dim + 1 :])
+        return replace(self, shape=shape, state_bytes=self.state_bytes // tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """parameters: each one once. buffer_bytes: of all buffers."""
+
+    parameters: tuple[ParameterSize, ...]
+    buffer_bytes: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(p.shape) for p in self.parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameters."""
+        return sum(p.num_bytes for p in self.parameters)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of parameters and optimizer, which a checkpoint holds."""
+        return sum(p.num_bytes + p.state_bytes + p.other_state_bytes for p in self.parameters)
+
+    @property
+    def trained(self) -> tuple[ParameterSize, ...]:
+        return tuple(p for p in self.parameters if p.trainable)
+
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Returns bytes of all and of the trainable parameters for each block, and with the name "" of the rest."""
+        found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for p in self.parameters:
+            whole, trainable = found[p.block]
+            found[p.block] = whole + p.num_bytes, trainable + (p.num_bytes if p.trainable else 0)
+        return dict(found)
+
+    def part(self, tensor: int) -> ModelSizes:
+        """Returns what one of `tensor` ranks has that hold a layer."""
+        return replace(self, parameters=tuple(p.part(tensor) for p in self.parameters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Bytes alive at once in forward and backward, besides parameters and their gradients: a straight line."""
+
+    fixed_bytes: float
+    sample_bytes: float
+
+    def at(self, samples: int) -> int:
+        """Returns the bytes for a micro-batch of `samples`."""
+        return max(0, math.ceil(self.fixed_bytes + samples * self.sample_bytes))
+
+
+def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activations:
+    """Returns the line through the bytes measured for two numbers of samples; with one number, through the origin.
+
+    besides: bytes of a sample that were not measured.
+    """
+    (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
+    slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
+    # At each moment some bytes are fixed: that they are fewer than none is noise.
+    slope = min(slope, many_bytes / many)
+    return Activations(fixed_bytes=many_bytes - slope * many, sample_bytes=slope + besides)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """Of the layers of a pipeline and, last, of the loss: what each keeps from forward to backward, its output
+    included, what its backward needs beyond that at its most, and the bytes of the output for one sample."""
+
+    kept: tuple[Activations, ...]
+    more: tuple[Activations, ...]
+    output_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMessages:
+    """Bytes for one sample that the ranks of a tensor group sum: in forward, of it within repeated blocks, and in
+    backward. What is gathered counts half."""
+
+    forward: float
+    in_blocks: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of forward and backward, by activation checkpointing; empty where it was not.
+
+    split: on one of `split_ranks` ranks that hold a layer. layers: for pipelines.
+    """
+
+    whole: Mapping[Checkpointing, Activations] = field(default_factory=dict)
+    split: Mapping[Checkpointing, Activations] = field(default_factory=dict)
+    split_ranks: int = 1
+    layers: Mapping[Checkpointing, LayerActivations] = field(default_factory=dict)
+    messages: TensorMessages | None = None
+
+    def activation_bytes(self, saving: Checkpointing, *, tensor: int, samples: int) -> int | None:
+        """Returns the bytes of a micro-batch on one of `tensor` ranks that hold a layer; None if not measured.
+
+        A part is the same with any number of ranks, and the rest is divided by it.
+        """
+        whole = self.whole.get(saving)
+        if whole is None or tensor == 1:
+            return None if whole is None else whole.at(samples)
+        split = self.split.get(saving)
+        if split is None:
+            return None
+        most, less = whole.at(samples), split.at(samples)
+        divided = max(0.0, (most - less) * self.split_ranks / (self.split_ranks - 1))
+        return math.ceil(most - divided + divided / tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSizes:
+    """Of the training data, on the host: bytes and number of samples, of batches read ahead, and of a cache."""
+
+    sample_bytes: int = 0
+    num_samples: int | None = None
+    prefetch_bytes: int = 0
+    cache_bytes: int = 0
+
+    def held(self, *, samples: int, data_ranks: int) -> int:
+        """Returns what a rank holds that computes `samples` in a step, one of `data_ranks` with different samples."""
+        ahead = self.prefetch_bytes
+        if self.num_samples is not None:
+            ahead = min(ahead, math.ceil(self.num_samples / data_ranks) * self.sample_bytes)
+        return ahead + samples * self.sample_bytes + self.cache_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSizes:
+    """A model as stages of a pipeline. layers: of each stage, its numbers among the model's layers. stage_of: by name
+    of a parameter."""
+
+    layers: tuple[Sequence[int], ...]
+    stage_of: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSizes:
+    """What besides the model decides what a rank needs.
+
+    micro_batches: of the recipe's section [data]. reductions: of gradients that are not reduced by FSDP2, by what is
+    sharded. sharded_sum: algorithm and wire format of those that are. stages: by number of stages. loader: None: not in
+    this memory. snapshot: whether a save in the background keeps a copy of the rank's share of the state in this
+    memory. update_at_once: whether the optimizer's step makes temporary tensors of all parameters at once, as on GPUs,
+    or of one after the other.
+    """
+
+    topology: Topology
+    global_batch: int
+    micro_batches: int = 1
+    reductions: Mapping[Shard, ReductionNeeds]
+    sharded_sum: tuple[str, str] = ("auto", "fp32")
+    measured: Measured = Measured()
+    stages: Mapping[int, StageSizes] = field(default_factory=dict)
+    loader: LoaderSizes | None = None
+    snapshot: bool = False
+    update_at_once: bool = False
+
+    def samples(self, *, ranks_of_a_sample: int = 1) -> int:
+        """Returns the samples of a rank in a step, if so many ranks compute the same ones."""
+        return math.ceil(self.global_batch / (self.topology.num_ranks // ranks_of_a_sample))
