@@ -94,24 +94,28 @@ class Arrivals:
 
     def wait_for(self, bucket: int) -> None:
         """Waits until the bucket has arrived. Raises the error of a gathering that has failed."""
+        began = time.perf_counter()
+        try:
+            self._wait_for(bucket)
+        finally:
+            self._waited_s += time.perf_counter() - began
+
+    def wait_for_all(self) -> None:
+        """Waits until no bucket is on its way. Raises the error of a gathering that has failed."""
+        for bucket in list(self._on_their_way):
+            self._wait_for(bucket)
+
+    def _wait_for(self, bucket: int) -> None:
         if self._missing[bucket]:
-            began = time.perf_counter()
             try:
                 self._wait_until(lambda: self._missing[bucket] == 0)
             except BaseException:
                 self.has_failed = True
                 raise
-            finally:
-                self._waited_s += time.perf_counter() - began
         self._as_usual(bucket)
 
-    def wait_for_all(self) -> None:
-        """Waits until no bucket is on its way."""
-        for bucket in list(self._on_their_way):
-            self.wait_for(bucket)
-
     def take_waited_s(self) -> float:
-        """Returns the seconds of all waits since the last call."""
+        """Returns the seconds for which operations on parameters have waited since the last call."""
         seconds, self._waited_s = self._waited_s, 0.0
         return seconds
 

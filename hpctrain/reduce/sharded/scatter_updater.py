@@ -178,10 +178,10 @@ class ScatterUpdater:
             raise UsageError(
                 "this updater is closed and no longer sums gradients over the ranks: make a new one"
             )
-        self.wait_for_parameters()
-        self._check_parameters()
         blocked_before_s = self._units.take_blocked_s()  # in forward and backward
         started = time.perf_counter()
+        self.wait_for_parameters()
+        self._check_parameters()
         self._progress.end_backward()
         self._send_complete()
         busy = self._units.wait()
