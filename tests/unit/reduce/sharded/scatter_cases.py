@@ -132,8 +132,8 @@ def train(world: World, plan: Plan) -> dict[str, Any]:
         for key, value in leaves.items()
         if isinstance(value, torch.Tensor) and key != "step"
     ]
+    updater.close()  # the parameters of the last step are sent too
     sent = reducer.bytes_sent()
-    updater.close()
     reducer.close()
     return {
         "parameters": [parameter.detach().clone() for parameter in net.parameters()],
