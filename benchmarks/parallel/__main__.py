@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.command import finish, leave_on_sigterm, open_console, parser_of, saying
 from benchmarks.parallel import page
-from benchmarks.parallel.runs import FIGURES, FULL, QUICK, THOROUGH, Places, Say, Scale, places_for
+from benchmarks.parallel.runs import FIGURES, Places, Say, places_for
+from benchmarks.parallel.scale import FULL, QUICK, Scale
 from benchmarks.parallel.timed.rounds import WrongTraining
 from benchmarks.reduction.places import RanksFailed
 from benchmarks.results_file import Record, Run, about_this_run
@@ -18,12 +19,11 @@ from tests.cluster import why_not
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = parser_of("parallel", description=__doc__, figures=",".join(FIGURES))
-    parser.add_argument("--thorough", action="store_true", help="equality on 8 ranks too")
     arguments = parser.parse_args(words)
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in FIGURES]:
         parser.error(f"--only {unknown[0]}: there are {', '.join(FIGURES)}")
-    scale = QUICK if arguments.quick else THOROUGH if arguments.thorough else FULL
+    scale = QUICK if arguments.quick else FULL
     console = open_console()
     say = saying(console)
     about = about_this_run(REPOSITORY, benchmark="parallel")

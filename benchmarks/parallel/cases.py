@@ -6,12 +6,13 @@ import ctypes
 import gc
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.parallel.layouts import LAYOUTS
+from benchmarks.parallel.layouts import LAYOUTS, SAME_BITS
 from benchmarks.parallel.training import Training, make_optimizer
 from benchmarks.parallel.workloads import WORKLOADS, Workload
 from benchmarks.reduction.timing import Ranks
@@ -20,26 +21,50 @@ from hpctrain.run import Session
 
 Settings = Mapping[str, Any]
 BATCH = 11  # over 2, 4 and 8 ranks unequal parts
+MEMORY_BATCH = 8
 
 
-def equality(session: Session, settings: Settings) -> dict[str, dict[str, float]]:
-    """Trains every workload in every layout in float64, and by plain PyTorch in this process alone. Collective.
+def equality(session: Session, settings: Settings) -> dict[str, dict[str, dict[str, float]]]:
+    """Trains every workload in every layout, and by plain PyTorch in this process alone. Collective.
 
-    Returns, by workload and layout, the relative difference of the parameters: the largest of any tensor and rank, by
-    the norm. settings: `workloads`, `layouts`, `steps`.
+    Returns, by workload and layout, `relative`: the relative difference of the parameters in float64, the largest of
+    any tensor and rank, by the norm; `bits`, of the layouts in `SAME_BITS`: how many parameters have other bits than
+    those of whole copies in float32, on the rank where most have. settings: `workloads`, `layouts`, `steps`.
     """
-    found: dict[str, dict[str, float]] = {}
+    relative: dict[str, dict[str, float]] = {}
+    bits: dict[str, dict[str, float]] = {}
     for name in settings["workloads"]:
-        workload = WORKLOADS[name]
-        expected = _alone(workload, steps=settings["steps"])
-        found[name] = {}
-        for layout in settings["layouts"]:
-            training = Training(session, workload, LAYOUTS[layout], batch=BATCH, dtype=torch.float64)
-            for number in range(settings["steps"]):
-                training.step(number)
-            mine = difference(training.parameters(), expected)
-            training.close()
-            found[name][layout] = max(all_gather_json(session.world, mine))
+        workload, steps = WORKLOADS[name], settings["steps"]
+        expected = _alone(workload, steps=steps)
+        relative[name], bits[name] = {}, {}
+        layouts = [layout for layout in settings["layouts"] if _can_train(workload, layout)]
+        for layout in layouts:
+            found = _trained(session, workload, layout, steps=steps, dtype=torch.float64)
+            _check_complete(session, found, expected)
+            relative[name][layout] = max(all_gather_json(session.world, difference(found, expected)))
+        same = [layout for layout in layouts if layout in SAME_BITS]
+        if same:
+            whole = _trained(session, workload, "none", steps=steps, dtype=torch.float32)
+        for layout in same:
+            found = _trained(session, workload, layout, steps=steps, dtype=torch.float32)
+            differ = sum(not torch.equal(found[key], tensor) for key, tensor in whole.items())
+            bits[name][layout] = max(all_gather_json(session.world, differ))
+    return {"relative": relative, "bits": bits}
+
+
+def _can_train(workload: Workload, layout: str) -> bool:
+    return workload.has_stages or LAYOUTS[layout].pipeline == 1
+
+
+def _trained(
+    session: Session, workload: Workload, layout: str, *, steps: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Returns the parameters after `steps` steps, in a pipeline those of this rank's stages. Collective."""
+    training = Training(session, workload, LAYOUTS[layout], batch=BATCH, dtype=dtype)
+    for number in range(steps):
+        training.step(number)
+    found = training.parameters()
+    training.close()
     return found
 
 
@@ -56,11 +81,20 @@ def _alone(workload: Workload, *, steps: int) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def _check_complete(
+    session: Session, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises ValueError unless the ranks together have found the parameters that are expected. Collective."""
+    names = {name for of_rank in all_gather_json(session.world, list(found)) for name in of_rank}
+    if names != expected.keys():
+        raise ValueError(f"other parameters: {sorted(names ^ expected.keys())}")
+
+
 def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Returns the largest relative difference of any tensor, by the norm. Raises ValueError for other names."""
-    if found.keys() != expected.keys():
-        raise ValueError(f"other parameters: {sorted(found.keys() ^ expected.keys())}")
-    return max(float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
+    """Returns the largest relative difference of any tensor that was found, by the norm."""
+    return max(
+        float((tensor - expected[name]).norm() / expected[name].norm()) for name, tensor in found.items()
+    )
 
 
 def memory(session: Session, settings: Settings) -> dict[str, Any]:
@@ -68,17 +102,18 @@ def memory(session: Session, settings: Settings) -> dict[str, Any]:
 
     Measured after backward of the second step: parameters, gradients and AdamW's moments are there, activations are
     not. Before it the same is done with a small model, so that what any training needs does not count.
-    settings: `layout`, `workload`. Returns `parameters`, their number, and by rank: `held_bytes`, the growth once glibc
-    has given back what is free, and `peak_bytes`, the largest resident memory in a step above what was held before.
+    settings: `layout`, `workload`. Returns `parameters` and `split`, see `Counts`, and by rank: `held_bytes`, the
+    growth once glibc has given back what is free, and `peak_bytes`, the largest resident memory in a step above what
+    was held before.
     """
     layout = LAYOUTS[settings["layout"]]
-    tiny = Training(session, WORKLOADS["tiny"], layout, batch=session.num_ranks)
+    tiny = Training(session, WORKLOADS["tiny"], layout, batch=MEMORY_BATCH)
     for number in range(2):
         tiny.step(number)
     tiny.close()
     del tiny
     before = _held_bytes(session)
-    training = Training(session, WORKLOADS[settings["workload"]], layout, batch=session.num_ranks)
+    training = Training(session, WORKLOADS[settings["workload"]], layout, batch=MEMORY_BATCH)
     training.step(0)
     _held_bytes(session)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -86,10 +121,10 @@ def memory(session: Session, settings: Settings) -> dict[str, Any]:
     held = _held_bytes(session) - before
     training.update(loss)
     mine = [held, _peak_bytes() - before]
-    count = sum(parameter.numel() for parameter in training.model.parameters())
+    counts = asdict(training.counts)
     training.close()
     held_bytes, peak_bytes = zip(*all_gather_json(session.world, mine), strict=True)
-    return {"parameters": count, "held_bytes": list(held_bytes), "peak_bytes": list(peak_bytes)}
+    return {**counts, "held_bytes": list(held_bytes), "peak_bytes": list(peak_bytes)}
 
 
 def _held_bytes(session: Session) -> int:
@@ -116,8 +151,8 @@ def _peak_bytes() -> int:
 def traffic(session: Session, settings: Settings) -> dict[str, Any]:
     """Counts the bytes that leave each node in training steps. Collective.
 
-    settings: `workload`; `choices`, pairs of layout and wire; `steps` that count; `pause_s`. Returns the number of
-    `parameters`, the `pause`'s `seconds` and `node_bytes`, and the same of the steps by `layout/wire`.
+    settings: `workload`; `choices`, pairs of layout and wire; `steps` that count; `pause_s`. Returns the `pause`'s
+    `seconds` and `node_bytes`, and by `layout/wire` the same of the steps, with the model's `counts`.
     """
     from mpi4py import MPI
 
@@ -139,7 +174,7 @@ def traffic(session: Session, settings: Settings) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         after = ranks.node_bytes()
         counted = [now - then for now, then in zip(after, before, strict=True)]
-        found[f"{layout}/{wire}"] = {"seconds": seconds, "node_bytes": counted}
-        found["parameters"] = sum(parameter.numel() for parameter in training.model.parameters())
+        counts = asdict(training.counts)
+        found[f"{layout}/{wire}"] = {"seconds": seconds, "node_bytes": counted, "counts": counts}
         training.close()
     return found

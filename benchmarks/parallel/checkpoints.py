@@ -37,14 +37,14 @@ def save(session: Session, settings: Settings) -> dict[str, list[float]]:
 
 
 def load(session: Session, settings: Settings) -> dict[str, dict[str, Any]]:
-    """Loads what each of `settings["layouts"]` has saved in each layout. Collective.
+    """Loads what each of `settings["saved"]` has saved in each of `settings["layouts"]`. Collective.
 
     Returns by `SAVED/LOADED`: `different`, the number of tensors of model and optimizer whose bits differ in a
     checkpoint that the loading layout saves at once, and the `losses` of the next steps.
     """
     folder = Path(settings["folder"])
     found = {}
-    for saved in settings["layouts"]:
+    for saved in settings["saved"]:
         for loaded in settings["layouts"]:
             training = _made(session, loaded, model_seed=1)
             if training.load(folder / saved) != STEPS:

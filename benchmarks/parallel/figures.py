@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.parallel.layouts import BITS, LAYOUTS, Layout, Method
+from benchmarks.parallel.layouts import BITS, LAYOUTS, Counts, Layout
+from benchmarks.parallel.timed.methods import Method
 from benchmarks.results_file import Record, over_rounds
 
 MOST_DIFFERENCE = 1e-10
@@ -14,34 +15,62 @@ MOST_OFF_MEMORY = 0.05
 MOST_OF_TRAFFIC = 1.03
 MOST_OFF_LOSS = 1e-12
 LEAST_FASTER = {True: 1.2, False: 1.0}  # by whether links bind
+MOST_EXPOSED = 1.0  # of ZeRO-2, times whole copies
+MOST_ABOVE_BUBBLE = 0.03
+OF_ONE_STAGE = ("gpipe", "1f1b")
 
 
-def equality_records(found: Mapping[int, Mapping[str, Mapping[str, float]]], *, steps: int) -> list[Record]:
-    """found: by number of ranks, workload and layout, see `cases.equality`."""
-    by_pair: dict[tuple[str, str], dict[int, float]] = {}
-    for num_ranks, of in found.items():
-        for workload, layouts in of.items():
-            for layout, off in layouts.items():
-                by_pair.setdefault((workload, layout), {})[num_ranks] = off
-    return [
+def equality_records(
+    found: Mapping[int, Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]]], *, steps: int
+) -> list[Record]:
+    """found: by number of ranks, what each launch there returned, see `cases.equality`."""
+    relative, bits = (_by_pair(found, kind) for kind in ("relative", "bits"))
+    differences = [
         Record(
             id=f"parallel.1.{workload}.{layout}",
-            what=f"{workload}, {LAYOUTS[layout].what}, ranks {', '.join(map(str, off))}: relative difference of the "
-            f"parameters from one process after {steps} steps, the largest",
+            what=f"{workload}, {LAYOUTS[layout].what}, {_listed(off)}: relative difference of the parameters from one "
+            f"process after {steps} steps, the largest",
             value=max(off.values()), bar=MOST_DIFFERENCE, sense="at most", unit="", samples=off,
         )
-        for (workload, layout), off in by_pair.items()
+        for (workload, layout), off in relative.items()
     ]  # fmt: skip
+    different = [
+        Record(
+            id=f"parallel.1.bits.{workload}.{layout}",
+            what=f"{workload}, {LAYOUTS[layout].what}, {_listed(counts)}, float32: parameters whose bits differ from "
+            f"those of whole copies on the same ranks after {steps} steps",
+            value=max(counts.values()), bar=0, sense="at most", unit="tensors", samples=counts,
+        )
+        for (workload, layout), counts in bits.items()
+    ]  # fmt: skip
+    return [*differences, *different]
+
+
+def _by_pair(
+    found: Mapping[int, Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]]], kind: str
+) -> dict[tuple[str, str], dict[int, float]]:
+    """Returns (workload, layout) -> number of ranks -> value, in the order of the layouts."""
+    pairs: dict[tuple[str, str], dict[int, float]] = {}
+    for num_ranks, launches in found.items():
+        for launch in launches:
+            for workload, layouts in launch[kind].items():
+                for layout, value in layouts.items():
+                    pairs.setdefault((workload, layout), {})[num_ranks] = value
+    workloads, order = [workload for workload, _ in pairs], list(LAYOUTS)
+    return dict(
+        sorted(pairs.items(), key=lambda item: (workloads.index(item[0][0]), order.index(item[0][1])))
+    )
 
 
 def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, sharing: int) -> Record:
     """found: see `cases.memory`. sharing: ranks that share a copy of the model."""
-    formula = layout.bytes_a_parameter(sharing) * found["parameters"]
+    counts = Counts(parameters=found["parameters"], split=found["split"])
+    formula = layout.held_bytes(counts, sharing=sharing)
     off = [held / formula - 1 for held in found["held_bytes"]]
     return Record(
         id=f"parallel.2.{layout.name}.{num_ranks}",
-        what=f"{layout.what}, {_ranks(num_ranks)}, {found['parameters'] / 1e6:.1f} million parameters: growth of a "
-        f"rank's memory off {formula / 1e6:.0f} MB, {layout.bytes_a_parameter(sharing):g} bytes a parameter",
+        what=f"{layout.what}, {_ranks(num_ranks)}, {counts.parameters / 1e6:.1f} million parameters: growth of a "
+        f"rank's memory off {formula / 1e6:.0f} MB, {formula / counts.parameters:.3g} bytes a parameter",
         value=max(map(abs, off)), bar=MOST_OFF_MEMORY, sense="at most", unit="", samples=dict(found) | {"off": off},
     )  # fmt: skip
 
@@ -49,14 +78,14 @@ def memory_record(layout: Layout, found: Mapping[str, Any], *, num_ranks: int, s
 def traffic_record(
     layout: Layout, wire: str, found: Mapping[str, Any], *, num_nodes: int, ranks_per_node: int, steps: int
 ) -> Record:
-    """found: see `cases.traffic`. Layouts that are not on `nodes` have one rank on each."""
-    factor = layout.sent(num_nodes, BITS[wire])
-    formula = factor * 4 * found["parameters"]
+    """found: see `cases.traffic`."""
     counted = found[f"{layout.name}/{wire}"]
+    counts = Counts(**counted["counts"])
+    formula = layout.sent_bytes(counts, num_nodes=num_nodes, bits=BITS[wire])
     return Record(
         id=f"parallel.3.{layout.name}.{wire}",
         what=f"{layout.what}, {wire}, {num_nodes} nodes x {_ranks(ranks_per_node)}: bytes that leave a node in a "
-        f"step / {factor:.3g} of the parameters' bytes, {formula / 1e6:.1f} MB",
+        f"step / {formula / counts.parameters / 4:.3g} of the parameters' bytes, {formula / 1e6:.1f} MB",
         value=max(counted["node_bytes"]) / steps / formula, bar=MOST_OF_TRAFFIC, sense="at most", unit="bytes/bytes",
         samples={**counted, "steps": steps, "formula_bytes": formula, "pause": found["pause"]},
     )  # fmt: skip
@@ -88,7 +117,7 @@ def time_records(
         )
     for name in ours:
         layout = methods[name].layout
-        if methods[name].wire == "fp32" and layout is not None:
+        if methods[name].wire == "fp32" and layout is not None and LAYOUTS[layout].peer:
             rows.append((layout, [name], [LAYOUTS[layout].peer]))
     made = []
     for label, mine, others in rows:
@@ -105,6 +134,56 @@ def time_records(
                 value=median(ratios), bar=LEAST_FASTER[binds], sense="at least", unit="times as fast",
                 samples=dict(seconds) if label == "best" else {us: seconds[us], peer: seconds[peer]},
                 **over_rounds(seconds[peer], seconds[us]),
+            )
+        )  # fmt: skip
+    return made
+
+
+def exposed_records(exposed: Mapping[str, Sequence[float]], *, place: str, where: str) -> list[Record]:
+    """exposed: seconds of a step in which the slowest rank of a method only waited for communication, of each round."""
+    if not {"ours-gradients", "ours-none"} <= exposed.keys():
+        return []
+    mine, whole = exposed["ours-gradients"], exposed["ours-none"]
+    ratios = [a / b for a, b in zip(mine, whole, strict=True)]
+    return [
+        Record(
+            id=f"parallel.4.{place}.exposed",
+            what=f"{where}: exposed communication of a step, {LAYOUTS['gradients'].what} / {LAYOUTS['none'].what}: "
+            f"{1e3 * median(mine):.0f} / {1e3 * median(whole):.0f} ms",
+            value=median(ratios), bar=MOST_EXPOSED, sense="at most", unit="s/s", samples=dict(exposed),
+            **over_rounds(mine, whole),
+        )
+    ]  # fmt: skip
+
+
+def bubble_records(
+    found: Sequence[Mapping[str, Any]], *, num_ranks: int, forward_s: float, backward_s: float
+) -> list[Record]:
+    """found: see `bubble.bubble`. forward_s, backward_s: that a rank computes (sleeps) for a micro-batch."""
+
+    def share(seconds: Sequence[float], micro_batches: int) -> float:
+        return 1 - micro_batches * (forward_s + backward_s) / median(seconds)
+
+    measured = {
+        (one["message_bytes"], one["micro_batches"], one["schedule"]): share(one["seconds"], one["micro_batches"])
+        for one in found
+    }  # fmt: skip
+    made = []
+    for one in found:
+        message_bytes, micro_batches, schedule = one["message_bytes"], one["micro_batches"], one["schedule"]
+        formula = (num_ranks - 1) / (micro_batches + num_ranks - 1)
+        if schedule in OF_ONE_STAGE:
+            bar, against = formula + MOST_ABOVE_BUBBLE, f"the bar is (p-1)/(m+p-1) + {MOST_ABOVE_BUBBLE}"
+        else:
+            bar, against = measured[message_bytes, micro_batches, "1f1b"], "the bar is that of 1f1b"
+        made.append(
+            Record(
+                id=f"parallel.5.{schedule}.{micro_batches}.{message_bytes // 1024}KiB",
+                what=f"{schedule}, {_ranks(num_ranks)}, {micro_batches} micro-batches, messages of "
+                f"{message_bytes // 1024} KiB: part of a step in which a rank waits; {against}",
+                value=measured[message_bytes, micro_batches, schedule], bar=round(bar, 4), sense="at most",
+                unit="s/s", samples=dict(one), rounds=len(one["seconds"]),
+                range=sorted(share([edge], micro_batches) for edge in (min(one["seconds"]), max(one["seconds"]))),
             )
         )  # fmt: skip
     return made
@@ -147,6 +226,10 @@ def dcp_record(found: Mapping[str, int]) -> Record:
         "of one",
         value=max(found.values()), bar=0, sense="at most", unit="tensors", samples=dict(found),
     )  # fmt: skip
+
+
+def _listed(by_ranks: Mapping[int, Any]) -> str:
+    return f"ranks {', '.join(map(str, by_ranks))}"
 
 
 def _ranks(number: int) -> str:

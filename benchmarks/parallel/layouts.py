@@ -1,41 +1,119 @@
-"""The layouts of a model over the ranks that are measured, and the peers. Pure.
+"""The layouts of a model over the ranks that are measured. Pure.
 
-A new layout is one line in `LAYOUTS`: every figure measures all of them.
+A new layout is one entry of `LAYOUTS`: every figure that it names measures it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from hpctrain.distributed import ParallelPlan
+from hpctrain.distributed import ParallelPlan, TensorPlan
+from hpctrain.reduce import DEFAULT_BUCKET_BYTES
 
 BITS = {"fp32": 32, "fp16": 16, "int8": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Numbers of a model's parameters. split: of them, those of which each rank of a tensor group holds a part."""
+
+    parameters: int
+    split: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a model lies on the ranks.
 
-    bytes_a_parameter: of a rank, with AdamW in float32, by the number of ranks that share a copy of the model.
-    sent: bytes that a rank sends in a step / bytes of the parameters in float32, by the number of ranks and the bits
-    of a gradient on the wire; of a layout on `nodes` the bytes that leave a node, by the number of nodes.
-    peer: name of the peer that holds as much on a rank. wires: wire formats of its gradients.
-    nodes: whether it needs several nodes; each holds a copy of the model.
+    options: of its `ParallelPlan`. held: bytes a parameter of a rank, with AdamW in float32, by the number of ranks
+    that share a copy of the parameters that the rank's tensor rank and stage have. buffer_bytes: what a rank holds
+    besides, at most all gradients. sent: bytes that leave a node in a step, with one data-parallel rank on each, /
+    bytes of the parameters in float32, by the number of nodes and the bits of a gradient on the wire; of a layout on
+    `nodes`, with several.
+    peer: name of the peer against which its time is held; empty if there is none. wires, timed_wires: wire formats of
+    its gradients, for traffic and time. nodes: whether it needs several nodes; each holds a copy of the model.
+    least_ranks: on fewer it is another layout. figures: those that measure it.
     """
 
     name: str
     what: str
-    plan: ParallelPlan
-    bytes_a_parameter: Callable[[int], float]
-    sent: Callable[[int, int], float]
-    peer: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    held: Callable[[int], float]
+    buffer_bytes: int = 0
+    sent: Callable[[int, int], float] = lambda num_nodes, bits: 0.0
+    peer: str = ""
     wires: tuple[str, ...] = ("fp32",)
+    timed_wires: tuple[str, ...] = ("fp32",)
     nodes: bool = False
+    least_ranks: int = 1
+    figures: str = "12346"
+
+    @property
+    def tensor(self) -> int:
+        return int(self.options.get("tensor", 1))
+
+    @property
+    def pipeline(self) -> int:
+        return int(self.options.get("pipeline", 1))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The fewest ranks of each node, if there are several nodes."""
+        return max(self.tensor, 2 if self.nodes else 1)
+
+    def plan(self, tensor_plan: TensorPlan) -> ParallelPlan:
+        """tensor_plan: of the model, used by layouts with tensor groups."""
+        return ParallelPlan(**self.options, **({"tensor_plan": tensor_plan} if self.tensor > 1 else {}))
+
+    def fits(self, *, num_ranks: int, num_nodes: int) -> bool:
+        """Returns True if so many ranks, equally many on each node, can hold a model in this layout."""
+        return (
+            num_ranks >= self.least_ranks
+            and num_ranks % num_nodes == 0
+            and num_ranks // num_nodes % self.tensor == 0
+            and num_ranks % (self.tensor * self.pipeline) == 0
+            and (num_nodes > 1 or not self.nodes)
+        )
+
+    def held_bytes(self, counts: Counts, *, sharing: int) -> float:
+        """Returns the bytes that a rank holds of a model, without activations. sharing: ranks that share a copy."""
+        of_tensor_rank = counts.parameters - counts.split * (1 - 1 / self.tensor)
+        buffers = min(self.buffer_bytes, 4 * counts.parameters)
+        return self.held(sharing // self.tensor) * of_tensor_rank / self.pipeline + buffers
+
+    def sent_bytes(self, counts: Counts, *, num_nodes: int, bits: int) -> float:
+        """Returns the bytes that leave a node in a step. Each rank of a tensor group sums what the group does not
+        split."""
+        of_node = counts.split + self.tensor * (counts.parameters - counts.split)
+        return 4 * self.sent(num_nodes, bits) * of_node
+
+
+def arrangements(layouts: Iterable[Layout], *, num_ranks: int) -> dict[int, list[str]]:
+    """Returns, by number of nodes, which layouts are measured with so many ranks: each on two nodes if it fits there,
+    otherwise on one."""
+    found: dict[int, list[str]] = {2: [], 1: []}
+    for layout in layouts:
+        for num_nodes, names in found.items():
+            if layout.fits(num_ranks=num_ranks, num_nodes=num_nodes):
+                names.append(layout.name)
+                break
+    return {num_nodes: names for num_nodes, names in found.items() if names}
+
+
+def of_figure(figure: str) -> list[Layout]:
+    """Returns the layouts that a figure measures."""
+    return [layout for layout in LAYOUTS.values() if figure in layout.figures]
 
 
 def _all_reduced(num: int, bits: int) -> float:
     return 2 * (num - 1) / num * bits / 32
+
+
+def _gathered_once(num: int, bits: int) -> float:
+    """Gradients are reduced to their owners, parameters, always in float32, are gathered after the update."""
+    return (num - 1) / num * (1 + bits / 32)
 
 
 def _gathered_twice(num: int, bits: int) -> float:
@@ -43,51 +121,56 @@ def _gathered_twice(num: int, bits: int) -> float:
     return (num - 1) / num * (2 + bits / 32)
 
 
+ALL_WIRES = ("fp32", "fp16", "int8")
+# What `shard = "gradients"` holds whole while backward runs.
+_BUCKETS = 6
+# Of a pipeline's share of the batch; a multiple of the stages, as interleaved schedules need it.
+_MICRO_BATCHES = 4
+
+
+def _pipeline(pipeline: int, schedule: str, *, figures: str) -> Layout:
+    usual = schedule == "1f1b"
+    return Layout(
+        name=f"pipeline-{pipeline}" if usual else f"pipeline-{pipeline}-{schedule}",
+        what=f"pipeline of {pipeline}, {schedule}",
+        options={"pipeline": pipeline, "schedule": schedule, "micro_batches": _MICRO_BATCHES},
+        held=lambda n: 16, least_ranks=pipeline, figures=figures,
+    )  # fmt: skip
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout(name="none", what="whole copies", plan=ParallelPlan(), bytes_a_parameter=lambda n: 16,
-               sent=_all_reduced, peer="ddp", wires=("fp32", "fp16", "int8")),
-        Layout(name="parameters", what="parameters sharded", plan=ParallelPlan(shard="parameters"),
-               bytes_a_parameter=lambda n: 16 / n, sent=_gathered_twice, peer="fsdp2"),
-        Layout(name="parameters-node", what="parameters sharded within a node",
-               plan=ParallelPlan(shard="parameters", shard_within="node"), bytes_a_parameter=lambda n: 16 / n,
-               sent=_all_reduced, peer="fsdp2", nodes=True),
+        Layout(name="none", what="whole copies", held=lambda n: 16, sent=_all_reduced, peer="ddp", wires=ALL_WIRES,
+               timed_wires=("fp32", "fp16")),
+        Layout(name="optimizer", what="optimizer sharded (ZeRO-1)", options={"shard": "optimizer"},
+               held=lambda n: 8 + 12 / n, sent=_gathered_once, peer="zero", wires=ALL_WIRES),
+        Layout(name="gradients", what="optimizer and gradients sharded (ZeRO-2)", options={"shard": "gradients"},
+               held=lambda n: 4 + 12 / n, buffer_bytes=_BUCKETS * DEFAULT_BUCKET_BYTES, sent=_gathered_once,
+               peer="zero", wires=ALL_WIRES),
+        Layout(name="parameters", what="parameters sharded (ZeRO-3)", options={"shard": "parameters"},
+               held=lambda n: 16 / n, sent=_gathered_twice, peer="fsdp2"),
+        Layout(name="parameters-node", what="parameters sharded within a node (HSDP)",
+               options={"shard": "parameters", "shard_within": "node"}, held=lambda n: 16 / n, sent=_all_reduced,
+               peer="fsdp2", nodes=True, least_ranks=2),
+        Layout(name="tensor-2", what="tensor groups of 2", options={"tensor": 2}, held=lambda n: 16, sent=_all_reduced,
+               least_ranks=2),
+        Layout(name="tensor-4", what="tensor groups of 4", options={"tensor": 4}, held=lambda n: 16, sent=_all_reduced,
+               least_ranks=4, figures="126"),
+        Layout(name="tensor-2-parameters", what="tensor groups of 2, parameters sharded",
+               options={"tensor": 2, "shard": "parameters"}, held=lambda n: 16 / n, sent=_gathered_twice,
+               least_ranks=4, figures="1236"),
+        Layout(name="tensor-4-parameters", what="tensor groups of 4, parameters sharded",
+               options={"tensor": 4, "shard": "parameters"}, held=lambda n: 16 / n, least_ranks=8, figures="1"),
+        Layout(name="tensor-2-parameters-node", what="tensor groups of 2, parameters sharded within a node",
+               options={"tensor": 2, "shard": "parameters", "shard_within": "node"}, held=lambda n: 16 / n, nodes=True,
+               least_ranks=8, figures="1"),
+        _pipeline(2, "1f1b", figures="126"),
+        _pipeline(4, "1f1b", figures="126"),
+        _pipeline(2, "gpipe", figures="1"),
+        _pipeline(2, "interleaved", figures="16"),
+        _pipeline(2, "zero-bubble", figures="1"),
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A way of training that is timed: a layout of hpctrain's, or a peer (layout is None). wire: of the gradients."""
-
-    name: str
-    what: str
-    layout: str | None = None
-    wire: str = "fp32"
-
-
-PEERS = {
-    method.name: method
-    for method in (
-        Method(name="ddp", what="DDP"),
-        Method(name="ddp-fp16", what="DDP, fp16 hook", wire="fp16"),
-        Method(name="zero", what="DDP and ZeroRedundancyOptimizer"),
-        Method(name="fsdp2", what="FSDP2"),
-    )
-}
-# Not timed: there is no peer with as few bits.
-UNTIMED_WIRES = ("int8",)
-
-
-def timed_methods(*, several_nodes: bool) -> dict[str, Method]:
-    """Returns name -> method: the layouts with each wire, and the peers."""
-    ours = [
-        Method(name=f"ours-{layout.name}{'' if wire == 'fp32' else f'-{wire}'}",
-               what=f"{layout.what}{'' if wire == 'fp32' else f', {wire}'}", layout=layout.name, wire=wire)
-        for layout in LAYOUTS.values()
-        if several_nodes or not layout.nodes
-        for wire in layout.wires
-        if wire not in UNTIMED_WIRES
-    ]  # fmt: skip
-    return {method.name: method for method in (*ours, *PEERS.values())}
+# Those whose result is the same bits as that of whole copies, in float32 on the same ranks.
+SAME_BITS = ("optimizer", "gradients")

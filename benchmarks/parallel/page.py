@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import results_page
-from benchmarks.parallel.layouts import timed_methods
+from benchmarks.parallel.timed.methods import METHODS
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ def _times(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns milliseconds of a step by method, and a column for each place."""
     places = [record["id"].removeprefix("parallel.4.").removesuffix(".best") for record in records]
     rows = [f"| ms, median of the rounds | {' | '.join(places)} |", f"| --- |{' --- |' * len(places)}"]
-    for name, method in timed_methods(several_nodes=True).items():
+    for name, method in METHODS.items():
         cells = [
             f"{1e3 * median(record['samples'][name]):.0f}" if name in record["samples"] else ""
             for record in records

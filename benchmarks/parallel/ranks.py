@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parallel import cases, checkpoints
+from benchmarks.parallel import bubble, cases, checkpoints
 from benchmarks.starting import this_rank
 from hpctrain.comm import all_gather_json
 from hpctrain.run import Session, start
@@ -19,6 +19,7 @@ CASES: dict[str, Callable[[Session, Mapping[str, Any]], Any]] = {
     "equality": cases.equality,
     "memory": cases.memory,
     "traffic": cases.traffic,
+    "bubble": bubble.bubble,
     "save": checkpoints.save,
     "load": checkpoints.load,
     "dcp": checkpoints.dcp,

@@ -1,4 +1,4 @@
-"""The measurements of each figure, and their sizes."""
+"""The measurements of each figure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parallel import figures
-from benchmarks.parallel.layouts import LAYOUTS, timed_methods
+from benchmarks.parallel.layouts import arrangements, of_figure
+from benchmarks.parallel.scale import Scale
+from benchmarks.parallel.timed.methods import METHODS, methods_at
 from benchmarks.parallel.timed.programs import on_cluster, on_node
 from benchmarks.parallel.timed.rounds import Rounds, take_rounds
 from benchmarks.reduction.places import OnCluster, OneNode, RanksFailed
@@ -23,42 +25,8 @@ from tests.cluster.cluster import CLUSTERS
 MODULE = "benchmarks.parallel.ranks"
 SEED = 20
 EMULATED = "HPCTRAIN_RANKS_PER_NODE"
+FORWARD_S, BACKWARD_S = 0.02, 0.04  # of a rank and micro-batch, in figure 5
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    """Sizes of the measurements. times: nodes and ranks on each that are timed, and the rates of their links; one node
-    is this machine. batch: samples of a rank in a timed step."""
-
-    equality_ranks: tuple[int, ...] = (1, 2, 4)
-    equality_steps: int = 20
-    memory_ranks: tuple[int, ...] = (2, 4)
-    memory_workload: str = "50M"
-    traffic_nodes: int = 4
-    traffic_workload: str = "sent"
-    traffic_steps: int = 3
-    times: Mapping[tuple[int, int], Sequence[str]] = field(
-        default_factory=lambda: {
-            (1, 2): ("",),
-            (4, 1): ("1gbit", "200mbit"),
-            (4, 2): ("1gbit", "200mbit"),
-        }
-    )
-    batch: int = 4
-    warmup_steps: int = 3
-    turn_steps: int = 3
-    rounds: int = 9
-    checkpoint_ranks: tuple[int, ...] = (4, 2)
-    timeout_s: float = 400.0
-
-
-FULL = Scale()
-QUICK = replace(
-    FULL, equality_ranks=(2,), memory_ranks=(2,), memory_workload="2M", traffic_nodes=2, traffic_workload="2M",
-    traffic_steps=1, times={(1, 2): ("",)}, turn_steps=1, rounds=1, checkpoint_ranks=(2,),
-)  # fmt: skip
-THOROUGH = replace(FULL, equality_ranks=(1, 2, 4, 8))
 
 
 @dataclass(kw_only=True)
@@ -89,18 +57,22 @@ Run = Callable[[Places, Scale], list[Record]]
 
 
 def equality(places: Places, scale: Scale) -> list[Record]:
-    """Figure 1. Several ranks are two emulated nodes, so that every layout has its groups."""
-    found = {}
+    """Figure 1. The ranks are two emulated nodes, so that layouts have groups of both axes; one for those that do not
+    fit there."""
+    found: dict[int, list[Any]] = {}
     for num_ranks in scale.equality_ranks:
-        nodes = min(2, num_ranks)
-        settings = {
-            "workloads": ["language", "convolution"], "steps": scale.equality_steps,
-            "layouts": [name for name, layout in LAYOUTS.items() if nodes > 1 or not layout.nodes],
-        }  # fmt: skip
-        found[num_ranks] = places.on_node(
-            "equality", settings, num_ranks=num_ranks, nodes=nodes, timeout_s=scale.timeout_s
-        )
-        places.say(f"equality on {num_ranks} ranks")
+        for num_nodes, names in arrangements(of_figure("1"), num_ranks=num_ranks).items():
+            settings = {
+                "workloads": ["language", "convolution"],
+                "steps": scale.equality_steps,
+                "layouts": names,
+            }
+            found.setdefault(num_ranks, []).append(
+                places.on_node(
+                    "equality", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+                )
+            )
+            places.say(f"equality of {len(names)} layouts on {num_nodes} x {num_ranks // num_nodes} ranks")
     return figures.equality_records(found, steps=scale.equality_steps)
 
 
@@ -108,28 +80,36 @@ def memory(places: Places, scale: Scale) -> list[Record]:
     """Figure 2. Each layout in processes of its own."""
     made = []
     for num_ranks in scale.memory_ranks:
-        for layout in LAYOUTS.values():
-            nodes = 2 if layout.nodes else 1
-            if num_ranks <= nodes and layout.nodes:
-                continue  # nothing is shared within a node
+        for layout in of_figure("2"):
+            num_nodes = 2 if layout.nodes else 1
+            enough = num_nodes == 1 or num_ranks // num_nodes >= layout.ranks_per_node
+            if not (enough and layout.fits(num_ranks=num_ranks, num_nodes=num_nodes)):
+                continue
             settings = {"layout": layout.name, "workload": scale.memory_workload}
             found = places.on_node(
-                "memory", settings, num_ranks=num_ranks, nodes=nodes, timeout_s=scale.timeout_s
+                "memory", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
             )
-            made.append(figures.memory_record(layout, found, num_ranks=num_ranks, sharing=num_ranks // nodes))
+            sharing = num_ranks // num_nodes
+            made.append(figures.memory_record(layout, found, num_ranks=num_ranks, sharing=sharing))
             places.say(f"memory of {layout.what} on {num_ranks} ranks")
     return made
 
 
 def traffic(places: Places, scale: Scale) -> list[Record]:
-    """Figure 3. One rank on each node, so that its interface's bytes are the rank's; two for layouts on nodes."""
+    """Figure 3. One rank on each node, so that its interface's bytes are the rank's; two for layouts that need them."""
     made = []
+    num_nodes = scale.traffic_nodes
     for ranks_per_node in (1, 2):
-        place = places.on_cluster(ranks_per_node=ranks_per_node, num_nodes=scale.traffic_nodes)
+        place = places.on_cluster(ranks_per_node=ranks_per_node, num_nodes=num_nodes)
         if place is None:
             return []
         place.cluster.set_rate("1gbit")
-        layouts = [layout for layout in LAYOUTS.values() if layout.nodes == (ranks_per_node > 1)]
+        layouts = [
+            layout
+            for layout in of_figure("3")
+            if layout.ranks_per_node == ranks_per_node
+            and layout.fits(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes)
+        ]
         choices = [(layout, wire) for layout in layouts for wire in layout.wires]
         settings = {
             "workload": scale.traffic_workload, "steps": scale.traffic_steps, "pause_s": 2.0,
@@ -139,12 +119,12 @@ def traffic(places: Places, scale: Scale) -> list[Record]:
         places.starts += place.starts
         made += [
             figures.traffic_record(
-                layout, wire, found, num_nodes=scale.traffic_nodes, ranks_per_node=ranks_per_node,
+                layout, wire, found, num_nodes=num_nodes, ranks_per_node=ranks_per_node,
                 steps=scale.traffic_steps,
             )
             for layout, wire in choices
         ]  # fmt: skip
-        places.say(f"traffic of {scale.traffic_nodes} x {ranks_per_node} ranks")
+        places.say(f"traffic of {num_nodes} x {ranks_per_node} ranks")
     return made
 
 
@@ -153,7 +133,7 @@ def times(num_nodes: int, ranks_per_node: int) -> Run:
 
     def run(places: Places, scale: Scale) -> list[Record]:
         rates = scale.times.get((num_nodes, ranks_per_node), ())
-        methods = timed_methods(several_nodes=num_nodes > 1 and ranks_per_node > 1)
+        methods = methods_at(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
         if num_nodes == 1 and rates:
             with tempfile.TemporaryDirectory() as name:
                 found = take_rounds(
@@ -196,30 +176,57 @@ def _records(found: Rounds, places: Places, *, num_nodes: int, ranks_per_node: i
     places.starts += found.starts
     if found.failed:
         raise RanksFailed("; ".join(f"{name}: {error}" for name, error in found.failed.items()))
-    methods = timed_methods(several_nodes=True)
     made = []
-    for rate, seconds in found.seconds.items():
+    for rate, turns in found.turns.items():
         shape = f"{num_nodes}x{ranks_per_node}"
-        made += figures.time_records(
-            seconds, methods, place=f"{shape}.{rate}" if rate else shape, binds=bool(rate),
-            where=f"{num_nodes} x {ranks_per_node} ranks" + (f" at {rate}" if rate else " on one node"),
-        )  # fmt: skip
+        at: dict[str, Any] = {
+            "place": f"{shape}.{rate}" if rate else shape,
+            "where": f"{num_nodes} x {ranks_per_node} ranks" + (f" at {rate}" if rate else " on one node"),
+        }
+        seconds = {name: [turn.step_s for turn in of_method] for name, of_method in turns.items()}
+        exposed = {
+            name: [turn.exposed_s for turn in of_method if turn.exposed_s is not None]
+            for name, of_method in turns.items()
+            if METHODS[name].layout is not None
+        }
+        made += figures.time_records(seconds, METHODS, binds=bool(rate), **at)
+        made += figures.exposed_records(exposed, **at)
         places.say(f"steps of {shape} ranks {rate}")
     return made
 
 
+def bubble(places: Places, scale: Scale) -> list[Record]:
+    """Figure 5. The ranks sleep where they would compute, so they need no cores of their own."""
+    sleeps = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
+    settings = {
+        "micro_batches": scale.bubble_micro_batches, "message_bytes": scale.bubble_message_bytes,
+        "steps": scale.bubble_steps, **sleeps,
+    }  # fmt: skip
+    found = places.on_node("bubble", settings, num_ranks=scale.bubble_ranks, timeout_s=scale.timeout_s)
+    return figures.bubble_records(found, num_ranks=scale.bubble_ranks, **sleeps)
+
+
 def checkpoints(places: Places, scale: Scale) -> list[Record]:
-    """Figure 6. The ranks are two emulated nodes."""
+    """Figure 6. The ranks are arranged as for figure 1."""
     first = scale.checkpoint_ranks[0]
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"folder": folder, "layouts": list(LAYOUTS)}
-        run = {"nodes": 2, "timeout_s": scale.timeout_s}
-        saved = places.on_node("save", settings, num_ranks=first, **run)
-        loaded = {}
+        saved: dict[str, list[float]] = {}
+        for num_nodes, names in arrangements(of_figure("6"), num_ranks=first).items():
+            settings = {"folder": folder, "layouts": names}
+            saved |= places.on_node(
+                "save", settings, num_ranks=first, nodes=num_nodes, timeout_s=scale.timeout_s
+            )
+        loaded: dict[int, dict[str, Any]] = {}
         for num_ranks in scale.checkpoint_ranks:
-            loaded[num_ranks] = places.on_node("load", settings, num_ranks=num_ranks, **run)
-            places.say(f"checkpoints of {first} ranks loaded on {num_ranks}")
-        dcp = places.on_node("dcp", settings, num_ranks=first, **run)
+            loaded[num_ranks] = {}
+            for num_nodes, names in arrangements(of_figure("6"), num_ranks=num_ranks).items():
+                settings = {"folder": folder, "layouts": names, "saved": list(saved)}
+                loaded[num_ranks] |= places.on_node(
+                    "load", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+                )
+            places.say(f"{len(loaded[num_ranks])} pairs: checkpoints of {first} ranks loaded on {num_ranks}")
+        settings = {"folder": folder, "layouts": list(saved)}
+        dcp = places.on_node("dcp", settings, num_ranks=first, timeout_s=scale.timeout_s)
     return [*figures.checkpoint_records(saved, loaded, num_ranks=first), figures.dcp_record(dcp)]
 
 
@@ -233,10 +240,11 @@ FIGURES: dict[str, list[tuple[str, Run]]] = {
         ("4 nodes of one rank", times(4, 1)),
         ("4 nodes of two ranks", times(4, 2)),
     ],
+    "5": [("bubble", bubble)],
     "6": [("checkpoints", checkpoints)],
 }
 # Cores of a node's jobs: every method that is timed has one, and lives until all are.
-_CORES_PER_NODE = len(timed_methods(several_nodes=True)) + 1
+_CORES_PER_NODE = len(METHODS) + 1
 
 
 @contextmanager

@@ -6,11 +6,20 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.parallel.layouts import Layout
-from benchmarks.parallel.workloads import Fields, Workload, part
-from hpctrain import Position
-from hpctrain.distributed import is_sharded_tensor
+from benchmarks.parallel.layouts import Counts, Layout
+from benchmarks.parallel.workloads import Fields, Language, Workload, part
+from hpctrain import ParallelPlan, Position
+from hpctrain.data import Batch
+from hpctrain.distributed import (
+    end_process_group,
+    is_sharded_tensor,
+    pipeline_of,
+    put_in_pipeline,
+    replicated_over_tensor_ranks,
+)
+from hpctrain.reduce import ShardedUpdater
 from hpctrain.run import Session
+from hpctrain.train import PipelineRunner
 
 # Fixed, not `auto`, so that every launch reduces in the same way.
 ALGORITHM = "hierarchical"
@@ -29,7 +38,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 class Training:
     """A workload's model in a layout. Making one, `step`, `save` and `load` are collective.
 
-    model_seed: of its first parameters. batch: samples of all ranks in a step.
+    model_seed: of its first parameters. batch: samples of all ranks in a step. counts: of the whole model.
+    exposed_s: seconds of the last step in which this rank only waited for communication of its updater.
     """
 
     def __init__(
@@ -45,34 +55,81 @@ class Training:
     ) -> None:
         self._session, self._workload, self._batch = session, workload, batch
         self._task = workload.task
+        plan = layout.plan(workload.tensor_plan)
+        session.axes.arrange(tensor=plan.tensor, pipeline=plan.pipeline)
         torch.manual_seed(model_seed)
         self.model = self._task.build_model().to(dtype)
-        session.parallelize(self.model, layout.plan)
-        self.optimizer = make_optimizer(list(self.model.parameters()))
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if plan.pipeline > 1:
+            self.optimizer = self._put_in_stages(plan)
+        else:
+            session.parallelize(self.model, plan)
+            self.optimizer = make_optimizer(list(self.model.parameters()))
+        split = [p.numel() for p in self.model.parameters() if not replicated_over_tensor_ranks(p)]
+        self.counts = Counts(parameters=num_parameters, split=sum(split))
+        self.exposed_s = 0.0
         self._updater = session.updater(self.model, self.optimizer, algorithm=ALGORITHM, wire=wire)
+        self._micro_batches = plan.micro_batches
+        self._stages = self._runner_of_stages(dtype) if plan.pipeline > 1 else None
+
+    def _put_in_stages(self, plan: ParallelPlan) -> torch.optim.Optimizer:
+        """Leaves this rank's stages in the model; returns their optimizer. Collective."""
+        assert isinstance(self._workload, Language)
+        model, layers = self.model, self._workload.task.pipeline_layers
+        optimizer = make_optimizer(list(model.parameters()))
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        session = self._session
+        if put_in_pipeline(
+            model, plan, layers=lambda: layers(model), world=session.world, topology=session.topology,
+            device=session.device, timeout_s=session.world.limits.settings.timeout_s,
+        ):  # fmt: skip
+            session.on_close(end_process_group)
+        pipeline = pipeline_of(model)
+        assert pipeline is not None
+        pipeline.keep_own(optimizer, names=names)
+        return optimizer
+
+    def _runner_of_stages(self, dtype: torch.dtype) -> PipelineRunner:
+        pipeline = pipeline_of(self.model)
+        assert pipeline is not None
+        assert isinstance(self._updater, ShardedUpdater)
+        of_rank = -(-self._batch // self._session.axes.data.size)
+        return PipelineRunner(
+            self._task, self.model, pipeline=pipeline, rows=-(-of_rank // self._micro_batches),
+            scaled=self._updater.scaled, device=self._session.device, dtype=dtype,
+        )  # fmt: skip
 
     def backward(self, number: int) -> float:
         """Runs forward and backward of step `number`; returns this rank's part of the loss."""
         every = self._workload.fields(samples=self._batch, seed=number)
-        return self.backward_of(part(every, rank=self._session.rank, num_ranks=self._session.num_ranks))
+        data = self._session.axes.data
+        return self.backward_of(part(every, rank=data.index, num_ranks=data.size))
 
     def backward_of(self, fields: Fields) -> float:
-        """The same for this rank's samples."""
-        weight = len(next(iter(fields.values()))) / self._batch
+        """The same for this rank's samples, which the ranks of one tensor group or pipeline have alike."""
+        num_samples = len(next(iter(fields.values())))
+        if self._stages is not None:
+            batch = Batch(
+                fields=dict(fields), epoch=0, start=0, num_samples=num_samples, global_samples=self._batch
+            )
+            return self._stages.forward_backward(batch, self._updater, micro_batches=self._micro_batches)
+        weight = num_samples / self._batch
         loss = self._task.loss(self.model, fields)
         self._updater.backward(loss, weight=weight)
-        return float(loss.detach()) * weight
+        return float(loss.detach()) * weight if self._session.axes.counts_samples else 0.0
 
     def update(self, loss: float = 0.0) -> float:
         """Updates the parameters; returns the sum of `loss` over the ranks."""
-        return self._updater.step(sums={"loss": loss}).sums["loss"]
+        outcome = self._updater.step(sums={"loss": loss})
+        self.exposed_s = outcome.exposed_sync_s
+        return outcome.sums["loss"]
 
     def step(self, number: int) -> float:
         """Makes step `number`, whose batch depends on nothing else; returns its loss over the whole batch."""
         return self.update(self.backward(number))
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the whole parameters by name. Collective."""
+        """Returns the whole parameters by name, in a pipeline those of this rank's stages. Collective."""
         return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
 
     def save(self, directory: Path, *, step: int) -> Path:

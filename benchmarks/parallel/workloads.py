@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from hpctrain.distributed import TensorPlan
 from hpctrain.tasks.characters import Characters
 from hpctrain.tasks.digits import Digits
 
@@ -21,6 +23,7 @@ class Language:
     window: int
     width: int
     layers: int
+    has_stages: ClassVar[bool] = True
 
     @property
     def task(self) -> Characters:
@@ -30,12 +33,20 @@ class Language:
         generator = torch.Generator().manual_seed(seed)
         return {"tokens": torch.randint(VOCABULARY, (samples, self.window + 1), generator=generator)}
 
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        return self.task.tensor_plan()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """The convolution net of the task `digits`, on random images of 8 x 8."""
+    """The convolution net of the task `digits`, on random images of 8 x 8.
+
+    Its two linear layers can be split over tensor groups. It has no repeated blocks of which stages could be made.
+    """
 
     width: int
+    has_stages: ClassVar[bool] = False
 
     @property
     def task(self) -> Digits:
@@ -48,18 +59,27 @@ class Images:
             "label": torch.randint(10, (samples,), generator=generator),
         }
 
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        return {"7": "column", "9": "row"}
+
 
 Workload = Language | Images
 
 WORKLOADS: dict[str, Workload] = {
-    "language": Language(window=32, width=64, layers=2),
+    "language": Language(window=32, width=64, layers=4),
     "convolution": Images(width=8),
-    "tiny": Language(window=16, width=64, layers=2),
-    "2M": Language(window=16, width=256, layers=3),
+    "tiny": Language(window=16, width=64, layers=4),
+    "3M": Language(window=16, width=256, layers=4),
     "50M": Language(window=16, width=512, layers=16),  # 50.7 million parameters
     "timed": Language(window=64, width=256, layers=4),  # 3.3 million
     "sent": Language(window=16, width=512, layers=4),  # 12.9 million
 }
+
+
+def joined(parts: Sequence[Fields]) -> Fields:
+    """Returns the samples of several batches as one."""
+    return {name: torch.cat([fields[name] for fields in parts]) for name in parts[0]}
 
 
 def part(fields: Fields, *, rank: int, num_ranks: int) -> Fields:

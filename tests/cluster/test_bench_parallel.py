@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.parallel.layouts import LAYOUTS, timed_methods
-from benchmarks.parallel.runs import QUICK, Places, times, traffic
+from benchmarks.parallel.layouts import of_figure
+from benchmarks.parallel.runs import Places, times, traffic
+from benchmarks.parallel.scale import QUICK
+from benchmarks.parallel.timed.methods import methods_at
 from tests.cluster import Cluster
 
 pytestmark = pytest.mark.launches
@@ -19,7 +21,11 @@ def test_each_layout_sends_what_its_formula_says(cluster: Cluster) -> None:
     places = Places(cluster=cluster, say=lambda what: None)
     records = {record.id: record.value for record in traffic(places, QUICK)}
     assert list(records) == [
-        f"parallel.3.{name}.{wire}" for name, one in LAYOUTS.items() for wire in one.wires
+        f"parallel.3.{layout.name}.{wire}"
+        for ranks_per_node in (1, 2)
+        for layout in of_figure("3")
+        if layout.ranks_per_node == ranks_per_node
+        for wire in layout.wires
     ]
     assert all(0.95 < value < MOST for value in records.values()), records
     assert [start.command.partition(" -- ")[0].rpartition("-n ")[2] for start in places.starts] == [
@@ -32,6 +38,6 @@ def test_ranks_of_every_method_take_turns_on_two_nodes(cluster: Cluster) -> None
     places = Places(cluster=cluster, say=lambda what: None)
     made = times(2, 1)(places, replace(QUICK, times={(2, 1): ("1gbit",)}))
     assert made[0].id == "parallel.4.2x1.1gbit.best"
-    methods = timed_methods(several_nodes=False)
+    methods = methods_at(num_nodes=2, ranks_per_node=1)
     assert made[0].samples.keys() == methods.keys()
     assert len(places.starts) == len(methods)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from benchmarks.parallel.timed.waiting import Stepped
 from benchmarks.parallel.workloads import Language
 
-Step = Callable[[int], float]
+Step = Callable[[int], Stepped]
 
 
 def start_gloo() -> tuple[int, int]:
@@ -28,7 +29,7 @@ def start_gloo() -> tuple[int, int]:
 
 
 def stepper(method: str, workload: Language, *, batch: int) -> Step:
-    """Returns the function that makes a step and returns this rank's loss. Collective.
+    """Returns the function that makes a step. Collective.
 
     method: name of the peer. batch: samples of each rank; the ranks have equally many, so the mean of their gradients
     is that of the loss.
@@ -38,13 +39,13 @@ def stepper(method: str, workload: Language, *, batch: int) -> Step:
     task = workload.task
     model, optimizer = _METHODS[method](task.build_model())
 
-    def step(number: int) -> float:
+    def step(number: int) -> Stepped:
         fields = workload.fields(samples=batch, seed=number * num_ranks + rank)
         optimizer.zero_grad()
         loss = task.loss(model, fields)
         loss.backward()
         optimizer.step()
-        return float(loss.detach())
+        return Stepped(loss=float(loss.detach()))
 
     return step
 

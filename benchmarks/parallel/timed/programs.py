@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.parallel.layouts import Method
+from benchmarks.parallel.timed.methods import Method
 from benchmarks.parallel.timed.waiting import END, POLL_S
 from benchmarks.reduction.places import OnCluster, RanksFailed
 from benchmarks.starting import (
@@ -88,6 +88,15 @@ def on_cluster(method: Method, directory: Path, *, place: OnCluster, number: int
     return Command(argv=argv, typed=typed, environ={**place.environment(), **variables}, variables=variables)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Seconds of a step in a turn, on the slowest rank. exposed_s: of it without computing, on the rank that waited
+    most; None where that is not known."""
+
+    step_s: float
+    exposed_s: float | None
+
+
 class Program:
     """The ranks of a method. directory: its own, which all ranks see. Raises RanksFailed with their last lines."""
 
@@ -126,12 +135,13 @@ class Program:
         )  # fmt: skip
         return fmean(one["loss"] for one in ready), start
 
-    def turn(self) -> float:
-        """Has the ranks take a turn; returns the seconds of a step on the slowest rank."""
+    def turn(self) -> Turn:
+        """Has the ranks take a turn."""
         (self.directory / f"turn-{self._turn}").touch()
-        seconds = self._wait_for(f"done-{self._turn}-{{}}.json")
+        found = self._wait_for(f"done-{self._turn}-{{}}.json")
         self._turn += 1
-        return float(max(seconds))
+        exposed = [one["exposed_s"] for one in found if one["exposed_s"] is not None]
+        return Turn(step_s=max(one["step_s"] for one in found), exposed_s=max(exposed, default=None))
 
     def end(self) -> None:
         """Ends the ranks."""

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.parallel.layouts import LAYOUTS, Method, timed_methods
-from benchmarks.parallel.timed.waiting import Turns
-from benchmarks.parallel.workloads import WORKLOADS, Language
+from benchmarks.parallel.layouts import LAYOUTS
+from benchmarks.parallel.timed.methods import METHODS, Method
+from benchmarks.parallel.timed.waiting import Stepped, Turns
+from benchmarks.parallel.workloads import WORKLOADS, Language, joined
 from benchmarks.starting import this_rank
 
 
 def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) -> None:
-    """Trains a layout on the ranks that `hpctrain launch` started."""
+    """Trains a layout on the ranks that `hpctrain launch` started.
+
+    batch: samples of each rank. The ranks of a tensor group train on those of all of its ranks, so that each layout has
+    the same samples in a step.
+    """
     from benchmarks.parallel.training import Training
     from hpctrain.run import start
 
@@ -27,11 +32,16 @@ def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) 
         session, workload, LAYOUTS[method.layout], batch=batch * session.num_ranks, wire=method.wire
     )
 
-    def step(number: int) -> float:
-        fields = workload.fields(samples=batch, seed=number * session.num_ranks + session.rank)
+    data = session.axes.data
+    of_group = session.num_ranks // data.size
+    places = range(data.index * of_group, (data.index + 1) * of_group)
+
+    def step(number: int) -> Stepped:
+        first = number * session.num_ranks
+        fields = joined([workload.fields(samples=batch, seed=first + place) for place in places])
         loss = training.backward_of(fields) * session.num_ranks
         training.update()
-        return loss
+        return Stepped(loss=loss, exposed_s=training.exposed_s)
 
     turns.take(step, rank=session.rank, facts=this_rank())
     training.close()
@@ -60,7 +70,7 @@ def main(name: str, directory: str) -> None:
         steps=settings["steps"],
         idle_s=settings["idle_s"],
     )
-    method = timed_methods(several_nodes=True)[name]
+    method = METHODS[name]
     train = train_peer if method.layout is None else train_ours
     try:
         train(method, workload, batch=settings["batch"], turns=turns)

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.parallel.layouts import Method
-from benchmarks.parallel.timed.programs import Command, Program
+from benchmarks.parallel.timed.methods import Method
+from benchmarks.parallel.timed.programs import Command, Program, Turn
 from benchmarks.reduction.places import RanksFailed
 from benchmarks.starting import Start
 
@@ -25,10 +25,10 @@ class WrongTraining(RuntimeError):
 
 @dataclass(kw_only=True)
 class Rounds:
-    """seconds: of a step on the slowest rank, by rate and method, of each round. failed: method -> its error. starts:
-    how the ranks of each method were started."""
+    """turns: by rate and method, of each round. failed: method -> its error. starts: how the ranks of each method were
+    started."""
 
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    turns: dict[str, dict[str, list[Turn]]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
 
@@ -69,14 +69,14 @@ def take_rounds(
         check_losses(losses)
         for rate, set_rate in rates.items():
             set_rate()
-            seconds: dict[str, list[float]] = {name: [] for name in programs}
+            turns: dict[str, list[Turn]] = {name: [] for name in programs}
             for _ in range(num_rounds):
                 for name in order.sample(list(programs), len(programs)):
                     try:
-                        seconds[name].append(programs[name].turn())
+                        turns[name].append(programs[name].turn())
                     except RanksFailed as error:
                         _drop(name, error, programs, found)
-            found.seconds[rate] = {name: seconds[name] for name in programs}
+            found.turns[rate] = {name: turns[name] for name in programs}
     finally:
         for program in programs.values():
             program.end()

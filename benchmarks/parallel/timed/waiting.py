@@ -19,6 +19,15 @@ END = "end"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """What a step says of this rank. loss: of its samples, before the step. exposed_s: seconds in which it only waited
+    for communication; None where that is not known."""
+
+    loss: float
+    exposed_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turns:
     """directory: of this method. warmup: steps after the start. steps: that are timed in a turn, after one that is not.
     idle_s: a rank that waits longer ends, since the benchmark is gone."""
@@ -28,27 +37,27 @@ class Turns:
     steps: int
     idle_s: float
 
-    def take(self, step: Callable[[int], float], *, rank: int, facts: dict[str, Any]) -> None:
+    def take(self, step: Callable[[int], Stepped], *, rank: int, facts: dict[str, Any]) -> None:
         """Makes the steps of each turn until the benchmark ends the method. Collective over the method's ranks.
 
-        step: makes the step of a number, and returns the loss of this rank's samples before it. facts: how this rank
-        was started, for the record.
+        step: makes the step of a number. facts: how this rank was started, for the record.
         """
         number = 0
         loss = 0.0
         for _ in range(self.warmup):
-            loss = step(number)
+            loss = step(number).loss
             number += 1
         self._write(f"ready-{rank}.json", {"loss": loss, "facts": facts})
         turn = 0
         while self._wait_for(turn):
-            loss = step(number)
+            step(number)
             began = time.perf_counter()
-            for more in range(1, 1 + self.steps):
-                step(number + more)
+            made = [step(number + more) for more in range(1, 1 + self.steps)]
             seconds = (time.perf_counter() - began) / self.steps
+            exposed = [one.exposed_s for one in made if one.exposed_s is not None]
             number += 1 + self.steps
-            self._write(f"done-{turn}-{rank}.json", seconds)
+            found = {"step_s": seconds, "exposed_s": sum(exposed) / len(exposed) if exposed else None}
+            self._write(f"done-{turn}-{rank}.json", found)
             turn += 1
 
     def _wait_for(self, turn: int) -> bool:

@@ -98,8 +98,9 @@ class Training:
         while self._position.step < self._settings.total_steps:
             with self._loader.epoch(self._position.epoch, start=self._position.start) as batches:
                 self._train_on(batches)
-        self._efficiency.ends(self._position.step)
-        self._trace.ends()
+        with in_section(self._comm, Section.STEP):
+            self._efficiency.ends(self._position.step)
+            self._trace.ends()
         self._save()  # before the evaluation, which runs user code that may fail
         self._checkpoints.finish()
         self._evaluate()
@@ -135,7 +136,8 @@ class Training:
                 goes_on = self._step(batch)
             if not goes_on or self._position.step == self._settings.total_steps:
                 return
-        self._guards.balance.epoch_ended(self._position.epoch, step=self._position.step)
+        with in_section(self._comm, Section.STEP):
+            self._guards.balance.epoch_ended(self._position.epoch, step=self._position.step)
         self._position = self._position.next_epoch()
 
     def _agreed(self, batches: Batches) -> Iterable[Batch]:

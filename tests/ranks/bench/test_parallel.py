@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel.layouts import LAYOUTS, timed_methods
+from benchmarks.parallel.layouts import SAME_BITS, of_figure
+from benchmarks.parallel.timed.methods import methods_at
 from tests.ranks_launcher import run_command
 
 pytestmark = pytest.mark.launches
@@ -34,25 +35,51 @@ def measured(tmp_path: Path, figures: str) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in content["records"]}
 
 
+def on_two_ranks(figure: str, *, nodes: bool) -> list[str]:
+    """The layouts of a figure that 2 ranks can have. nodes: also on two nodes."""
+    return [
+        layout.name
+        for layout in of_figure(figure)
+        if layout.fits(num_ranks=2, num_nodes=1) or (nodes and layout.fits(num_ranks=2, num_nodes=2))
+    ]
+
+
 def test_every_layout_equals_one_process_and_loads_every_other(tmp_path: Path) -> None:
     records = measured(tmp_path, "1,6")
-    trained = [
-        f"parallel.1.{workload}.{name}" for workload in ("language", "convolution") for name in LAYOUTS
+    language = [f"parallel.1.language.{name}" for name in on_two_ranks("1", nodes=True)]
+    images = [
+        f"parallel.1.convolution.{layout.name}"
+        for layout in of_figure("1")
+        if layout.name in on_two_ranks("1", nodes=True) and layout.pipeline == 1
     ]
-    assert list(records) == [*trained, "parallel.6.bits.2", "parallel.6.loss.2", "parallel.6.dcp"]
+    bits = [
+        f"parallel.1.bits.{workload}.{name}" for workload in ("language", "convolution") for name in SAME_BITS
+    ]
+    assert list(records) == [
+        *language, *images, *bits, "parallel.6.bits.2", "parallel.6.loss.2", "parallel.6.dcp",
+    ]  # fmt: skip
     assert [name for name, record in records.items() if not record["holds"]] == []
-    assert len(records["parallel.6.bits.2"]["samples"]) == len(LAYOUTS) ** 2
+    assert len(records["parallel.6.bits.2"]["samples"]) == len(on_two_ranks("6", nodes=True)) ** 2
+
+
+def test_every_schedule_runs_with_stages_that_sleep(tmp_path: Path) -> None:
+    records = measured(tmp_path, "5")
+    assert list(records) == [
+        f"parallel.5.{schedule}.4.1KiB" for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    ]
+    assert all(0 < record["value"] < 1 for record in records.values())
 
 
 @pytest.mark.thorough
 def test_memory_and_steps_of_every_method_are_measured(tmp_path: Path) -> None:
     records = measured(tmp_path, "2,4")
-    on_one_node = [name for name, layout in LAYOUTS.items() if not layout.nodes]
-    memory = [f"parallel.2.{name}.2" for name in on_one_node]
+    memory = [f"parallel.2.{name}.2" for name in on_two_ranks("2", nodes=False)]
+    with_peer = [layout.name for layout in of_figure("4") if layout.peer and not layout.nodes]
     assert list(records) == [
         *memory,
-        *(f"parallel.4.1x2.{name}" for name in ("best", "best-16", *on_one_node)),
+        *(f"parallel.4.1x2.{name}" for name in ("best", "best-16", *with_peer, "exposed")),
     ]
     # A small model: what does not grow with it counts too.
     assert all(record["value"] < 0.5 for name, record in records.items() if name in memory)
-    assert set(records["parallel.4.1x2.best"]["samples"]) == set(timed_methods(several_nodes=False))
+    methods = methods_at(num_nodes=1, ranks_per_node=2)
+    assert set(records["parallel.4.1x2.best"]["samples"]) == set(methods)

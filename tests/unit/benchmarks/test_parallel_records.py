@@ -7,46 +7,100 @@ import json
 import pytest
 
 from benchmarks.parallel import figures, page
-from benchmarks.parallel.layouts import LAYOUTS, PEERS, timed_methods
+from benchmarks.parallel.layouts import LAYOUTS, Counts, Layout, arrangements, of_figure
+from benchmarks.parallel.runs import FIGURES
+from benchmarks.parallel.timed.methods import METHODS, PEERS, methods_at
 from benchmarks.parallel.timed.rounds import WrongTraining, check_losses
 from benchmarks.results_file import Record
 from benchmarks.starting import REPOSITORY
 
 NONE, PARAMETERS, NODE = (LAYOUTS[name] for name in ("none", "parameters", "parameters-node"))
+P = 1_000_000
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_the_formulas_of_the_layouts(num_ranks: int) -> None:
-    once = (num_ranks - 1) / num_ranks
-    assert NONE.bytes_a_parameter(num_ranks) == 16
-    assert PARAMETERS.bytes_a_parameter(num_ranks) == NODE.bytes_a_parameter(num_ranks) == 16 / num_ranks
-    assert [NONE.sent(num_ranks, bits) for bits in (32, 16, 8)] == pytest.approx([2 * once, once, once / 2])
-    assert PARAMETERS.sent(num_ranks, 32) == pytest.approx(3 * once)
-    assert NODE.sent(num_ranks, 32) == pytest.approx(2 * once)
+def held(name: str, *, sharing: int, split: int = 0) -> float:
+    """Bytes a parameter."""
+    return LAYOUTS[name].held_bytes(Counts(parameters=P, split=split), sharing=sharing) / P
 
 
-def test_every_layout_has_a_peer_that_holds_as_much() -> None:
-    assert {layout.peer for layout in LAYOUTS.values()} <= PEERS.keys()
-    assert not any(name.startswith("ours-parameters-node") for name in timed_methods(several_nodes=False))
-    assert "ours-parameters-node" in timed_methods(several_nodes=True)
-    assert not any(method.wire == "int8" for method in timed_methods(several_nodes=True).values())
+def sent(layout: Layout, *, num_nodes: int, bits: int = 32, split: int = 0) -> float:
+    """Times the parameters' bytes."""
+    return layout.sent_bytes(Counts(parameters=P, split=split), num_nodes=num_nodes, bits=bits) / P / 4
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 8])
+def test_the_formulas_of_the_layouts(num: int) -> None:
+    once = (num - 1) / num
+    assert held("none", sharing=num) == 16
+    assert held("optimizer", sharing=num) == pytest.approx(8 + 12 / num)
+    assert held("gradients", sharing=num) == pytest.approx(8 + 12 / num)  # six buckets would be more than all
+    large = Counts(parameters=100 * P)
+    buckets_bytes = LAYOUTS["gradients"].held_bytes(large, sharing=num) - (4 + 12 / num) * 100 * P
+    assert buckets_bytes == pytest.approx(24e6)
+    assert held("parameters", sharing=num) == held("parameters-node", sharing=num) == 16 / num
+    assert [sent(NONE, num_nodes=num, bits=bits) for bits in (32, 16, 8)] == pytest.approx(
+        [2 * once, once, once / 2]
+    )
+    for name in ("optimizer", "gradients"):
+        assert [sent(LAYOUTS[name], num_nodes=num, bits=bits) for bits in (32, 16, 8)] == pytest.approx(
+            [2 * once, 1.5 * once, 1.25 * once]
+        )
+    assert sent(PARAMETERS, num_nodes=num) == pytest.approx(3 * once)
+    assert sent(NODE, num_nodes=num) == pytest.approx(2 * once)
+
+
+def test_what_a_tensor_group_does_not_split_each_of_its_ranks_holds_and_sends() -> None:
+    split = 800_000
+    assert held("tensor-2", sharing=4, split=split) == pytest.approx(16 * 0.6)
+    assert held("tensor-4", sharing=4, split=split) == pytest.approx(16 * 0.4)
+    assert held("tensor-2-parameters", sharing=4, split=split) == pytest.approx(8 * 0.6)
+    assert held("pipeline-4", sharing=4) == 4
+    assert sent(LAYOUTS["tensor-2"], num_nodes=4, split=split) == pytest.approx(1.5 * 1.2)
+    assert sent(LAYOUTS["tensor-2-parameters"], num_nodes=4, split=split) == pytest.approx(2.25 * 1.2)
+
+
+def test_every_layout_is_measured_where_it_fits() -> None:
+    every = LAYOUTS.values()
+    assert arrangements(every, num_ranks=1) == {1: ["none", "optimizer", "gradients", "parameters"]}
+    on_four = arrangements(every, num_ranks=4)
+    assert on_four[1] == ["tensor-4"]
+    assert {"tensor-2", "tensor-2-parameters", "parameters-node", "pipeline-4"} <= set(on_four[2])
+    assert arrangements(every, num_ranks=8) == {2: list(LAYOUTS)}
+    everywhere = arrangements(of_figure("6"), num_ranks=4)
+    assert {name for names in everywhere.values() for name in names} == {one.name for one in of_figure("6")}
+
+
+def test_layouts_that_are_timed_are_held_against_peers() -> None:
+    assert {layout.peer for layout in of_figure("4") if layout.peer} <= PEERS.keys()
+    on_node = methods_at(num_nodes=1, ranks_per_node=2)
+    assert {"ours-optimizer", "ours-gradients", "ours-tensor-2", "zero"} <= on_node.keys()
+    assert "ours-parameters-node" not in on_node
+    assert not {"ours-parameters-node", "ours-tensor-2"} & methods_at(num_nodes=4, ranks_per_node=1).keys()
+    assert "ours-parameters-node" in methods_at(num_nodes=4, ranks_per_node=2)
+    assert not any(method.wire == "int8" for method in METHODS.values())
 
 
 def test_the_largest_difference_of_any_number_of_ranks_counts() -> None:
     found = {
-        2: {"language": {"none": 1e-15, "parameters": 2e-15}},
-        4: {"language": {"none": 3e-9, "parameters": 1e-15}},
+        2: [{"relative": {"language": {"none": 1e-15, "parameters": 2e-15}}, "bits": {"language": {}}}],
+        4: [
+            {"relative": {"language": {"none": 3e-9}}, "bits": {"language": {"optimizer": 0}}},
+            {"relative": {"language": {"parameters": 1e-15}}, "bits": {"language": {"gradients": 2}}},
+        ],
     }
-    first, second = figures.equality_records(found, steps=20)
+    first, second, optimizer, gradients = figures.equality_records(found, steps=20)
     assert (first.id, first.value, first.holds) == ("parallel.1.language.none", 3e-9, False)
     assert (second.id, second.value, second.holds) == ("parallel.1.language.parameters", 2e-15, True)
     assert "ranks 2, 4" in first.what
     assert first.as_json()["value"] == 3e-9
+    assert (optimizer.id, optimizer.holds) == ("parallel.1.bits.language.optimizer", True)
+    assert (gradients.id, gradients.holds) == ("parallel.1.bits.language.gradients", False)
 
 
 def test_memory_is_held_against_the_formula_in_both_directions() -> None:
     found = {
         "parameters": 1_000_000,
+        "split": 0,
         "held_bytes": [4_040_000, 3_600_000],
         "peak_bytes": [5_000_000, 5_000_000],
     }
@@ -58,35 +112,72 @@ def test_memory_is_held_against_the_formula_in_both_directions() -> None:
 
 def test_traffic_is_of_the_node_that_sent_most() -> None:
     found = {
-        "parameters": 1_000_000, "pause": {"seconds": 2.0, "node_bytes": [100, 90]},
-        "none/fp16": {"seconds": 1.0, "node_bytes": [6_000_000, 6_060_000]},
+        "pause": {"seconds": 2.0, "node_bytes": [100, 90]},
+        "none/fp16": {
+            "seconds": 1.0, "node_bytes": [6_000_000, 6_060_000], "counts": {"parameters": 1_000_000, "split": 0},
+        },
     }  # fmt: skip
     record = figures.traffic_record(NONE, "fp16", found, num_nodes=4, ranks_per_node=1, steps=2)
     assert (record.id, record.value) == ("parallel.3.none.fp16", pytest.approx(1.01))
     assert record.holds
 
 
+def test_bubbles_are_held_against_the_formula_and_two_stages_a_rank_against_1f1b() -> None:
+    steps = {"gpipe": 0.66, "1f1b": 0.70, "interleaved": 0.60, "zero-bubble": 0.71}  # 0.48 s computing
+    found = [
+        {"schedule": name, "micro_batches": 8, "message_bytes": 1024, "seconds": [step_s, step_s, 9.0]}
+        for name, step_s in steps.items()
+    ]
+    records = figures.bubble_records(found, num_ranks=4, forward_s=0.02, backward_s=0.04)
+    assert [record.id.removeprefix("parallel.5.") for record in records] == [
+        f"{name}.8.1KiB" for name in steps
+    ]
+    assert [record.value for record in records] == pytest.approx([1 - 0.48 / s for s in steps.values()])
+    assert [record.bar for record in records] == pytest.approx(
+        [3 / 11 + 0.03] * 2 + [1 - 0.48 / 0.70] * 2, abs=1e-4
+    )
+    assert [record.holds for record in records] == [True, False, True, False]
+
+
+def test_exposed_communication_of_sharded_gradients_is_held_against_whole_copies() -> None:
+    assert figures.exposed_records({"ours-none": [0.1]}, place="4x1", where="there") == []
+    exposed = {"ours-none": [0.1, 0.2, 0.1], "ours-gradients": [0.12, 0.18, 0.11], "ours-optimizer": [0.1]}
+    (record,) = figures.exposed_records(exposed, place="4x1", where="there")
+    assert (record.id, record.value) == ("parallel.4.4x1.exposed", pytest.approx(1.1))
+    assert not record.holds
+
+
 def timed(*, binds: bool = True) -> dict[str, Record]:
     seconds = {
         "ours-none": [0.10, 0.12, 0.11], "ours-parameters": [0.20, 0.20, 0.22], "ours-none-fp16": [0.05, 0.05, 0.05],
+        "ours-optimizer": [0.12, 0.12, 0.12], "ours-tensor-2": [0.3, 0.3, 0.3],
         "ddp": [0.11, 0.12, 0.12], "zero": [0.15, 0.15, 0.15], "fsdp2": [0.30, 0.26, 0.28],
         "ddp-fp16": [0.06, 0.06, 0.07],
     }  # fmt: skip
-    methods = timed_methods(several_nodes=True)
-    made = figures.time_records(seconds, methods, place="4x1.1gbit", where="there", binds=binds)
+    made = figures.time_records(seconds, METHODS, place="4x1.1gbit", where="there", binds=binds)
     return {record.id.removeprefix("parallel.4.4x1.1gbit."): record for record in made}
 
 
 def test_times_are_held_against_the_best_peer_with_as_many_bits_and_like_against_like() -> None:
     records = timed()
-    assert list(records) == ["best", "best-16", "none", "parameters"]
+    assert list(records) == [
+        "best",
+        "best-16",
+        "none",
+        "parameters",
+        "optimizer",
+    ]  # tensor groups have no peer
     assert records["best"].value == pytest.approx(0.12 / 0.11)
     assert not records["best"].holds
     assert timed(binds=False)["best"].holds
     assert records["best-16"].value == pytest.approx(1.2)
     assert records["parameters"].value == pytest.approx(1.3)
+    assert (
+        "ZeroRedundancyOptimizer on Gloo / ours, optimizer sharded (ZeRO-1): 150 / 120 ms"
+        in records["optimizer"].what
+    )
     assert tuple(records["parameters"].range) == (pytest.approx(0.28 / 0.22), pytest.approx(1.5))
-    assert "FSDP2 on Gloo / ours, parameters sharded: 280 / 200 ms" in records["parameters"].what
+    assert "FSDP2 on Gloo / ours, parameters sharded (ZeRO-3): 280 / 200 ms" in records["parameters"].what
     lines = page.tables([record.as_json() for record in records.values()])["times"].splitlines()
     assert lines[0] == "| ms, median of the rounds | 4x1.1gbit |"
     assert "| whole copies, ours | 110 |" in lines
@@ -123,7 +214,7 @@ def test_the_page_has_a_place_for_every_table_and_says_what_the_file_says() -> N
         "about",
         "memory",
         "times",
-        *(f"{kind}parallel.{n}" for n in "12346" for kind in ("", "started.")),
+        *(f"{kind}parallel.{n}" for n in FIGURES for kind in ("", "started.")),
     ):
         assert f"<!-- begin {name} -->" in text
     results = REPOSITORY / "benchmarks" / "results" / "parallel.json"
