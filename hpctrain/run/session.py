@@ -317,7 +317,7 @@ class Session:
 
     def close(self) -> None:
         """Finishes communication. Collective."""
-        # The updaters' threads first: they use the reducers' memory. Parameters may still be on their way, which may fail.
+        # The updaters' threads first: they use the reducers' memory, and may still gather parameters, which may fail.
         ended = [updater.close() for updater in list(self._models)]
         self.uncaught_errors.release()
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))

@@ -65,7 +65,9 @@ class UpdaterContract(OnRanks):
             model, updater, _ = self._begin(world)
             views = [parameter.detach() for parameter in model.parameters()]
             before = [view.clone() for view in views]
-            updater.backward(model(torch.ones(2, 5, dtype=torch.float64)).square().mean(), weight=1 / num_ranks)
+            updater.backward(
+                model(torch.ones(2, 5, dtype=torch.float64)).square().mean(), weight=1 / num_ranks
+            )
             updater.step()
             updater.wait_for_parameters()
             now = [view.clone() for view in views]

@@ -74,7 +74,12 @@ def make_updater(
     keeps = plan.shard == "optimizer"
     return (
         ScatterUpdater(
-            optimizer, reducer=scatter, keeps_gradients=keeps, align_elems=plan.align_elems, model=model, **common
+            optimizer,
+            reducer=scatter,
+            keeps_gradients=keeps,
+            align_elems=plan.align_elems,
+            model=model,
+            **common,
         ),
         scatter,
     )

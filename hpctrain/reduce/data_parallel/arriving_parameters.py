@@ -3,7 +3,7 @@
 Until its bucket has arrived a parameter is of a class of which PyTorch passes every operation to `__torch_function__`,
 as it does with lazy modules' `UninitializedParameter`. So nothing reads it too early: forward, an evaluation, a
 checkpoint, a copy of the model, a user's list of parameters. Only what reads its memory without PyTorch's functions
-does not wait: compiled and scripted code (`can_arrive_late`), a pointer, a view that was made before.
+does not wait: scripted modules (`can_arrive_late`), a pointer, a view that was made before.
 """
 
 from __future__ import annotations
