@@ -22,7 +22,7 @@ _WITHOUT_ELEMENTS = {
         getattr(torch.Tensor, name).__get__
         for name in ("device", "dtype", "grad", "is_leaf", "layout", "ndim", "requires_grad", "shape")
     ),
-    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__,  # type: ignore[union-attr]
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
     torch.Tensor.numel,
@@ -128,7 +128,7 @@ class Arrivals:
         self._on_their_way.discard(bucket)
         for parameter in self._buckets[bucket]:
             if isinstance(parameter, ArrivingParameter):
-                parameter.__class__ = torch.nn.Parameter
+                parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # back to the base
 
 
 def _class_that_waits(wait: Callable[[], None]) -> type[ArrivingParameter]:

@@ -11,8 +11,8 @@ import torch
 
 from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, Backoff
 from hpctrain.reduce.contract.updater import ReductionObserver
-from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 from hpctrain.reduce.data_parallel.arriving_parameters import Arrivals, can_arrive_late, has_compiled
+from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
 
