@@ -167,10 +167,12 @@ def traffic(session: Session, settings: Settings) -> dict[str, Any]:
             session, WORKLOADS[settings["workload"]], LAYOUTS[layout], batch=session.num_ranks, wire=wire
         )
         training.step(0)
+        training.finish()
         before = ranks.node_bytes()
         began = time.perf_counter()
         for number in range(settings["steps"]):
             training.step(1 + number)
+        training.finish()
         seconds = time.perf_counter() - began
         after = ranks.node_bytes()
         counted = [now - then for now, then in zip(after, before, strict=True)]

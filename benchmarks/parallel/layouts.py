@@ -123,7 +123,7 @@ def _gathered_twice(num: int, bits: int) -> float:
 
 ALL_WIRES = ("fp32", "fp16", "int8")
 # What `shard = "gradients"` holds whole while backward runs.
-_BUCKETS = 6
+_BUCKETS = 2
 # Of a pipeline's share of the batch; a multiple of the stages, as interleaved schedules need it.
 _MICRO_BATCHES = 4
 

@@ -128,6 +128,10 @@ class Training:
         """Makes step `number`, whose batch depends on nothing else; returns its loss over the whole batch."""
         return self.update(self.backward(number))
 
+    def finish(self) -> None:
+        """Waits for what goes on beyond the last step: the parameters of a sharded optimizer are gathered."""
+        self._updater.wait_for_parameters()
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """Returns the whole parameters by name, in a pipeline those of this rank's stages. Collective."""
         return {name: whole(parameter) for name, parameter in self.model.named_parameters()}

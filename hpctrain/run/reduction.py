@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm import Collective, World
-from hpctrain.distributed import Shard
+from hpctrain.distributed import Shard, shard_of
 from hpctrain.reduce import (
     AUTO,
     DEFAULT_BUCKET_BYTES,
@@ -76,18 +76,20 @@ class Reduction:
         optimizer: torch.optim.Optimizer,
         *,
         comm: Collective,
-        shard: Shard,
+        model: torch.nn.Module,
         loss_scale: LossScale | None,
         clip_norm: float | None,
     ) -> AllReduceUpdater | ScatterUpdater:
-        """Returns the updater that reduces so. comm: all ranks. shard: of the model. Collective."""
+        """Returns the updater that reduces so. comm: all ranks. model: whose parameters they are. Collective."""
         given: dict[str, Any] = {
             "comm": comm, "bucket_bytes": self.bucket_bytes, "loss_scale": loss_scale, "clip_norm": clip_norm,
             "overlap": self.overlap, "crowded": self.crowded,
         }  # fmt: skip
         if isinstance(self.reducer, ScatterReducer):
-            keeps = shard != "gradients"
-            return ScatterUpdater(optimizer, reducer=self.reducer, keeps_gradients=keeps, **given)
+            keeps = shard_of(model) != "gradients"
+            return ScatterUpdater(
+                optimizer, reducer=self.reducer, keeps_gradients=keeps, model=model, **given
+            )
         return AllReduceUpdater(optimizer, reducer=self.reducer, **given)
 
     @property

@@ -186,7 +186,7 @@ class Session:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
             reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model), shard=shard)
         updater = reduction.updater(
-            optimizer, comm=self.world, shard=shard, loss_scale=loss_scale, clip_norm=clip_norm
+            optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
         self._models[updater] = model
         return updater
@@ -321,9 +321,9 @@ class Session:
 
     def close(self) -> None:
         """Finishes communication. Collective."""
-        self.uncaught_errors.release()
-        # The updaters' threads first: they use the reducers' memory.
+        # The updaters' threads first: they use the reducers' memory, and may still gather parameters, which may fail.
         ended = [updater.close() for updater in list(self._models)]
+        self.uncaught_errors.release()
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
         while self._closers:
             self._closers.pop()()

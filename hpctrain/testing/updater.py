@@ -58,6 +58,25 @@ class UpdaterContract(OnRanks):
         for one, other in zip(whole, resumed, strict=True):
             assert all(map(torch.equal, one["parameters"], other["parameters"]))
 
+    def test_parameters_are_complete_in_memory_once_they_are_waited_for(self, num_ranks: int) -> None:
+        """Also for what does not ask PyTorch, such as a view that was made before."""
+
+        def case(world: World) -> None:
+            model, updater, _ = self._begin(world)
+            views = [parameter.detach() for parameter in model.parameters()]
+            before = [view.clone() for view in views]
+            updater.backward(
+                model(torch.ones(2, 5, dtype=torch.float64)).square().mean(), weight=1 / num_ranks
+            )
+            updater.step()
+            updater.wait_for_parameters()
+            now = [view.clone() for view in views]
+            assert not any(map(torch.equal, now, before))
+            assert all(map(torch.equal, now, model.parameters()))
+            updater.close()
+
+        run_threads(num_ranks, case)
+
     def _train(
         self,
         world: World,

@@ -43,7 +43,7 @@ def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) 
         training.update()
         return Stepped(loss=loss, exposed_s=training.exposed_s)
 
-    turns.take(step, rank=session.rank, facts=this_rank())
+    turns.take(step, finish=training.finish, rank=session.rank, facts=this_rank())
     training.close()
     session.close()
 

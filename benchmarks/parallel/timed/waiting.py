@@ -37,10 +37,18 @@ class Turns:
     steps: int
     idle_s: float
 
-    def take(self, step: Callable[[int], Stepped], *, rank: int, facts: dict[str, Any]) -> None:
+    def take(
+        self,
+        step: Callable[[int], Stepped],
+        *,
+        finish: Callable[[], object] = lambda: None,
+        rank: int,
+        facts: dict[str, Any],
+    ) -> None:
         """Makes the steps of each turn until the benchmark ends the method. Collective over the method's ranks.
 
-        step: makes the step of a number. facts: how this rank was started, for the record.
+        step: makes the step of a number. finish: waits for what a step has left to the next one; of a turn the first
+        such rest is timed, with the second step, and not the last. facts: how this rank was started, for the record.
         """
         number = 0
         loss = 0.0
@@ -54,6 +62,7 @@ class Turns:
             began = time.perf_counter()
             made = [step(number + more) for more in range(1, 1 + self.steps)]
             seconds = (time.perf_counter() - began) / self.steps
+            finish()  # the next turn is another method's
             exposed = [one.exposed_s for one in made if one.exposed_s is not None]
             number += 1 + self.steps
             found = {"step_s": seconds, "exposed_s": sum(exposed) / len(exposed) if exposed else None}

@@ -73,6 +73,13 @@ class Updater(Protocol):
         be used further, after `load_state`.
         """
 
+    def wait_for_parameters(self) -> None:
+        """Waits until the parameters are as `step` has updated them on all ranks. Not collective.
+
+        A sharded optimizer may gather them while training goes on. PyTorch's operations on parameters wait by
+        themselves; call this before their memory is read in another way, as through a view that was made before.
+        """
+
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """Tells `observer` of each bucket's reduction from now on, on the thread that reduces; None ends that.
 

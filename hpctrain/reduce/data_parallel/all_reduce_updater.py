@@ -217,6 +217,9 @@ class AllReduceUpdater:
             times=times,
         )
 
+    def wait_for_parameters(self) -> None:
+        """Does nothing: `step` has updated all parameters."""
+
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """See `Updater.observe_reductions`."""
         if self._pipeline is not None:

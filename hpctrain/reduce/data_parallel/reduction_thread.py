@@ -116,6 +116,19 @@ class ReductionPipeline:
             torch.cuda.current_stream(self._device).wait_event(reduced)
         return InFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Waits until `done()`, which the end of a reduction makes true, while others go on. With `overlap` only.
+
+        Raises the exception of a reduction that has failed.
+        """
+        with self._condition:
+            self._awaited = True
+            try:
+                self._condition.wait_for(lambda: self._error is not None or done())
+            finally:
+                self._awaited = False
+        self.check()
+
     def check(self) -> None:
         """Raises the exception of a reduction that has failed, if there is one. Does not wait."""
         with self._condition:
@@ -258,6 +271,8 @@ class ReductionPipeline:
                 in_flight.remove(reduction)
                 self._done += 1
                 progressed = True
+                with self._condition:  # for `wait_until`
+                    self._condition.notify_all()
         return progressed
 
 

@@ -18,22 +18,25 @@ from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
-from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, Backoff
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient, one_device
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.data_parallel.reduction_thread import InFlight, ReductionPipeline
 from hpctrain.reduce.sharded.bucket_progress import BucketProgress
 from hpctrain.reduce.sharded.owned_parts import OwnedParts, check_shardable
 from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
 from hpctrain.reduce.sharded.scatter_reducer import ScatterReducer
 from hpctrain.reduce.sharded.shard_plan import ALIGNMENT_ELEMS, ShardPlan
+from hpctrain.reduce.sharded.units_in_flight import UnitsInFlight
+
+# Of ZeRO-2: a bucket is reduced in so many units, and there is memory for those of two buckets.
+_UNITS_OF_A_BUCKET = 4
 
 
 @final
 class ScatterUpdater:
-    """`Updater` that reduce-scatters gradients while backward runs, and gathers the parameters that the owners updated.
+    """`Updater` that reduce-scatters gradients while backward runs, and gathers the parameters that the owners updated
+    while the next forward runs: see `arriving_parameters`.
 
     Args:
         optimizer: of an update that treats each element by itself; its parameters have the same shapes, in the same
@@ -41,8 +44,10 @@ class ScatterUpdater:
         comm: the world, used from the calling thread for the small sums of a step. At least two ranks.
         reducer: for this updater only, with a separate communicator; the caller closes it after the updater.
         keeps_gradients: True (ZeRO-1): memory for all gradients, and backward waits for no other rank. False (ZeRO-2):
-            memory for a few buckets and this rank's share; backward waits where the network is slower.
+            memory for two buckets and this rank's share; backward waits where the network is slower.
         align_elems: shares end at multiples of this within a parameter.
+        model: that computes with the parameters. If it has scripted modules, `step` waits for all parameters; it does
+            too without `overlap`, and in a process that has compiled something with `torch.compile`.
         bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, crowded: as for `AllReduceUpdater`.
 
     The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. A parameter's `.grad` is None
@@ -65,6 +70,7 @@ class ScatterUpdater:
         overlap: bool = True,
         crowded: bool = False,
         align_elems: int = ALIGNMENT_ELEMS,
+        model: torch.nn.Module | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._comm = comm
@@ -87,12 +93,9 @@ class ScatterUpdater:
         self._scale = loss_scale or LossScale(value=2.0**10 if fp16 else 1.0, dynamic=fp16)
         specs = [describe_gradient(p) for p in self._parameters]
         self._plan = ShardPlan.of(
-            plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, unit_bytes=bucket_bytes,
-            align_elems=align_elems,
+            plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, align_elems=align_elems,
+            unit_bytes=bucket_bytes if keeps_gradients else -(-bucket_bytes // _UNITS_OF_A_BUCKET),
         )  # fmt: skip
-        self._units_of: list[list[int]] = [[] for _ in self._plan.buckets]
-        for number, unit in enumerate(self._plan.units):
-            self._units_of[unit.bucket].append(number)
         self._progress = BucketProgress(self._plan.buckets)
         self._observed = False  # in which order buckets are complete: in the first step
         self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
@@ -101,18 +104,14 @@ class ScatterUpdater:
         reducer.plan(
             self._plan,
             # One is filled, and one is on its way to be freed, while `max_in_flight` are reduced.
-            num_slots=num_units if keeps_gradients else max_in_flight + 2,
+            num_slots=num_units if keeps_gradients else max(max_in_flight + 2, 2 * _UNITS_OF_A_BUCKET),
             outs=self._owned.gradients,
             gathered=[self._copies.gathered(number) for number in range(num_units)],
         )
-        self._overlap = overlap
-        self._pipeline = ReductionPipeline(
-            self._turns,
-            device=torch.device("cpu"),  # of the units' memory
-            max_in_flight=max_in_flight,
-            overlap=overlap,
-            longest_wait_s=LONGEST_WAIT_CROWDED_S if crowded else LONGEST_WAIT_S,
-        )
+        self._units = UnitsInFlight(
+            reducer, plan=self._plan, parameters=self._parameters, model=model,
+            max_in_flight=max_in_flight, overlap=overlap, crowded=crowded,
+        )  # fmt: skip
         self._syncing = True
         self._closed = False
         self._clock = BackwardClock()
@@ -179,24 +178,28 @@ class ScatterUpdater:
             raise UsageError(
                 "this updater is closed and no longer sums gradients over the ranks: make a new one"
             )
-        self._check_parameters()
+        blocked_before_s = self._units.take_blocked_s()  # in forward and backward
         started = time.perf_counter()
+        self.wait_for_parameters()
+        self._check_parameters()
         self._progress.end_backward()
         self._send_complete()
-        busy = self._wait()
+        busy = self._units.wait()
         square, totals, used, replan = self._sum_numbers(sums or {})
-        self._blocked_s += time.perf_counter() - started
+        self._units.take_blocked_s()  # is in what follows
+        blocked_s = blocked_before_s + time.perf_counter() - started
         norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
         finite = math.isfinite(norm)
         accepted = accepts is None or accepts(norm if finite else math.nan, totals)
         applied = accepted and finite and self._take_gradients(norm, used)
-        update_s = 0.0
+        update_s = gathered_s = 0.0
         if applied:
             began = time.perf_counter()
             self._owned.step()
             update_s = time.perf_counter() - began
-            gathered = self._gather()
-            busy = InFlight(busy.total_s + gathered.total_s, busy.hidden_s)
+            # What backward needs last is what forward needs first.
+            gathered_s = self._units.gather(self._progress.order[::-1])
+            blocked_s += self._units.take_blocked_s()
         self._owned.forget()
         self.zero_grad()
         used_scale = self._scale.value
@@ -207,7 +210,6 @@ class ScatterUpdater:
         if replan and accepted:  # of a backward that failed half-way the order is not known
             self._progress.order = broadcast_json(self._comm, self._progress.completed_order())
             self._observed = True
-        blocked_s = self._blocked_s
         self._reset()
         self._scale.check(used_value=used_scale)
         return StepOutcome(
@@ -215,20 +217,20 @@ class ScatterUpdater:
             grad_norm=norm if applied or (finite and not accepted) else math.nan,
             loss_scale=used_scale,
             sums=totals,
-            sync_s=busy.total_s,
-            hidden_sync_s=busy.hidden_s,
+            sync_s=busy.total_s + gathered_s,
+            hidden_sync_s=max(0.0, busy.hidden_s - blocked_before_s),
             exposed_sync_s=blocked_s,
             update_s=update_s,
             times=times,
         )
 
+    def wait_for_parameters(self) -> None:
+        """See `Updater.wait_for_parameters`. Raises the error of a gathering that has failed."""
+        self._units.wait_for_parameters()
+
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """See `Updater.observe_reductions`: of each unit, and the gathering of its parameters under the same number."""
-        if observer is None:
-            self._pipeline.observer = None
-            return
-        num_units = len(self._plan.units)
-        self._pipeline.observer = lambda number, begin, end: observer(number % num_units, begin, end)
+        self._units.observe(observer)
 
     def state(self) -> dict[str, Any]:
         """See `Updater.state`: the loss scale, as `AllReduceUpdater` has it, so that either loads the other's."""
@@ -250,6 +252,7 @@ class ScatterUpdater:
         """See `Updater.load_state`. Raises UsageError between `backward` and `step`."""
         if self._progress.has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
+        self.wait_for_parameters()
         saved = state["loss_scale"]
         self._scale = self._scale.continued(saved)
         self._reset()
@@ -259,30 +262,25 @@ class ScatterUpdater:
             self._reducer.settle(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """See `Updater.close`. The optimizer gets the model's parameters back, without state."""
+        """See `Updater.close`. The optimizer gets the model's parameters back, without state.
+
+        Waits for parameters that are still being gathered. Raises the error of that, unless it has been raised before.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        ended = self._pipeline.close()
-        if not self._closed:
-            self._owned.release()
-        self._closed = True
-        return ended
+        try:
+            return self._units.close()
+        finally:
+            if not self._closed:
+                self._owned.release()
+            self._closed = True
 
     # ------------------------------------------------------------------ implementation
-
-    def _turns(self, number: int) -> Iterator[bool]:
-        """Returns the reduction of unit `number`, or, beyond the number of units, the gathering of one."""
-        num_units = len(self._plan.units)
-        if number < num_units:
-            return self._reducer.reduce_scatter(number)
-        return self._reducer.all_gather(number - num_units)
 
     def _reset(self) -> None:
         self._progress.begin_step()
         self._had = [False] * len(self._parameters)
-        self._blocked_s = 0.0
-        self._earlier = InFlight(0.0, 0.0)  # of waits within backward
         self._clock.reset()
         # See `AllReduceUpdater`: the factor of gradients of a plain `loss.backward()`.
         self._unsent_factor = self._scale.value / self._comm.num_ranks
@@ -296,48 +294,19 @@ class ScatterUpdater:
 
     def _send_complete(self) -> None:
         """Reduces complete buckets, in the order that is the same on every rank."""
+        # Of modules that forward has not used; they need the memory of units too.
+        self.wait_for_parameters()
         for bucket in self._progress.take_complete():
             self._clock.filled()
             indices = self._progress.indices(bucket)
             gradients = self._copies.take_gradients(indices)
-            for number in self._units_of[bucket]:
-                memory = self._room_for(number)
+            for number in self._units.units_of(bucket):
+                memory = self._units.room_for(number)
                 self._copies.pack(number, gradients, factor=self._unsent_factor, into=memory)
-                self._pipeline.submit(number)
+                self._units.reduce(number)
             for index in indices:
                 self._had[index] = index in gradients
                 self._parameters[index].grad = None
-
-    def _room_for(self, number: int) -> torch.Tensor:
-        """Returns the memory of unit `number`, once the reductions that use it have ended."""
-        memory = self._reducer.claim(number)
-        if memory is not None:
-            return memory
-        began = time.perf_counter()
-        backoff = Backoff()
-        while (memory := self._reducer.claim(number)) is None:
-            if self._overlap:
-                self._pipeline.check()
-                backoff.wait(eager=False)
-            else:
-                self._earlier = self._wait()
-        self._blocked_s += time.perf_counter() - began
-        return memory
-
-    def _wait(self) -> InFlight:
-        """Waits for all that is under way. Returns the seconds of all waits of this step."""
-        waited, earlier = self._pipeline.wait(), self._earlier
-        return InFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
-
-    def _gather(self) -> InFlight:
-        began = time.perf_counter()
-        num_units = len(self._plan.units)
-        for bucket in self._progress.order:
-            for number in self._units_of[bucket]:
-                self._pipeline.submit(num_units + number)
-        gathered = self._pipeline.wait()
-        self._blocked_s += time.perf_counter() - began
-        return gathered
 
     def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], list[bool], bool]:
         """Returns, of all ranks, the square of the norm, the sums of the caller's numbers, which parameters have a

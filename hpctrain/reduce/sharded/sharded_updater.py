@@ -158,6 +158,9 @@ class ShardedUpdater:
             update_s=time.perf_counter() - started - waited_s,
         )
 
+    def wait_for_parameters(self) -> None:
+        """Does nothing: `step` has updated this rank's parts, and forward gathers them."""
+
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """Does nothing: FSDP2's reductions are not observed."""
 

@@ -267,6 +267,7 @@ class Training:
         self._checkpoints.save(self._position.step, capture=self._capture, again=again)
 
     def _capture(self) -> State:
+        self._state.updater.wait_for_parameters()
         state = self._state.capture(
             self._position, comm=self._comm, identity=self._identity, parent=self._parent
         )
@@ -280,6 +281,7 @@ class Training:
 
     def _evaluate_on(self, held_out: Loader) -> None:
         # Rank 0's buffers (running statistics) become those of all ranks: what is evaluated is what is saved.
+        self._state.updater.wait_for_parameters()
         buffers = list(self._state.model.buffers())
         pipeline = pipeline_of(self._state.model)
         with_same = self._comm if pipeline is None else pipeline.replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -43,7 +44,7 @@ class StepTrace:
         self._say = say
         self._records: RecordWriter | None = None
         self._step = 0
-        self._spans: list[dict[str, Any]] = []
+        self._spans: deque[dict[str, Any]] = deque()
 
     def after_step(self, step: int) -> None:
         """Step `step` has ended, or the run begins after it. Collective if tracing begins or ends here."""
@@ -105,13 +106,13 @@ class StepTrace:
             })  # fmt: skip
 
     def _saw_reduction(self, bucket: int, begin_s: float, end_s: float) -> None:
-        # On the reduction thread: appending is atomic, and a step's reductions have ended when it ends.
+        # On the reduction thread. Parameters that are gathered during the next step count as a part of that.
         self._spans.append({
             "kind": "span", "step": self._step, "name": f"bucket {bucket}", "begin_s": begin_s, "end_s": end_s,
             "bucket": bucket,
         })  # fmt: skip
 
     def _write(self) -> None:
-        spans, self._spans = self._spans, []
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]  # others are added meanwhile
         if self._records is not None:
             self._records.write_all(spans)

@@ -98,13 +98,15 @@ def train(
         resume=Resume(), stop=StopRequest(),
     )  # fmt: skip
     records = list(read_records(directory / name / "metrics" / f"rank-{world.rank:05}.jsonl"))
+    evaluations = [r["quality"]["nats"] for r in records if r["kind"] == "evaluation"]
     return {
         "steps": [
             [r["loss"], r["grad_norm"], r["applied"]]
             for r in records
             if r["kind"] == "step" and r["step"] > steps - (steps if steps == STEPS else LATER - STEPS)
         ],
-        "evaluation": [r["quality"]["nats"] for r in records if r["kind"] == "evaluation"][-1],
+        "evaluation": evaluations[-1],
+        "evaluations": evaluations,
         "status": summary["status"],
     }
 

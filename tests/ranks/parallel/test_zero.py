@@ -37,11 +37,13 @@ def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
     return {n: run_ranks(n, zero_cases.everything, str(directory), timeout_s=900).outputs for n in CONTINUED}
 
 
-def saved_state(directory: Path, name: str) -> dict[str, torch.Tensor]:
-    """Model and optimizer moments in the newest checkpoint of a run, whole."""
-    newest = finished_newest_first(directory / name / "checkpoints")[0]
-    tensors = open_checkpoint(newest, comm=SerialWorld()).read_all()
-    return {n: t for n, t in tensors.items() if n.startswith(("model/", "optimizer/"))}
+def saved_states(directory: Path, name: str) -> list[dict[str, torch.Tensor]]:
+    """Model and optimizer moments in each checkpoint of a run, whole, the newest first."""
+    found = [
+        open_checkpoint(path, comm=SerialWorld()).read_all()
+        for path in finished_newest_first(directory / name / "checkpoints")
+    ]
+    return [{n: t for n, t in of.items() if n.startswith(("model/", "optimizer/"))} for of in found]
 
 
 @pytest.mark.parametrize("layout", ["none", "optimizer", "gradients"])
@@ -63,12 +65,15 @@ def test_the_same_bits_as_plain_data_parallel(
     for found in launches[ranks]:
         losses, expected = ([step[0] for step in found[f"fp32 {name}"]["steps"]] for name in (layout, "none"))
         assert losses == expected
-    plain = saved_state(directory, f"{ranks}-fp32 none")
-    sharded = saved_state(directory, f"{ranks}-fp32 {layout}")
-    assert sharded.keys() == plain.keys()
-    assert any(name.endswith("exp_avg_sq") for name in plain)
-    for name, tensor in plain.items():
-        assert torch.equal(sharded[name], tensor), name
+        assert found[f"fp32 {layout}"]["evaluations"] == found["fp32 none"]["evaluations"]
+        assert len(found["fp32 none"]["evaluations"]) == 7  # after 3, 6, ... 18 and all 20 steps
+    every_plain = saved_states(directory, f"{ranks}-fp32 none")
+    assert len(every_plain) == 3  # after 7, 14 and 20 steps
+    for sharded, plain in zip(saved_states(directory, f"{ranks}-fp32 {layout}"), every_plain, strict=True):
+        assert sharded.keys() == plain.keys()
+        assert any(name.endswith("exp_avg_sq") for name in plain)
+        for name, tensor in plain.items():
+            assert torch.equal(sharded[name], tensor), name
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ OPTIMIZER, GRADIENTS = {"shard": "optimizer"}, {"shard": "gradients"}
 # Small buckets, so that there are several of each model, and parameters that are larger than one.
 REDUCTION = {"reduction": {"algorithm": "hierarchical", "bucket_mb": 0.004}}
 UNCLIPPED = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
+# The parameters of a step are gathered during the next one, or before what comes between.
+BETWEEN_STEPS = {"telemetry": {"evaluate_every_steps": 3}, "checkpoint": {"every_steps": 7}}
 INT8 = {"reduction": {"algorithm": "direct", "bucket_mb": 0.004, "wire": "int8"}}
 # Runs that are continued: the ranks and layout that have saved, and the layout of those that load.
 CONTINUED: dict[int, list[tuple[int, str, dict[str, str]]]] = {
@@ -93,7 +95,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     else:
         run("world", WORLD)
         for name, layout in layouts.items():
-            run(f"fp32 {name}", layout, precision="fp32", **UNCLIPPED)
+            run(f"fp32 {name}", layout, precision="fp32", **UNCLIPPED, **BETWEEN_STEPS)
     if size in (2, 4):
         for name, layout in layouts.items():
             run(f"int8 {name}", layout, precision="fp32", **INT8)

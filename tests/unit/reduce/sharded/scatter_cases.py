@@ -37,7 +37,8 @@ class Net(nn.Module):
 
 @dataclass(kw_only=True)
 class Plan:
-    """How a net is trained. rare_at: the steps in which one rank uses the rare parameter."""
+    """How a net is trained. rare_at: the steps in which one rank uses the rare parameter. looks_at: those after which
+    parameters are read, and an evaluation runs."""
 
     shard: str
     layout: str
@@ -52,12 +53,13 @@ class Plan:
     clip_norm: float | None = None
     overlap: bool = True
     rare_at: tuple[int, ...] = (1, 3)
+    looks_at: tuple[int, ...] = ()
     bucket_bytes: int = 3000
     align_elems: int = 64
 
 
 def make_updater(
-    world: World, plan: Plan, optimizer: torch.optim.Optimizer
+    world: World, plan: Plan, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None
 ) -> tuple[AllReduceUpdater | ScatterUpdater, Any]:
     """Returns the updater of a plan, and its reducer. Collective."""
     topology = Topology.from_node_names(list(plan.layout))
@@ -72,7 +74,12 @@ def make_updater(
     keeps = plan.shard == "optimizer"
     return (
         ScatterUpdater(
-            optimizer, reducer=scatter, keeps_gradients=keeps, align_elems=plan.align_elems, **common
+            optimizer,
+            reducer=scatter,
+            keeps_gradients=keeps,
+            align_elems=plan.align_elems,
+            model=model,
+            **common,
         ),
         scatter,
     )
@@ -117,18 +124,25 @@ def train(world: World, plan: Plan) -> dict[str, Any]:
     net = net_of(plan.dtype)
     optimizer = plan.make_optimizer(list(net.parameters()))
     updater, reducer = make_updater(world, plan, optimizer)
-    found = [take_step(world, net, updater, plan, step) for step in range(plan.steps)]
+    found, seen = [], []
+    for step in range(plan.steps):
+        found.append(take_step(world, net, updater, plan, step))
+        if step in plan.looks_at:
+            with torch.no_grad():
+                seen.append(net(samples(99, plan.dtype)))
+            seen += [tensor.clone() for tensor in net.state_dict().values()]
     state = [
         value.numel()
         for leaves in optimizer.state.values()
         for key, value in leaves.items()
         if isinstance(value, torch.Tensor) and key != "step"
     ]
+    updater.close()  # the parameters of the last step are sent too
     sent = reducer.bytes_sent()
-    updater.close()
     reducer.close()
     return {
         "parameters": [parameter.detach().clone() for parameter in net.parameters()],
+        "seen": seen,
         "losses": [loss for loss, _ in found],
         "norms": [norm for _, norm in found],
         "state_elems": sum(state),

@@ -32,13 +32,14 @@ def trained(plan: Plan) -> list[dict[str, object]]:
 @pytest.mark.parametrize("algorithm", ["direct", "hierarchical"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_bits_as_plain_data_parallel(layout: str, algorithm: str) -> None:
-    plan = Plan(shard="none", layout=layout, algorithm=algorithm, micro_batches=2)
+    plan = Plan(shard="none", layout=layout, algorithm=algorithm, micro_batches=2, looks_at=(0, 3))
     plain = trained(plan)
     for shard in SHARDED:
         found = trained(replace(plan, shard=shard))
         for one, other in zip(found, plain, strict=True):
             assert one["losses"] == other["losses"]
             assert all(map(torch.equal, one["parameters"], other["parameters"]))
+            assert all(map(torch.equal, one["seen"], other["seen"]))
             assert one["norms"] == pytest.approx(other["norms"], rel=1e-6)
         assert sum(one["state_elems"] for one in found) == ADAM_ELEMS
         most = max(one["state_elems"] for one in found)
@@ -84,7 +85,7 @@ def test_other_wires_train_about_the_same(wire: str, tolerance: float) -> None:
 def test_a_node_sends_each_gradient_and_parameter_once_to_other_nodes(
     shard: str, layout: str, wire: str, bytes_a_gradient: float
 ) -> None:
-    plan = Plan(shard=shard, layout=layout, wire=wire, algorithm="hierarchical", steps=4)
+    plan = Plan(shard=shard, layout=layout, wire=wire, algorithm="hierarchical", steps=4, bucket_bytes=12_000)
     nodes = len(set(layout))
     sent = sum(found["sent"] for found in trained(plan)) / plan.steps
     # (C-1)/C of the gradients and of the parameters leave each node, and come from C nodes.
