@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -56,9 +56,9 @@ class PipelineRunner:
         return self._pipeline.has_last
 
     @property
-    def pipeline_wait_s(self) -> float | None:
-        """Seconds of the last `forward_backward` in which this rank's stages did not compute."""
-        return self._pipeline.waited_s
+    def bubbles(self) -> Sequence[tuple[float, float]]:
+        """See `Runner.bubbles`: whenever this rank's stages did not compute."""
+        return self._pipeline.bubbles
 
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
         """See `Runner.forward_backward`. updater: not called; the schedule runs backward."""
