@@ -115,7 +115,10 @@ def _of_parts(run: RunData, found: Efficiency) -> Iterator[Conclusion]:
             text=_waiting_text(run, found, waiting), source=source, weight=waiting, kind="problem"
         )
     for name, advice in (
-        ("bubble", "more parallel.micro_batches or schedule = 'interleaved' (docs/guides/parallelism.md) shorten it"),
+        (
+            "bubble",
+            "more parallel.micro_batches or schedule = 'interleaved' (docs/guides/parallelism.md) shorten it",
+        ),
         ("input", "data.workers and data.staging (docs/guides/data.md) move it out of the step"),
         ("checkpoint", "checkpoint.mode = 'async' or fewer saves shorten it"),
         ("evaluation", "fewer evaluations or data.evaluation_samples shorten it"),

@@ -34,9 +34,9 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 class Pipeline:
     """This rank's stages of a model. Not made by users: `parallelize` attaches it to the model.
 
-    pipelines: the world ranks of each, by stage. group: of this rank's pipeline. replicas: the ranks with the same
-    stages, which compute other samples. stages: of the whole model. bubbles: when this rank did not compute in the last
-    `forward_backward`, begin and end by `time.perf_counter`.
+    pipelines: the world ranks of each, by stage. group: of this rank's pipeline, in this order. replicas: the ranks
+    with the same stages, which compute other samples or hold other parts of them. stages: of the whole model. bubbles:
+    when this rank did not compute in the last `forward_backward`, begin and end by `time.perf_counter`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Pipeline:
     ) -> None:
         self.replicas = replicas
         self.num_stages = stages.num_stages
-        self._plan = plan
+        self._model, self._plan = model, plan
         self.bubbles: list[tuple[float, float]] = []
         self.optimizer_groups: list[list[str]] = []
         self._first_stage = stages.first_stage
@@ -76,6 +76,11 @@ class Pipeline:
         setattr(model, _PIPELINE, self)
 
     @property
+    def own_stages(self) -> list[nn.Module]:
+        """This rank's stages, each a module that computes one after another of its layers."""
+        return list(self._own.values())
+
+    @property
     def has_first(self) -> bool:
         """True if this rank has the first stage, which gets the inputs."""
         return 0 in self._own
@@ -96,13 +101,15 @@ class Pipeline:
         return name in self._first_stage and name not in self._names
 
     def keep_own(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str]) -> None:
-        """Leaves to `optimizer`, made for the whole model, this rank's parameters; its groups stay.
+        """Gives `optimizer`, made for the whole model, the parameters that the model now has; its groups stay.
 
-        names: of all parameters of the model, by `id`. Raises UsageError if none of them is trained.
+        names: of all parameters that the model had, by `id`. Raises UsageError if none of this rank's is trained.
         """
+        own = dict(self._model.named_parameters())
         for group in optimizer.param_groups:
-            self.optimizer_groups.append([names[id(parameter)] for parameter in group["params"]])
-            group["params"] = [p for p in group["params"] if names[id(p)] in self._names]
+            in_group = [names[id(parameter)] for parameter in group["params"]]
+            self.optimizer_groups.append(in_group)
+            group["params"] = [own[name] for name in in_group if name in own]
         if not any(group["params"] for group in optimizer.param_groups):
             raise UsageError(
                 "a stage of the pipeline has no parameter that is trained: use fewer stages, or train its layers"
@@ -157,6 +164,7 @@ class Pipeline:
         for work, _ in sent:
             assert work is not None
             work.wait()
+        self._reshard()
         return torch.cat(outputs) if outputs else None
 
     # ------------------------------------------------------------------ details
@@ -167,7 +175,8 @@ class Pipeline:
     def _agree_on_shapes(self, inputs: torch.Tensor | None) -> None:
         """Finds, once, what each stage receives, by a forward of one stage after another. Collective over the world.
 
-        inputs: of a micro-batch, on ranks with the first stage. Raises UsageError on every rank if a stage fails.
+        inputs: of a micro-batch, on ranks with the first stage. Raises UsageError on every rank if a stage fails. All
+        ranks of a stage compute it: forward of sharded parameters and split layers is collective.
         """
         if self._shapes:
             return
@@ -180,10 +189,19 @@ class Pipeline:
         for number in range(self.num_stages):
             root = first[number % len(first)]
             output = agreed(
-                self._world, partial(self._try, number) if self._world.rank == root else lambda: None,
+                self._world, partial(self._try, number) if number in self._own else lambda: None,
                 os_error=UsageError,
             )  # fmt: skip
             self._shapes.append(_shape_and_dtype(broadcast_json(self._world, output, root=root)))
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Frees the whole parameters that FSDP2 keeps after a forward without backward."""
+        if self._plan.shard == "parameters":
+            for stage in self._own.values():
+                for module in stage.modules():
+                    if hasattr(module, "reshard"):
+                        module.reshard()
 
     def _try(self, number: int) -> list[Any]:
         """Returns shape and dtype of what stage `number`, one of this rank's, returns. Raises UsageError."""

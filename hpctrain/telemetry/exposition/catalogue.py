@@ -59,7 +59,16 @@ INFO_LABELS = (
 )  # fmt: skip
 
 # Values of the label `part`. Of one rank's step, as in its records; they add up to the step.
-STEP_PARTS = ("compute", "hidden_sync", "bubble", "exposed_sync", "input", "checkpoint", "evaluation", "other")
+STEP_PARTS = (
+    "compute",
+    "hidden_sync",
+    "bubble",
+    "exposed_sync",
+    "input",
+    "checkpoint",
+    "evaluation",
+    "other",
+)
 
 # Six a decade: a quantile that is interpolated within one is wrong by a fifth of its value at most.
 STEP_BUCKETS_S = tuple(

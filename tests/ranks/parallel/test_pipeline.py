@@ -93,7 +93,9 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
         assert len(steps) == STEPS
         for seconds in steps:
             assert min(seconds["bubble"], seconds["compute"]) > 0
-            assert sum(seconds[part] for part in (*PARTS, "other")) == pytest.approx(seconds["step"], rel=1e-9)
+            assert sum(seconds[part] for part in (*PARTS, "other")) == pytest.approx(
+                seconds["step"], rel=1e-9
+            )
     measured = read_efficiency(directory / "2-1f1b")
     assert measured.parts["bubble"] > 0
     # The same by the sums over the ranks and by the records of each.

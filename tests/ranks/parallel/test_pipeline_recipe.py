@@ -44,7 +44,9 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(where: Path, ranks: int, name: str, *settings: str, resume: Path | None = None) -> dict[int, float]:
+def losses(
+    where: Path, ranks: int, name: str, *settings: str, resume: Path | None = None
+) -> dict[int, float]:
     """Trains as the recipe says, with these settings. Returns the loss by step."""
     settings = (f"run.directory=runs/{name}", f"run.steps={STEPS}", "data.global_batch=16", *settings)
     words = [HPCTRAIN, "train", RECIPE, *(word for one in settings for word in ("--set", one))]

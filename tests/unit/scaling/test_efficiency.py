@@ -93,7 +93,7 @@ def test_factors_multiply_and_are_those_of_the_ideal_network() -> None:
 
 
 def test_a_bubble_is_serialisation_and_not_own_time_and_the_parts_still_add_up() -> None:
-    """Ranks that compute 30 and 20 ms of a step, and wait for each other's stages for 10 and 15 ms before they arrive."""
+    """Ranks that compute 30 and 20 ms of a step, and wait for other stages for 10 and 15 ms before they arrive."""
     steps = np.ones((2, STEPS))
     arrivals = steps * np.array([[0.04], [0.035]])
     times = simulated(arrivals, np.zeros_like(steps))

@@ -10,8 +10,8 @@ import pytest
 from hpctrain.telemetry import METRICS, RunMetrics, Scope
 
 SECONDS = {
-    "step": 0.1, "input": 0.01, "compute": 0.05, "bubble": 0.01, "hidden_sync": 0.02, "exposed_sync": 0.02, "checkpoint": 0.004,
-    "evaluation": 0.003, "other": 0.003, "sync": 0.04, "after_sync": 0.01,
+    "step": 0.1, "input": 0.01, "compute": 0.05, "bubble": 0.01, "hidden_sync": 0.02, "exposed_sync": 0.02,
+    "checkpoint": 0.004, "evaluation": 0.003, "other": 0.003, "sync": 0.04, "after_sync": 0.01,
 }  # fmt: skip
 
 
