@@ -71,7 +71,10 @@ def run(world: World, where: Path, name: str, layout: dict[str, Any], **more: An
 
 
 def trained(world: World, directory: str) -> dict[str, Any]:
-    """Trains in all layouts of so many ranks, and continues what fewer have saved."""
+    """Trains in all layouts of so many ranks, and continues what fewer have saved.
+
+    Each training has process groups of its own, with names that those of the one before had for other ranks.
+    """
     where, size = Path(directory), world.num_ranks
     found = {
         name: run(world, where, f"{size}-{name}", layout) for name, layout in LAYOUTS.get(size, {}).items()
