@@ -151,6 +151,6 @@ _NOTHING = {"window_ends": 0.0, "probe_links": 0.0}
 
 def _seconds(step_s: float, wait_s: float) -> dict[str, float]:
     return {
-        "input": 0.0, "compute": step_s - wait_s, "exposed_sync": wait_s, "checkpoint": 0.0,
+        "input": 0.0, "compute": step_s - wait_s, "bubble": 0.0, "exposed_sync": wait_s, "checkpoint": 0.0,
         "evaluation": 0.0, "other": 0.0, "step": step_s,
     }  # fmt: skip

@@ -22,6 +22,7 @@ from .operations import (
     reduce_scatter as reduce_scatter,
 )
 from .pipelines.pipeline import Pipeline as Pipeline, pipeline_of as pipeline_of
+from .pipelines.stage_placement import put_in_pipeline as put_in_pipeline
 from .pipelines.stages import Stages as Stages, divide as divide
 from .plan import (
     Checkpointing as Checkpointing,
@@ -48,7 +49,6 @@ from .split_model import (
     checkpoint_activations as checkpoint_activations,
     end_process_group as end_process_group,
     parallelize as parallelize,
-    put_in_pipeline as put_in_pipeline,
 )
 from .tensor_parallel import (
     TensorSplit as TensorSplit,

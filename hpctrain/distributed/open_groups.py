@@ -42,6 +42,7 @@ def open_process_group(
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
+    _forget_meshes()
     _set_variables(world, topology, host_memory=device.type != "cuda")
     if device.type == "cuda":
         _over_nccl(world, device=device, timeout_s=timeout_s)
@@ -55,6 +56,18 @@ def open_process_group(
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
     _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
     _initialize(BACKEND, store=HashStore(), world=world)
+
+
+def _forget_meshes() -> None:
+    """Clears what DTensor has cached by mesh.
+
+    Meshes are equal if their ranks and axes are, whatever their groups: a new one would compute with the groups of an
+    equal one that has ended, whose names other groups may have now.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 class _Open:

@@ -81,13 +81,11 @@ class ParallelPlan:
             )
 
     def _check_pipeline(self) -> None:
-        others = {"shard": (self.shard, "none"), "tensor": (self.tensor, 1)}
-        for name, (value, usual) in others.items():
-            if value != usual:
-                raise UsageError(
-                    f"pipeline = {self.pipeline} cannot be combined with {name} = {value!r} yet: each rank holds its "
-                    "stages whole. Leave one of them out"
-                )
+        if self.shard not in ("none", "parameters"):
+            raise UsageError(
+                f"pipeline = {self.pipeline} cannot be combined with shard = {self.shard!r} yet: use 'none' or "
+                "'parameters', or leave pipeline out"
+            )
         if self.activation_checkpointing == "selective":
             raise UsageError(
                 f"pipeline = {self.pipeline} cannot be combined with activation_checkpointing = 'selective' yet: use "

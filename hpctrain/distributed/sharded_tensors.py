@@ -11,6 +11,8 @@ from hpctrain.distributed.tensor_parallel import split_of
 
 # Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
 _SHARD = "_hpctrain_shard"
+# The axis of a mesh along which ranks hold different tensors: the stages of a pipeline.
+PIPELINE_AXIS = "pipeline"
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
@@ -63,7 +65,7 @@ def is_first_replica(tensor: Any) -> bool:
     if whole is mesh:
         return True
     # It lives on some axes of a larger mesh: the ranks along the others hold the same.
-    others = set(whole.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ())
+    others = set(whole.mesh_dim_names or ()) - set(mesh.mesh_dim_names or ()) - {PIPELINE_AXIS}
     places = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
     return not any(index for name, index in places if name in others)
 

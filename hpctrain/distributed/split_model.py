@@ -1,10 +1,9 @@
-"""Splits a model over the ranks: layers by DTensor, parameters by FSDP2, stages of a pipeline; leaves out activations
-that backward computes again."""
+"""Splits a model over the ranks: layers by DTensor, parameters by FSDP2; leaves out activations that backward computes
+again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpctrain.comm import World, agreed, broadcast_tensors
 from hpctrain.distributed.blocks import repeated_blocks, tied_across
 from hpctrain.distributed.open_groups import open_process_group
-from hpctrain.distributed.pipelines.pipeline import Pipeline
-from hpctrain.distributed.pipelines.stages import Stages, divide, release_others
 from hpctrain.distributed.plan import Checkpointing, ParallelPlan
 from hpctrain.distributed.selective_checkpointing import keep_products
 from hpctrain.distributed.sharded_tensors import is_sharded_tensor, mark_sharded
@@ -118,56 +115,6 @@ def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
     if len(nodes) > 1:
         return _Placement(ranks=nodes, axes=("node", "local"))
     return _Placement(ranks=nodes[0] if nodes else mesh.data_ranks(), axes=("data",))
-
-
-def put_in_pipeline(
-    model: nn.Module,
-    plan: ParallelPlan,
-    *,
-    layers: Callable[[], Sequence[nn.Module]],
-    world: World,
-    topology: Topology,
-    device: torch.device,
-    timeout_s: float = 600.0,
-) -> bool:
-    """Leaves `model` on this rank only its stages of a pipeline, as `plan` says, in place. Collective.
-
-    layers: returns the model's modules that are called one after another. Rank 0's parameters and buffers are copied
-    to all ranks first. `pipeline_of(model)` then computes. timeout_s and the result are those of `parallelize`. Raises
-    UsageError or TopologyError on every rank for a plan that does not fit model or ranks, and changes nothing then;
-    LaunchError without MPI.
-    """
-
-    def check() -> tuple[ParallelMesh, Stages]:
-        mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline)
-        if plan.activation_checkpointing != "none":
-            _check_blocks(model, plan.activation_checkpointing)
-        return mesh, divide(model, layers(), num_stages=plan.pipeline * plan.stages_per_rank)
-
-    mesh, stages = agreed(world, check, os_error=UsageError)
-    opens = not torch.distributed.is_initialized()
-    if opens:
-        open_process_group(world, topology, device=device, timeout_s=timeout_s)
-    if plan.activation_checkpointing != "none":
-        checkpoint_activations(model, plan.activation_checkpointing)
-    broadcast_model(world, model)
-    pipelines = [mesh.pipeline_axis(rank).ranks for rank in mesh.data_ranks()]
-    # Every rank takes part in making every group, in this order.
-    groups = [torch.distributed.new_group(list(ranks)) for ranks in pipelines]
-    replicas = world.split([mesh.data_ranks(stage=stage) for stage in range(plan.pipeline)])
-    assert replicas is not None  # every rank has a stage
-    place = next(i for i, ranks in enumerate(pipelines) if world.rank in ranks)
-    own = [
-        number
-        for number in range(stages.num_stages)
-        if pipelines[place][number % plan.pipeline] == world.rank
-    ]
-    release_others(model, stages, own=own)
-    Pipeline(
-        model, stages, world=world, pipelines=pipelines, group=groups[place], replicas=replicas, plan=plan,
-        device=device,
-    )  # fmt: skip
-    return opens
 
 
 def end_process_group() -> None:

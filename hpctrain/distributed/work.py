@@ -137,7 +137,7 @@ class MessageThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._started = False
+        self._thread: threading.Thread | None = None
         self._closed = False
         self._moving: list[MessageWork] = []
         self._changed = threading.Condition()
@@ -148,18 +148,23 @@ class MessageThread:
             return
         with self._changed:
             self._moving.append(work)
-            if not self._started:
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-                self._started = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
             self._changed.notify()
 
     def close(self) -> None:
-        """Waits until all messages have arrived, and ends the thread."""
+        """Waits until all messages have arrived, and for the end of the thread.
+
+        If it freed a tensor while the interpreter ends, the process would be aborted.
+        """
         with self._changed:
             self._closed, left = True, list(self._moving)
             self._changed.notify()
         for work in left:
             work.wait()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

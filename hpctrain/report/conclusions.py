@@ -14,7 +14,7 @@ from typing import Literal
 
 from hpctrain.report.reduction_limit import Level, ReductionLimit
 from hpctrain.report.run_data import RunData
-from hpctrain.scaling import Efficiency, against
+from hpctrain.scaling import Efficiency, against, own_times
 from hpctrain.supervise import effective_time
 
 # Parts of a step below this share are not worth a sentence.
@@ -68,7 +68,7 @@ def factors_of_loss(run: Efficiency, *, reference: Efficiency) -> dict[str, floa
 _MEANS = {
     "computation scaling": "computing takes longer for each sample",
     "load balance": "some ranks have more to do than others",
-    "serialisation": "in each step another rank is the slowest",
+    "serialisation": "in each step another rank is the slowest, or stages of a pipeline wait for each other",
     "transfer": "reductions take time that no computing hides",
     "share of computing": "ranks spend time on input, checkpoints and other work",
 }
@@ -115,6 +115,10 @@ def _of_parts(run: RunData, found: Efficiency) -> Iterator[Conclusion]:
             text=_waiting_text(run, found, waiting), source=source, weight=waiting, kind="problem"
         )
     for name, advice in (
+        (
+            "bubble",
+            "more parallel.micro_batches or schedule = 'interleaved' (docs/guides/parallelism.md) shorten it",
+        ),
         ("input", "data.workers and data.staging (docs/guides/data.md) move it out of the step"),
         ("checkpoint", "checkpoint.mode = 'async' or fewer saves shorten it"),
         ("evaluation", "fewer evaluations or data.evaluation_samples shorten it"),
@@ -172,8 +176,7 @@ def _waiting_text(run: RunData, found: Efficiency, waiting: float) -> str:
     if factors.load_balance < factors.serialisation:
         text += f"mostly for the same ones (load balance {factors.load_balance:.2f})"
         if run.times is not None:
-            own = run.times.seconds["step"].mean(axis=1) - run.times.seconds["exposed_sync"].mean(axis=1)
-            slowest = int(own.argmax())
+            slowest = int(own_times(run.times).mean(axis=1).argmax())
             text += f": rank {slowest} on {run.environment['ranks'][slowest]['node']} needs the longest"
     else:
         text += f"each step for another one (serialisation {factors.serialisation:.2f})"

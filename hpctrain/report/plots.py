@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PALETTE: Mapping[str, str] = {
     "ink": "#1f2328", "faint": "#c8ced6",
     "c0": "#0072b2", "c1": "#d55e00", "c2": "#009e73", "c3": "#cc79a7",
-    "c4": "#e69f00", "c5": "#56b4e9", "c6": "#8c6d31", "c7": "#7f7f7f",
+    "c4": "#e69f00", "c5": "#56b4e9", "c6": "#8c6d31", "c7": "#b5a900", "c8": "#7f7f7f",
 }  # fmt: skip
 SERIES = tuple(colour for name, colour in PALETTE.items() if name.startswith("c"))
 _WIDTH_IN = 6.4

@@ -125,7 +125,7 @@ def build_runner(
     assert isinstance(updater, ShardedUpdater)
     return PipelineRunner(
         task, parts.model, pipeline=pipeline, rows=_pipeline_rows(recipe, session=session), scaled=updater.scaled,
-        device=session.device, dtype=dtype, autocast=parts.autocast,
+        counts_samples=session.axes.counts_samples, device=session.device, dtype=dtype, autocast=parts.autocast,
     )  # fmt: skip
 
 

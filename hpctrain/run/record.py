@@ -148,8 +148,9 @@ def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
         section, wire = recipe.parallel, recipe.reduction.wire
         split = [f"layers split over {section.tensor} ranks"] if section.tensor > 1 else []
         if section.pipeline > 1:
-            split = [f"a pipeline of {section.pipeline} ranks, {section.schedule}"]
-        sharded = [f"parameters sharded within the {section.shard_within}"] if section.shard != "none" else []
+            split.insert(0, f"a pipeline of {section.pipeline} ranks, {section.schedule}")
+        within = "each stage" if section.pipeline > 1 else f"the {section.shard_within}"
+        sharded = [f"parameters sharded within {within}"] if section.shard != "none" else []
         on_wire = [f"gradients {wire} on the wire"] if wire != "fp32" else []
         return ", ".join(split + sharded + on_wire)
     shard = recipe.parallel.shard

@@ -166,7 +166,7 @@ class Session:
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         if is_sharded(model) or pipeline is not None:
-            if shard == "parameters" and split_of(model) is None:
+            if shard == "parameters" and split_of(model) is None and pipeline is None:
                 reduce_gradients_by(
                     algorithm,
                     wire=wire,
@@ -176,9 +176,8 @@ class Session:
                     note=self.note,
                 )
             sharded = ShardedUpdater(
-                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm,
-                replicas=pipeline.replicas if pipeline is not None else None,
-            )  # fmt: skip
+                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
+            )
             self._models[sharded] = model
             return sharded
         broadcast_model(self.world, model)

@@ -9,8 +9,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-# Seconds of a step: waiting for data; forward, backward and optimizer; what is not named; waiting for communication;
-# the whole step without an evaluation. Then the rank's samples of a step, and the seconds of writing its part of a
+# Seconds of a step: waiting for data; forward, backward and optimizer, in a pipeline with waits for other stages, so
+# that stages of different lengths are not taken for slow ranks; what is not named; waiting for communication; the whole
+# step without an evaluation. Then the rank's samples of a step, and the seconds of writing its part of a
 # checkpoint.
 COLUMNS = ("input", "compute", "other", "exposed_sync", "step", "samples", "save")
 INPUT, COMPUTE, OTHER, EXPOSED, STEP, SAMPLES, SAVE = range(len(COLUMNS))
@@ -39,7 +40,7 @@ class WindowTimes:
     def add(self, seconds: Mapping[str, float], *, samples: int) -> None:
         """Adds a step. seconds: as `StepClock.lap` returns them. samples: of this rank."""
         step = seconds["step"] - seconds["evaluation"]
-        own = (seconds["input"], seconds["compute"], seconds["other"])
+        own = (seconds["input"], seconds["compute"] + seconds.get("bubble", 0.0), seconds["other"])
         self._steps.extend((*own, seconds["exposed_sync"], step, samples))
         if "own_write" in seconds:
             self._saves.append(seconds["own_write"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Parts of a step that follow one another on the main thread: with `other`, the rest, they add up to `step`.
-PARTS = ("input", "compute", "exposed_sync", "checkpoint", "evaluation")
+PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint", "evaluation")
 
 # Called with the name of a span, its begin and its end, in seconds of `time.perf_counter`.
 Observer = Callable[[str, float, float], object]
@@ -17,11 +17,11 @@ class StepClock:
     """Sums seconds by name, from one `lap` to the next.
 
     Names used by the training loop: `PARTS` (`input`: waiting for a batch; `compute`: forward, backward, optimizer;
-    `exposed_sync`: training was blocked by communication), `hidden_sync` (the part of `compute` with a reduction in
-    flight), `after_sync` (from the end of the reduction to that of the step), `sync` (total time of the reduction, on
-    any thread), `device_compute` (of a GPU, by events), `pipeline_wait` (the part of `compute` in which this rank's
-    stages of a pipeline waited for others), and in a step in which a checkpoint was committed `own_write` (in which
-    this rank wrote its part, perhaps on another thread).
+    `bubble`: within forward and backward this rank's stages of a pipeline waited for others; `exposed_sync`: training
+    was blocked by communication), `hidden_sync` (the part of `compute` with a reduction in flight), `after_sync` (from
+    the end of the reduction to that of the step), `sync` (total time of the reduction, on any thread),
+    `device_compute` (of a GPU, by events), and in a step in which a checkpoint was committed `own_write` (in which this
+    rank wrote its part, perhaps on another thread).
 
     observer: called for each span of a part, while it is set.
     """
@@ -50,6 +50,11 @@ class StepClock:
         if self.observer is not None and name in PARTS:
             end = time.perf_counter() if ended is None else ended
             self.observer(what or name, end - seconds, end)
+
+    def recount(self, begin: float, end: float, *, of: str, to: str) -> None:
+        """Counts the time from `begin` to `end`, by `time.perf_counter`, which was added to `of`, as `to` instead."""
+        self._seconds[of] -= end - begin
+        self.add(to, seconds=end - begin, ended=end)
 
     def sync_ended(self, at: float) -> None:
         """Notes when the step's reduction ended, by `time.perf_counter`; the last call of a lap counts."""

@@ -22,7 +22,7 @@ _INCIDENTS = 50
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
     """A step of one rank. time: of the record, s since 1970. loss: NaN if it was not finite. samples: of all steps so
-    far, on all ranks. own_s: without standing still for communication."""
+    far, on all ranks. own_s: without standing still for communication or for other stages of a pipeline."""
 
     step: int
     time: float
@@ -33,7 +33,7 @@ class RecordedStep:
 
     @property
     def own_s(self) -> float:
-        return self.seconds["step"] - self.seconds["exposed_sync"]
+        return self.seconds["step"] - self.seconds["exposed_sync"] - self.seconds.get("bubble", 0.0)
 
     @classmethod
     def of(cls, record: Record) -> RecordedStep:

@@ -20,8 +20,9 @@ _STYLES = {"good": "bold green", "note": "bold yellow", "problem": "bold red"}
 _LETTERS: Mapping[str, tuple[str, str]] = {
     "compute": ("C", "black on blue"), "hidden_reduction": ("H", "black on cyan"),
     "exposed_reduction": ("R", "black on red"), "waiting": ("W", "black on magenta"),
-    "input": ("I", "black on yellow"), "checkpoint": ("S", "black on green"),
-    "evaluation": ("E", "black on white"), "other": ("O", "white on bright_black"),
+    "bubble": ("B", "black on bright_magenta"), "input": ("I", "black on yellow"),
+    "checkpoint": ("S", "black on green"), "evaluation": ("E", "black on white"),
+    "other": ("O", "white on bright_black"),
 }  # fmt: skip
 _WIDEST_BAR = 100
 _MOST_INCIDENTS = 5

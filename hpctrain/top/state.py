@@ -179,17 +179,18 @@ def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[
     """Returns the shares of a step and of whom they are: of all ranks once they have been compared, else of rank 0."""
     found = history.efficiency
     if found is not None and found["step_s"] > 0:
-        shares = {name: found["parts"][name] / found["step_s"] for name in PARTS}
+        # Versions before pipelines recorded no bubble.
+        shares = {name: found["parts"].get(name, 0.0) / found["step_s"] for name in PARTS}
         return shares, f"all ranks, {found['steps']} steps to step {found['step']}"
     total = sum(each.seconds["step"] for each in steps)
     if total <= 0:
         return {}, ""
 
     def share(name: str) -> float:
-        return sum(each.seconds[name] for each in steps) / total
+        return sum(each.seconds.get(name, 0.0) for each in steps) / total
 
     hidden = min(share("hidden_sync"), share("compute"))
-    parts = {name: share(name) for name in ("input", "checkpoint", "evaluation", "other")}
+    parts = {name: share(name) for name in ("bubble", "input", "checkpoint", "evaluation", "other")}
     parts |= {
         "compute": share("compute") - hidden, "hidden_reduction": hidden, "exposed_reduction": share("exposed_sync"),
         "waiting": 0.0,

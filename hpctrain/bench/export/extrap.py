@@ -42,7 +42,9 @@ def extrap_notes(document: ScalingDocument) -> list[str]:
 def _values(runs: list[ScalingRun]) -> Iterator[tuple[str, list[float]]]:
     yield "step", [sum(run.step_s) / len(run.step_s) for run in runs]
     for name in PARTS:
-        yield f"step->{name}", [_mean_s(run, name) for run in runs]
+        values = [_mean_s(run, name) for run in runs]
+        if name != "bubble" or any(values):  # only pipelines have bubbles
+            yield f"step->{name}", values
 
 
 def _mean_s(run: ScalingRun, name: str) -> float:

@@ -26,8 +26,8 @@ class _Part(BaseModel):
 class RankSums(_Part):
     """One rank in one run. samples, seconds: sums over the measured steps.
 
-    seconds: by name as in metrics/rank-*.jsonl: `step`, and of it `input`, `compute`, `exposed_sync`, `checkpoint`;
-    `sync`, which overlaps them, is the whole time of the reduction.
+    seconds: by name as in metrics/rank-*.jsonl: `step`, and of it `input`, `compute`, `bubble`, `exposed_sync`,
+    `checkpoint`; `sync`, which overlaps them, is the whole time of the reduction.
     """
 
     rank: int
@@ -92,7 +92,8 @@ class SizeResult(_Part):
     efficiency: samples/s per rank relative to the baseline, of the same rounds: `value` (geometric mean), `low`,
     `high` (t interval at confidence `level`), `least`, `greatest` (of the rounds), `range_level`, `count`, `paired`.
     speedup: samples/s relative to the baseline, the same fields. Both 1 without an interval for the baseline itself.
-    seconds: of a step, mean over ranks and runs: `input`, `compute`, `exposed_sync`, `checkpoint`, `other`, `step`.
+    seconds: of a step, mean over ranks and runs: `input`, `compute`, `bubble`, `exposed_sync`, `checkpoint`, `other`,
+    `step`.
     shared_cores: whether ranks had to share cores, so that the figures do not apply where each has its own.
     """
 

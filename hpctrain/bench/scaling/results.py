@@ -10,7 +10,7 @@ from hpctrain.bench.scaling.document import ScalingRun, SizeResult
 from hpctrain.bench.spread import spread_of
 from hpctrain.scaling import FitChoice, fit_laws, paired_ratio
 
-PARTS = ("input", "compute", "exposed_sync", "checkpoint")
+PARTS = ("input", "compute", "bubble", "exposed_sync", "checkpoint")
 
 
 def size_results(

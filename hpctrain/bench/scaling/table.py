@@ -10,7 +10,7 @@ from rich.table import Table
 from hpctrain.bench.scaling.document import ScalingDocument
 from hpctrain.bench.spread import show_number
 
-_PARTS = ("input", "compute", "exposed_sync", "other")
+_PARTS = ("input", "compute", "bubble", "exposed_sync", "other")
 
 
 def scaling_table(document: ScalingDocument) -> Table:
@@ -27,7 +27,9 @@ def scaling_table(document: ScalingDocument) -> Table:
     )
     for name in ("ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in _PARTS:
+    # Only pipelines have bubbles, and documents of versions before them have no such part.
+    parts = [name for name in _PARTS if name != "bubble" or any(size.seconds.get(name) for size in sizes)]
+    for name in parts:
         table.add_column(name.removesuffix("_sync"), justify="right", no_wrap=True)
     for size in sizes:
         table.add_row(
@@ -38,7 +40,7 @@ def scaling_table(document: ScalingDocument) -> Table:
             show_number(1e3 * size.step_s["median"]),
             _with_range(size.speedup, "low", "high", lambda value: f"{value:.2f}"),
             _with_range(size.efficiency, "low", "high", lambda value: f"{value:.0%}"),
-            *(f"{size.seconds[name] / size.seconds['step']:.1%}" for name in _PARTS),
+            *(f"{size.seconds[name] / size.seconds['step']:.1%}" for name in parts),
         )
     return table
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from hpctrain.comm import Collective, World, agreed, broadcast_json
 from hpctrain.distributed.pipelines.stages import Stages
+from hpctrain.distributed.pipelines.timed_stage import gaps, timed, timed_stage
 from hpctrain.distributed.plan import ParallelPlan
 from hpctrain.errors import UsageError
 
@@ -33,8 +34,9 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 class Pipeline:
     """This rank's stages of a model. Not made by users: `parallelize` attaches it to the model.
 
-    pipelines: the world ranks of each, by stage. group: of this rank's pipeline. replicas: the ranks with the same
-    stages, which compute other samples. stages: of the whole model. waited_s: of the last `forward_backward`.
+    pipelines: the world ranks of each, by stage. group: of this rank's pipeline, in this order. replicas: the ranks
+    with the same stages, which compute other samples or hold other parts of them. stages: of the whole model. bubbles:
+    when this rank did not compute in the last `forward_backward`, begin and end by `time.perf_counter`.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Pipeline:
     ) -> None:
         self.replicas = replicas
         self.num_stages = stages.num_stages
-        self._plan = plan
-        self.waited_s = 0.0
+        self._model, self._plan = model, plan
+        self.bubbles: list[tuple[float, float]] = []
         self.optimizer_groups: list[list[str]] = []
         self._first_stage = stages.first_stage
         self._world, self._group, self._device = world, group, device
@@ -70,8 +72,13 @@ class Pipeline:
         self._schedule: Any = None
         self._stages: list[Any] = []
         self._loss_of: LossOf | None = None
-        self._loss_s = 0.0
+        self._busy: list[tuple[float, float]] = []
         setattr(model, _PIPELINE, self)
+
+    @property
+    def own_stages(self) -> list[nn.Module]:
+        """This rank's stages, each a module that computes one after another of its layers."""
+        return list(self._own.values())
 
     @property
     def has_first(self) -> bool:
@@ -94,13 +101,15 @@ class Pipeline:
         return name in self._first_stage and name not in self._names
 
     def keep_own(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str]) -> None:
-        """Leaves to `optimizer`, made for the whole model, this rank's parameters; its groups stay.
+        """Gives `optimizer`, made for the whole model, the parameters that the model now has; its groups stay.
 
-        names: of all parameters of the model, by `id`. Raises UsageError if none of them is trained.
+        names: of all parameters that the model had, by `id`. Raises UsageError if none of this rank's is trained.
         """
+        own = dict(self._model.named_parameters())
         for group in optimizer.param_groups:
-            self.optimizer_groups.append([names[id(parameter)] for parameter in group["params"]])
-            group["params"] = [p for p in group["params"] if names[id(p)] in self._names]
+            in_group = [names[id(parameter)] for parameter in group["params"]]
+            self.optimizer_groups.append(in_group)
+            group["params"] = [own[name] for name in in_group if name in own]
         if not any(group["params"] for group in optimizer.param_groups):
             raise UsageError(
                 "a stage of the pipeline has no parameter that is trained: use fewer stages, or train its layers"
@@ -117,20 +126,18 @@ class Pipeline:
         """Adds the gradients of all micro-batches to this rank's parameters. Collective over the pipeline's ranks.
 
         inputs: of the first stage, shape (micro_batches * rows, ...); None on other ranks. loss_of: called on the rank
-        with the last stage for each micro-batch. waited_s is then how long this rank did not compute.
+        with the last stage for each micro-batch. `bubbles` then says when this rank did not compute.
         """
-        self._loss_of, self._loss_s = loss_of, 0.0
+        self._loss_of = loss_of
         if self._schedule is None:
             self._make_schedule(inputs)
-        for stage in self._stages:
-            stage.busy_s = 0.0
+        self._busy.clear()
         started = time.perf_counter()
         arguments = (inputs,) if self.has_first else ()
         numbers = {"target": torch.arange(self._plan.micro_batches)} if self.has_last else {}
         self._schedule.step(*arguments, **numbers, return_outputs=False)
         self._loss_of = None
-        busy_s = self._loss_s + sum(stage.busy_s for stage in self._stages)
-        self.waited_s = time.perf_counter() - started - busy_s
+        self.bubbles = gaps(self._busy, begin=started, end=time.perf_counter())
 
     def forward(self, inputs: torch.Tensor | None, *, parts: int) -> torch.Tensor | None:
         """Returns the model's output on the rank with the last stage, else None. Collective over the pipeline's ranks.
@@ -157,6 +164,7 @@ class Pipeline:
         for work, _ in sent:
             assert work is not None
             work.wait()
+        self._reshard()
         return torch.cat(outputs) if outputs else None
 
     # ------------------------------------------------------------------ details
@@ -167,7 +175,8 @@ class Pipeline:
     def _agree_on_shapes(self, inputs: torch.Tensor | None) -> None:
         """Finds, once, what each stage receives, by a forward of one stage after another. Collective over the world.
 
-        inputs: of a micro-batch, on ranks with the first stage. Raises UsageError on every rank if a stage fails.
+        inputs: of a micro-batch, on ranks with the first stage. Raises UsageError on every rank if a stage fails. All
+        ranks of a stage compute it: forward of sharded parameters and split layers is collective.
         """
         if self._shapes:
             return
@@ -180,10 +189,19 @@ class Pipeline:
         for number in range(self.num_stages):
             root = first[number % len(first)]
             output = agreed(
-                self._world, partial(self._try, number) if self._world.rank == root else lambda: None,
+                self._world, partial(self._try, number) if number in self._own else lambda: None,
                 os_error=UsageError,
             )  # fmt: skip
             self._shapes.append(_shape_and_dtype(broadcast_json(self._world, output, root=root)))
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Frees the whole parameters that FSDP2 keeps after a forward without backward."""
+        if self._plan.shard == "parameters":
+            for stage in self._own.values():
+                for module in stage.modules():
+                    if hasattr(module, "reshard"):
+                        module.reshard()
 
     def _try(self, number: int) -> list[Any]:
         """Returns shape and dtype of what stage `number`, one of this rank's, returns. Raises UsageError."""
@@ -217,9 +235,9 @@ class Pipeline:
                 for shape, dtype in self._shapes[number : number + 2]
             )
             self._stages.append(
-                _timed_stage()(
-                    layers, number, self.num_stages, self._device, input_args=given, output_args=returned,
-                    group=self._group,
+                timed_stage(
+                    layers, number, self.num_stages, self._device, busy=self._busy, input_args=given,
+                    output_args=returned, group=self._group,
                 )
             )  # fmt: skip
         kind = {
@@ -235,10 +253,8 @@ class Pipeline:
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._loss_of is not None
-        started = time.perf_counter()
-        loss = self._loss_of(output, int(number))
-        self._loss_s += time.perf_counter() - started
-        return loss
+        with timed(self._busy):
+            return self._loss_of(output, int(number))
 
 
 class _Layers(nn.Module):
@@ -254,32 +270,6 @@ class _Layers(nn.Module):
             for layer in self.layers:
                 values = layer(values)
         return values
-
-
-def _timed_stage() -> Any:
-    """Returns PyTorch's stage with `busy_s`, the seconds of its forward and backward. Loads torch's pipelining."""
-    from torch.distributed.pipelining import PipelineStage
-
-    class TimedStage(PipelineStage):
-        busy_s = 0.0
-
-        def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-            return self._timed(super().forward_one_chunk, *arguments, **options)
-
-        def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-            return self._timed(super().backward_one_chunk, *arguments, **options)
-
-        def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> Any:
-            return self._timed(super().backward_weight_one_chunk, *arguments, **options)
-
-        def _timed(self, compute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return compute(*arguments, **options)
-            finally:
-                self.busy_s += time.perf_counter() - started
-
-    return TimedStage
 
 
 def _description(tensor: torch.Tensor | None) -> list[Any]:

@@ -49,6 +49,20 @@ def divide(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) ->
     return Stages(layers=stages, first_stage=_first_stages(model, stages))
 
 
+def check_held_by_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raises UsageError for a parameter that a module of `model` outside of `layers` holds: where a parameter is
+    replaced, as sharding does, it would keep the old one."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module_name, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            if id(module) not in inside:
+                full = f"{module_name}.{name}" if module_name else name
+                raise UsageError(
+                    f"the parameter {full} is held by {type(module).__name__}, which is in no layer of "
+                    "pipeline_layers: put it into a module that is one of the layers, or leave shard = 'parameters' out"
+                )
+
+
 def release_others(model: nn.Module, stages: Stages, *, own: Sequence[int]) -> None:
     """Leaves out of `model` the parameters and buffers that lie in other stages only. The others keep their names."""
     kept = {id(tensor) for stage in own for layer in stages.layers[stage] for tensor in _tensors(layer)}

@@ -12,7 +12,14 @@ from typing import Any, final
 import torch
 
 from hpctrain.comm import Collective
-from hpctrain.distributed import is_first_replica, is_sharded_tensor, local_part, split_of
+from hpctrain.distributed import (
+    is_first_replica,
+    is_sharded_tensor,
+    local_part,
+    pipeline_of,
+    shard_of,
+    split_of,
+)
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
@@ -30,8 +37,8 @@ class ShardedUpdater:
     often, one without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks; with
     split layers, 1/(data-parallel ranks). FSDP2 reduces each micro-batch, so that no rank holds whole gradients.
 
-    replicas: the ranks that hold the same parameters as this one, whole, as those of a stage of a pipeline do; `step`
-    sums the gradients over them. None: there is no pipeline.
+    In a pipeline only ranks with the last stage weight the loss, and ranks that hold a stage whole sum its gradients in
+    `step`.
 
     Raises UsageError for an optimizer whose parameters are not those of the model.
     """
@@ -44,7 +51,6 @@ class ShardedUpdater:
         comm: Collective,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
-        replicas: Collective | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
@@ -53,10 +59,12 @@ class ShardedUpdater:
         self._comm = comm
         self._scale = loss_scale or LossScale()
         self._clip_norm = clip_norm
-        self._replicas = replicas
+        split, pipeline = split_of(model), pipeline_of(model)
+        by_fsdp = shard_of(model) == "parameters"
+        self._in_pipeline = pipeline is not None
+        whole = pipeline is not None and split is None and not by_fsdp
+        self._replicas = pipeline.replicas if pipeline is not None and whole else None
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        split = split_of(model)
-        by_fsdp = replicas is None and (split is None or split.by_fsdp)
         own = set(map(id, model.parameters()))
         if not self._parameters or not all(
             is_sharded_tensor(p) if by_fsdp else id(p) in own for p in self._parameters
@@ -116,8 +124,7 @@ class ShardedUpdater:
         """See `Updater.step`. Raises UsageError also if the updater is closed."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
-        # In a pipeline only the last stage's rank has weighted the loss.
-        weighted = self._weighted or self._replicas is not None
+        weighted = self._weighted or self._in_pipeline
         scale = self._scale.value if weighted else float(self._num_data_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()

@@ -42,8 +42,9 @@ class ParallelSection(Section):
     pipeline: int = Field(
         1,
         ge=1,
-        description="Ranks over which the stages of one copy of the model are spread; the others are data parallel. "
-        "The task needs the method `pipeline_layers`.",
+        description="Ranks over which the stages of one copy of the model are spread; the others are data "
+        'parallel, or share a stage by `tensor` or `shard = "parameters"`. The task needs the method '
+        "`pipeline_layers`.",
     )
     schedule: Schedule = Field(
         "1f1b",
@@ -91,6 +92,12 @@ def check_parallel(
             raise ValueError(
                 f"parallel.{name} = {size} does not divide run.ranks = {ranks}: change one of them"
             )
+    of_a_sample = parallel.tensor * parallel.pipeline
+    if ranks is not None and ranks % of_a_sample:
+        raise ValueError(
+            f"parallel.pipeline = {parallel.pipeline} with parallel.tensor = {parallel.tensor} needs a multiple of "
+            f"{of_a_sample} ranks, run.ranks is {ranks}: change one of them"
+        )
     _check_sharding(parallel, algorithm=algorithm, wire=wire, changed=changed)
     if changed and parallel.tensor > 1:
         raise ValueError(

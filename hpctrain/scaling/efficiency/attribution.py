@@ -43,6 +43,11 @@ def own_times(times: StepTimes) -> Times:
 
     Shape (ranks, steps). Of a step without the record of the one before it, from its begin.
     """
+    return _arrivals(times) - times.seconds["bubble"]
+
+
+def _arrivals(times: StepTimes) -> Times:
+    """Returns when each rank arrives at a step's reduction, from the end of the one before: own time and bubbles."""
     seconds = times.seconds
     return seconds["step"] - seconds["exposed_sync"] - seconds["after_sync"] + times.carried
 
@@ -53,8 +58,8 @@ def attribute(times: StepTimes) -> Times:
     They add up to the step.
     """
     seconds = times.seconds
-    own = own_times(times)
-    waiting = np.minimum(own.max(axis=0) - own, seconds["exposed_sync"])
+    arrivals = _arrivals(times)
+    waiting = np.minimum(arrivals.max(axis=0) - arrivals, seconds["exposed_sync"])
     hidden = np.minimum(seconds["hidden_sync"], seconds["compute"])
     parts = {
         **seconds,
@@ -73,7 +78,7 @@ def efficiency_of(times: StepTimes) -> Efficiency:
         {name: float(times.seconds[name].sum()) for name in RECORDED},
         own_s=float(own.sum()),
         largest_s=float(own.sum(axis=1).max()),
-        ideal_s=float(own.max(axis=0).sum()),
+        ideal_s=float(_arrivals(times).max(axis=0).sum()),
         steps=len(times.steps),
         ranks=times.num_ranks,
         samples=int(times.samples.sum()),

@@ -13,10 +13,11 @@ from typing import Any
 
 # Where a rank's time goes; the parts add up to the step.
 PARTS = (
-    "compute", "hidden_reduction", "exposed_reduction", "waiting", "input", "checkpoint", "evaluation", "other",
+    "compute", "hidden_reduction", "exposed_reduction", "waiting", "bubble", "input", "checkpoint", "evaluation",
+    "other",
 )  # fmt: skip
 # Names of the records' seconds from which the parts follow.
-RECORDED = ("input", "compute", "hidden_sync", "exposed_sync", "checkpoint", "evaluation", "other")
+RECORDED = ("input", "compute", "hidden_sync", "bubble", "exposed_sync", "checkpoint", "evaluation", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,9 @@ class Efficiency:
     """Where the time of all ranks went in some steps.
 
     parts: seconds in a step by name of `PARTS`, mean over ranks and steps. own_s: a rank's time in a step without
-    communication: `mean` over ranks and steps, `largest` of a rank over all steps, `ideal`, the mean over the steps of
-    the largest in each. samples: of all ranks in these steps.
+    communication: `mean` over ranks and steps, `largest` of a rank over all steps, and `ideal`, the mean over the steps
+    of the latest arrival in each: the largest own time, in a pipeline with its bubbles. samples: of all ranks in these
+    steps.
     """
 
     steps: int
@@ -68,7 +70,9 @@ class Efficiency:
         return Factors(
             load_balance=_ratio(mean, largest),
             serialisation=_ratio(largest, ideal),
-            transfer=_ratio(ideal, mean + self.parts["exposed_reduction"] + self.parts["waiting"]),
+            transfer=_ratio(
+                ideal, mean + sum(self.parts[name] for name in ("bubble", "exposed_reduction", "waiting"))
+            ),
             computing=_ratio(self.computed_s, self.computed_s + own_parts),
         )
 
@@ -86,7 +90,9 @@ class Efficiency:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Efficiency:
         """Returns the efficiency of which `document` returned the fields. Raises KeyError, TypeError."""
-        return cls(**{name: document[name] for name in ("steps", "ranks", "samples", "parts", "own_s")})
+        found = {name: document[name] for name in ("steps", "ranks", "samples", "parts", "own_s")}
+        # Versions before pipelines recorded no bubble.
+        return cls(**{**found, "parts": {"bubble": 0.0, **document["parts"]}})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +123,19 @@ def efficiency_from(
     """Returns the efficiency of `steps` steps of `ranks` ranks.
 
     seconds: by name of `RECORDED`, sums over ranks and steps. own_s: time without communication, summed over ranks and
-    steps; largest_s: the largest of a rank's sums over the steps; ideal_s: the sum over the steps of the largest of a
-    rank.
+    steps; largest_s: the largest of a rank's sums over the steps; ideal_s: the sum over the steps of the largest own
+    time with bubbles.
     """
     mean = {name: seconds[name] / (steps * ranks) for name in RECORDED}
     own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}
-    waiting = min(max(0.0, own["ideal"] - own["mean"]), mean["exposed_sync"])
+    waiting = min(max(0.0, own["ideal"] - own["mean"] - mean["bubble"]), mean["exposed_sync"])
     hidden = min(mean["hidden_sync"], mean["compute"])
     parts = {
         "compute": mean["compute"] - hidden,
         "hidden_reduction": hidden,
         "exposed_reduction": mean["exposed_sync"] - waiting,
         "waiting": waiting,
-        **{name: mean[name] for name in ("input", "checkpoint", "evaluation", "other")},
+        **{name: mean[name] for name in ("bubble", "input", "checkpoint", "evaluation", "other")},
     }
     return Efficiency(steps=steps, ranks=ranks, samples=samples, parts=parts, own_s=own)
 

@@ -56,11 +56,17 @@ def read_step_times(directory: Path, *, first: int = 2, last: int | None = None)
         steps=np.array(steps),
         samples=np.array([sum(records[s]["samples"] for records in by_rank) for s in steps]),
         seconds={
-            name: np.array([[records[s]["seconds"][name] for s in steps] for records in by_rank])
+            name: np.array([[_seconds(records[s], name) for s in steps] for records in by_rank])
             for name in _NAMES
         },
         carried=np.array([[carried(records.get(s - 1)) for s in steps] for records in by_rank]),
     )
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    # Versions before pipelines recorded no bubble.
+    seconds: float = record["seconds"].get(name, 0.0) if name == "bubble" else record["seconds"][name]
+    return seconds
 
 
 def read_efficiency(directory: Path) -> Efficiency:

@@ -59,7 +59,16 @@ INFO_LABELS = (
 )  # fmt: skip
 
 # Values of the label `part`. Of one rank's step, as in its records; they add up to the step.
-STEP_PARTS = ("compute", "hidden_sync", "exposed_sync", "input", "checkpoint", "evaluation", "other")
+STEP_PARTS = (
+    "compute",
+    "hidden_sync",
+    "bubble",
+    "exposed_sync",
+    "input",
+    "checkpoint",
+    "evaluation",
+    "other",
+)
 
 # Six a decade: a quantile that is interpolated within one is wrong by a fifth of its value at most.
 STEP_BUCKETS_S = tuple(
@@ -159,7 +168,8 @@ CATALOGUE: tuple[Metric, ...] = (
         name="hpctrain_step_part_seconds_total", type=_COUNTER, unit="seconds", scope=_RANK, labels=("part",),
         serves=("M4", "M6", "M9"),
         help="Time of the steps by part; the parts add up to the steps. compute has no reduction in flight, "
-        "hidden_sync has; exposed_sync is standing still for communication and for slower ranks.",
+        "hidden_sync has; bubble is waiting for other stages of a pipeline; exposed_sync is standing still for "
+        "communication and for slower ranks.",
     ),
     Metric(
         name="hpctrain_sync_seconds_total", type=_COUNTER, unit="seconds", scope=_RANK, serves=("M9",),
@@ -173,8 +183,8 @@ CATALOGUE: tuple[Metric, ...] = (
         name="hpctrain_ranks_part_seconds_total", type=_COUNTER, unit="seconds", labels=("part",),
         serves=("M4", "M9", "M14"),
         help="Time of the steps by part, summed over all ranks, also those that record no steps, up to the last record "
-        "`efficiency`: compute, hidden_reduction, exposed_reduction, waiting (for slower ranks), input, checkpoint, "
-        "evaluation, other.",
+        "`efficiency`: compute, hidden_reduction, exposed_reduction, waiting (for slower ranks), bubble (waiting for "
+        "other stages of a pipeline), input, checkpoint, evaluation, other.",
     ),
     Metric(
         name="hpctrain_efficiency_ratio", type=_GAUGE, unit="ratio", labels=("factor",), serves=("M9", "M14"),

@@ -228,8 +228,8 @@ class Training:
                 )
             if self._runner.device.type == "cuda":
                 recorder.clock.add("device_compute", seconds=self._runner.device_s)
-            if self._runner.pipeline_wait_s is not None:
-                recorder.clock.add("pipeline_wait", seconds=self._runner.pipeline_wait_s)
+            for begin, end in self._runner.bubbles:
+                recorder.clock.recount(begin, end, of="compute", to="bubble")
             sums = {"loss": loss, **votes()}
             started = time.perf_counter()
             outcome = memory.update(partial(updater.step, sums=sums, accepts=self._guards.accepts))

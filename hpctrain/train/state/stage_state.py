@@ -12,9 +12,9 @@ SEPARATOR = "::"  # between a parameter's name and the keys of its optimizer sta
 
 def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
     """Returns what this rank saves of the model or the optimizer in a pipeline: what only its stage has, as the one box
-    of a tensor, or None. Everything else, and all without a pipeline, as it is."""
+    of a tensor, or None. Boxes of split tensors, everything else, and all without a pipeline, as it is."""
     pipeline, (kind, _, path) = pipeline_of(model), item.name.partition("/")
-    if pipeline is None or kind not in ("model", "optimizer"):
+    if pipeline is None or kind not in ("model", "optimizer") or isinstance(item, Shard):
         return item
     if not pipeline.saves(path.split(SEPARATOR)[0]):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -21,7 +21,8 @@ class PipelineRunner:
 
     They have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the loss is of its samples
     alone, so that the shapes between stages stay. scaled: weights a loss, as `ShardedUpdater.scaled` does. dtype,
-    autocast: as for `TaskRunner`. The task's `loss` and `metrics` must call their model once, with one tensor.
+    autocast, counts_samples: as for `TaskRunner`; only ranks with the last stage, which has the loss, count samples.
+    The task's `loss` and `metrics` must call their model once, with one tensor.
     """
 
     device_s = 0.0
@@ -38,10 +39,12 @@ class PipelineRunner:
         device: torch.device,
         dtype: torch.dtype | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        counts_samples: bool = True,
     ) -> None:
         self.task = task
         self.model = model
         self.device = device
+        self.counts_samples = counts_samples and pipeline.has_last
         self._pipeline = pipeline
         self._rows = rows
         self._scaled = scaled
@@ -51,14 +54,9 @@ class PipelineRunner:
         pipeline.compute_in(autocast)
 
     @property
-    def counts_samples(self) -> bool:
-        """True on the rank with the last stage, which has the loss."""
-        return self._pipeline.has_last
-
-    @property
-    def pipeline_wait_s(self) -> float | None:
-        """Seconds of the last `forward_backward` in which this rank's stages did not compute."""
-        return self._pipeline.waited_s
+    def bubbles(self) -> Sequence[tuple[float, float]]:
+        """See `Runner.bubbles`: whenever this rank's stages did not compute."""
+        return self._pipeline.bubbles
 
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
         """See `Runner.forward_backward`. updater: not called; the schedule runs backward."""
@@ -76,10 +74,10 @@ class PipelineRunner:
 
         inputs = torch.cat([self._inputs(part) for part in parts]) if self._pipeline.has_first else None
         self._pipeline.forward_backward(inputs, loss_of)
-        return float(torch.stack(losses).sum()) if losses else 0.0
+        return float(torch.stack(losses).sum()) if losses and self.counts_samples else 0.0
 
     def metrics(self, batch: Batch) -> dict[str, float] | None:
-        """See `Runner.metrics`: None except on the rank with the last stage."""
+        """See `Runner.metrics`: None except on ranks with the last stage."""
         real = batch.real().to(self.device, dtype=self._dtype)
         parts = -(-real.num_samples // self._rows)
         inputs = self._inputs(real, rows=parts * self._rows) if self._pipeline.has_first else None

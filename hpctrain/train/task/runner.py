@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +16,8 @@ class Runner(Protocol):
 
     device_s: on a GPU, its time for the last `forward_backward`. communicates: forward is collective. counts_samples:
     False on ranks whose samples another rank counts, because both hold parts of one copy of the model.
-    pipeline_wait_s: seconds of the last `forward_backward` in which this rank waited for other stages; None without.
+    bubbles: when, in the last `forward_backward`, this rank's stages of a pipeline waited for others: begin and end of
+    each wait, by `time.perf_counter`; none without a pipeline.
     """
 
     @property
@@ -27,7 +29,7 @@ class Runner(Protocol):
     @property
     def communicates(self) -> bool: ...
     @property
-    def pipeline_wait_s(self) -> float | None: ...
+    def bubbles(self) -> Sequence[tuple[float, float]]: ...
     @property
     def counts_samples(self) -> bool: ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
@@ -24,7 +24,7 @@ class TaskRunner:
     """
 
     device_s = 0.0
-    pipeline_wait_s: float | None = None
+    bubbles: Sequence[tuple[float, float]] = ()
 
     def __init__(
         self,

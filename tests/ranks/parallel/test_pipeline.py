@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hpctrain.data import pack_arrays
-from hpctrain.telemetry import read_records
+from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
+from hpctrain.telemetry import PARTS, read_records
 from tests.ranks.parallel import pipeline_cases
 from tests.ranks.parallel.parallel_cases import LATER, STEPS
 from tests.ranks.parallel.pipeline_cases import CONTINUED, PIPELINES
@@ -80,17 +81,28 @@ def test_a_step_that_overflows_is_skipped_on_all_stages(launches: dict[int, list
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
 
 
-def test_records_tell_how_long_a_stage_waited(
+def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
     launches: dict[int, list[dict[str, Any]]], directory: Path
 ) -> None:
     for rank in range(2):
         steps = [
-            r
+            r["seconds"]
             for r in read_records(directory / "2-1f1b" / "metrics" / f"rank-{rank:05}.jsonl")
             if r["kind"] == "step"
         ]
         assert len(steps) == STEPS
-        assert all(0 < r["seconds"]["pipeline_wait"] < r["seconds"]["compute"] for r in steps)
+        for seconds in steps:
+            assert min(seconds["bubble"], seconds["compute"]) > 0
+            assert sum(seconds[part] for part in (*PARTS, "other")) == pytest.approx(
+                seconds["step"], rel=1e-9
+            )
+    measured = read_efficiency(directory / "2-1f1b")
+    assert measured.parts["bubble"] > 0
+    # The same by the sums over the ranks and by the records of each.
+    by_records = efficiency_of(read_step_times(directory / "2-1f1b"))
+    assert measured.parts == pytest.approx(by_records.parts, rel=1e-6, abs=1e-9)
+    assert measured.factors.serialisation == pytest.approx(by_records.factors.serialisation, rel=1e-6)
+    assert read_efficiency(directory / "1-none").parts["bubble"] == 0.0
 
 
 @pytest.mark.parametrize(

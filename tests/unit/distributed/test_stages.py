@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.distributed.pipelines.stages import divide, release_others
+from hpctrain.distributed.pipelines.stages import check_held_by_layers, divide, release_others
 from hpctrain.errors import UsageError
 
 
@@ -40,6 +40,14 @@ def test_a_rank_keeps_its_stages_under_the_names_of_the_whole_model() -> None:
     torch.testing.assert_close(model[2](torch.ones(1, 4)), whole[2](torch.ones(1, 4)))
 
 
+def test_a_parameter_that_a_module_outside_of_the_layers_holds_cannot_be_replaced() -> None:
+    model = make_model(4)
+    check_held_by_layers(model, list(model))
+    model.register_parameter("scale", model[6].bias)
+    with pytest.raises(UsageError, match="the parameter scale is held by Sequential, which is in no layer"):
+        check_held_by_layers(model, list(model))
+
+
 def tie(model: nn.Sequential) -> list[nn.Module]:
     model[6].weight = model[0].weight
     return list(model)
@@ -68,7 +76,10 @@ def test_what_cannot_be_divided_is_refused(
     [
         ({"pipeline": 4, "micro_batches": 2}, "'1f1b' needs at least 4 micro-batches"),
         ({"pipeline": 4, "micro_batches": 6, "schedule": "zero-bubble"}, "needs a multiple of 4"),
-        ({"pipeline": 2, "micro_batches": 2, "shard": "parameters"}, "cannot be combined with shard"),
+        (
+            {"pipeline": 2, "micro_batches": 2, "shard": "optimizer"},
+            "cannot be combined with shard = 'optimizer'",
+        ),
         ({"pipeline": 2, "schedule": "2f2b"}, "schedule is '2f2b'"),
         ({"pipeline": 0}, "pipeline is 0"),
     ],

@@ -146,10 +146,8 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
                 f"cannot be combined with {key} = {value!r}",
             )
             for key, value in [
-                ("tensor", 2),
                 ("shard", "optimizer"),
                 ("shard", "gradients"),
-                ("shard", "parameters"),
                 ("activation_checkpointing", "selective"),
             ]
         ),
@@ -157,6 +155,10 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
         ({"data": {"on_damage": "skip", "check": "always"}}, "on_damage = 'skip' cannot be combined"),
         ({"reduction": {"wire": "fp16"}}, r"reduction.wire: with parallel.pipeline = 2 .* leave the section"),
         ({"run": {"ranks": 3}}, "parallel.pipeline = 2 does not divide run.ranks = 3"),
+        (
+            {"parallel": {"pipeline": 2, "tensor": 2, "micro_batches": 4}, "run": {"ranks": 6}},
+            "needs a multiple of 4 ranks, run.ranks is 6",
+        ),
         ({"optimizer": {"name": "lamb"}}, "use adamw, adam or sgd"),
         ({"checkpoint": {"weights_from": "x"}}, "weights_from cannot be combined"),
     ],
@@ -170,6 +172,7 @@ def test_what_a_pipeline_cannot_be_combined_with_is_refused(
 
 
 def test_a_recipe_with_a_pipeline_survives_being_written(tmp_path: Path) -> None:
-    recipe = parse_recipe(minimal(parallel={"pipeline": 2, "micro_batches": 4}))
+    split = {"pipeline": 2, "micro_batches": 4, "tensor": 2, "shard": "parameters"}
+    recipe = parse_recipe(minimal(parallel=split))
     (tmp_path / "again.toml").write_text(to_toml(recipe))
     assert load_recipe(tmp_path / "again.toml") == recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def simulated(before_s: np.ndarray, after_s: np.ndarray, *, samples: int = 8) ->
         seconds={
             "step": step, "exposed_sync": exposed, "after_sync": after_s, "compute": before_s * 0.75 + after_s * 0.5,
             "hidden_sync": before_s * 0.25, "input": before_s * 0.25, "other": after_s * 0.5, "checkpoint": zero,
-            "evaluation": zero,
+            "evaluation": zero, "bubble": zero,
         },
         carried=np.concatenate([zero[:, :1], after_s[:, :-1]], axis=1),
     )  # fmt: skip
@@ -89,6 +90,39 @@ def test_factors_multiply_and_are_those_of_the_ideal_network() -> None:
     assert factors.parallel == pytest.approx(own.mean(axis=0).sum() / total_s)
     assert sum(found.parts.values()) == pytest.approx(times.seconds["step"].mean())
     assert Efficiency.from_document(json.loads(json.dumps(found.document()))) == found
+
+
+def test_a_bubble_is_serialisation_and_not_own_time_and_the_parts_still_add_up() -> None:
+    """Ranks that compute 30 and 20 ms of a step, and wait for other stages for 10 and 15 ms before they arrive."""
+    steps = np.ones((2, STEPS))
+    arrivals = steps * np.array([[0.04], [0.035]])
+    times = simulated(arrivals, np.zeros_like(steps))
+    bubble = steps * np.array([[0.01], [0.015]])
+    times = replace(
+        times, seconds={**times.seconds, "bubble": bubble, "compute": times.seconds["compute"] - bubble}
+    )
+    found = attribute(times)
+    np.testing.assert_allclose(found.sum(axis=-1), times.seconds["step"], rtol=1e-12)
+    np.testing.assert_allclose(part(found, "bubble"), bubble)
+    np.testing.assert_allclose(part(found, "waiting"), steps * np.array([[0], [0.005]]), atol=1e-12)
+    np.testing.assert_allclose(part(found, "exposed_reduction"), TRANSFER_S, atol=1e-12)
+    efficiency = efficiency_of(times)
+    factors = efficiency.factors
+    assert efficiency.parts["waiting"] == pytest.approx(0.0025)
+    assert factors.load_balance == pytest.approx(25 / 30)
+    assert factors.serialisation == pytest.approx(30 / 40)
+    assert factors.transfer == pytest.approx(40 / 44)
+    assert factors.parallel == pytest.approx(25 / 44)
+
+
+def test_records_of_before_pipelines_have_no_bubble(tmp_path: Path) -> None:
+    times, _ = random_run(num_ranks=2)
+    seconds = {name: values for name, values in times.seconds.items() if name != "bubble"}
+    written(tmp_path, replace(times, seconds=seconds), ranks=2)
+    assert (read_step_times(tmp_path).seconds["bubble"] == 0).all()
+    document = efficiency_of(times).document()
+    del document["parts"]["bubble"]
+    assert Efficiency.from_document(document) == efficiency_of(times)
 
 
 def test_a_steady_slow_rank_is_load_balance_and_an_alternating_one_is_serialisation() -> None:

@@ -211,6 +211,16 @@ def test_the_clock_adds_up_spans_until_the_lap() -> None:
     assert [again[part] for part in (*PARTS, "after_sync")] == [0.0] * (len(PARTS) + 1)
 
 
+def test_a_bubble_is_taken_out_of_computing_and_the_observer_sees_it_within() -> None:
+    clock, seen = StepClock(), []
+    clock.observer = lambda *span: seen.append(span)
+    clock.add("compute", seconds=2.0, ended=12.0, what="forward and backward")
+    clock.recount(10.5, 11.25, of="compute", to="bubble")
+    assert seen == [("forward and backward", 10.0, 12.0), ("bubble", 10.5, 11.25)]
+    lap = clock.lap()
+    assert (lap["compute"], lap["bubble"]) == (1.25, 0.75)
+
+
 # ---------------------------------------------------------------------- progress
 
 

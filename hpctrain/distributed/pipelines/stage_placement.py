@@ -1,0 +1,140 @@
+"""Puts a model's stages on the ranks of a mesh: pipeline x data x tensor, or pipeline x node x local x tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from hpctrain.comm import World, agreed
+from hpctrain.distributed.blocks import repeated_blocks
+from hpctrain.distributed.open_groups import open_process_group
+from hpctrain.distributed.pipelines.pipeline import Pipeline
+from hpctrain.distributed.pipelines.stages import Stages, check_held_by_layers, divide, release_others
+from hpctrain.distributed.plan import ParallelPlan
+from hpctrain.distributed.sharded_tensors import PIPELINE_AXIS, mark_sharded
+from hpctrain.distributed.split_model import broadcast_model, check_plan, checkpoint_activations
+from hpctrain.distributed.tensor_parallel import TensorSplit, mark_split, split_layers
+from hpctrain.errors import TopologyError, UsageError
+from hpctrain.topology import ParallelMesh, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def put_in_pipeline(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    layers: Callable[[], Sequence[nn.Module]],
+    world: World,
+    topology: Topology,
+    device: torch.device,
+    timeout_s: float = 600.0,
+) -> bool:
+    """Leaves `model` on this rank only its stages of a pipeline, as `plan` says, in place. Collective.
+
+    layers: returns the model's modules that are called one after another. Rank 0's parameters and buffers are copied
+    to all ranks first. Of a stage its ranks then hold the parts: of its layers, if `plan.tensor` is above 1, and of its
+    parameters, if they are sharded. `pipeline_of(model)` then computes. timeout_s and the result are those of
+    `parallelize`. Raises UsageError or TopologyError on every rank for a plan that does not fit model or ranks, and
+    changes nothing then; LaunchError without MPI.
+    """
+
+    def check() -> tuple[_StageRanks, Stages]:
+        ranks = _StageRanks.plan(plan, topology)
+        check_plan(model, plan)
+        found = list(layers())
+        stages = divide(model, found, num_stages=plan.pipeline * plan.stages_per_rank)
+        if plan.shard == "parameters":
+            check_held_by_layers(model, found)
+        return ranks, stages
+
+    ranks, stages = agreed(world, check, os_error=UsageError)
+    opens = not torch.distributed.is_initialized()
+    if opens:
+        open_process_group(world, topology, device=device, timeout_s=timeout_s)
+    if plan.activation_checkpointing != "none":
+        checkpoint_activations(model, plan.activation_checkpointing)
+    broadcast_model(world, model)
+    # Every rank takes part in making every group, in this order.
+    groups = [torch.distributed.new_group(list(each), sort_ranks=False) for each in ranks.pipelines]
+    replicas = world.split(ranks.stages)
+    assert replicas is not None  # every rank has a stage
+    place = next(i for i, each in enumerate(ranks.pipelines) if world.rank in each)
+    mesh = ranks.mesh(device) if plan.tensor > 1 or plan.shard == "parameters" else None
+    if mesh is not None and plan.tensor > 1:
+        of_stage = mesh[(*ranks.data_axes, "tensor")]
+        split_layers(model, plan.tensor_plan, mesh=of_stage)
+        mark_split(model, TensorSplit(mesh=of_stage, by_fsdp=plan.shard == "parameters"))
+    mine = ranks.pipelines[place].index(world.rank)
+    own = [number for number in range(stages.num_stages) if number % plan.pipeline == mine]
+    release_others(model, stages, own=own)
+    pipeline = Pipeline(
+        model, stages, world=world, pipelines=ranks.pipelines, group=groups[place], replicas=replicas, plan=plan,
+        device=device,
+    )  # fmt: skip
+    if mesh is not None and plan.shard == "parameters":
+        for stage in pipeline.own_stages:
+            _shard_stage(stage, mesh=mesh[ranks.data_axes])
+    mark_sharded(model, plan.shard)
+    return opens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StageRanks:
+    """World ranks of a mesh. pipelines: of each pipeline, by stage. stages: of each stage, ascending. grid: on the axes
+    pipeline, data_axes and tensor; those of one group of data_axes or tensor ascend, as PyTorch sorts groups."""
+
+    pipelines: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
+    grid: NDArray[np.int64]
+    data_axes: tuple[str, ...]
+
+    @classmethod
+    def plan(cls, plan: ParallelPlan, topology: Topology) -> _StageRanks:
+        """Places the ranks. Raises TopologyError if they do not fit."""
+        mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline, tensor=plan.tensor)
+        ranks = np.array(mesh.ranks, dtype=np.int64)  # (pipeline, node, local, tensor)
+        pipelines = tuple(mesh.pipeline_axis(rank).ranks for rank in ranks[0].ravel().tolist())
+        if plan.shard_within == "node" and len(mesh.data_grid()) > 1:
+            grid, data_axes = ranks, ("node", "local")
+        else:
+            rows = [sorted(stage.reshape(-1, plan.tensor).tolist()) for stage in ranks]
+            grid, data_axes = np.array(rows), ("data",)
+        if any((np.diff(grid, axis=axis) < 0).any() for axis in range(1, grid.ndim)):
+            raise TopologyError(
+                f"pipeline = {plan.pipeline} with shard or tensor needs ranks that ascend from node to node, or go "
+                f"round the nodes; they are {[list(node) for node in topology.ranks_by_node]}. Start them by node"
+            )
+        stages = tuple(tuple(sorted(stage.ravel().tolist())) for stage in ranks)
+        return cls(pipelines=pipelines, stages=stages, grid=grid, data_axes=data_axes)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Returns PyTorch's mesh of all ranks, with its process groups. Collective."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        axes = (PIPELINE_AXIS, *self.data_axes, "tensor")
+        return DeviceMesh(device.type, torch.from_numpy(self.grid), mesh_dim_names=axes)
+
+
+def _shard_stage(stage: nn.Module, *, mesh: DeviceMesh) -> None:
+    """Shards the parameters of a stage's blocks, and what is left of it, by FSDP2 over `mesh`. Collective.
+
+    They are gathered once a step, and kept until the last micro-batch has been computed, after which the gradients are
+    reduced once: between, whole gradients are added up.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in (*repeated_blocks(stage).values(), stage):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # The loss carries the weight (ADR 5): gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
