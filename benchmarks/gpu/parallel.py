@@ -47,14 +47,24 @@ def language_model(*, width: int, depth: int) -> nn.Sequential:
 
 
 def sharded(setting: Setting) -> Found:
-    """Checks that FSDP2 over one rank has the losses of the whole model on the CPU, with each kind of checkpointing."""
+    """Checks that FSDP2 over one rank has the losses of the whole model on the CPU, with each kind of checkpointing and
+    with parameters, gradients and optimizer state in host memory, which then take less of the GPU's memory."""
     if setting.has_gpu and not torch.distributed.is_nccl_available():
         raise NotHere(f"this torch ({torch.__version__}) is built without nccl")
     plans = {
         f"sharded, {kind}": ParallelPlan(shard="parameters", activation_checkpointing=plan.activation_checkpointing)
         for kind, plan in KINDS.items()
     }  # fmt: skip
-    return _compared(setting, plans, needs=("NCCL's group",))
+    if not setting.has_gpu:  # ranks on CPUs refuse offload
+        return _compared(setting, plans, needs=("NCCL's group", "offload"))
+    plans["sharded, offload"] = ParallelPlan(shard="parameters", offload=True)
+    found = _compared(setting, plans, needs=())
+    held = {name: found.figures[f"MB at most, {name}"] for name in ("sharded, offload", "sharded, none")}
+    require(
+        held["sharded, offload"] < held["sharded, none"],
+        f"memory of the GPU with offload is not less than without: {held}",
+    )
+    return found
 
 
 def recomputed(setting: Setting) -> Found:

@@ -35,6 +35,7 @@ from .plan import (
 from .process_group import CommunicatorGroup as CommunicatorGroup
 from .sharded_tensors import (
     box_of as box_of,
+    device_of as device_of,
     is_first_replica as is_first_replica,
     is_sharded as is_sharded,
     is_sharded_tensor as is_sharded_tensor,

@@ -29,8 +29,10 @@ class ParallelPlan:
     activation_checkpointing: `blocks`, backward computes the forward of the repeated blocks again; `selective`, all of
     it but matrix products, convolutions and attention; or `none`.
     tensor: so many ranks of a node hold the parts of one layer and compute the same samples (tensor parallelism).
-    tensor_plan: which modules are split for that, and how. pipeline: ranks that hold the stages of one copy, 1 for
-    none; schedule, micro_batches: of the pipeline. Raises UsageError for other values, and for what cannot be combined.
+    tensor_plan: which modules are split for that, and how. sequence: between split layers each of these ranks computes
+    a part of the sequence only. offload: of sharded parameters, a GPU's parts, their gradients and the optimizer state
+    are kept in host memory. pipeline: ranks that hold the stages of one copy, 1 for none; schedule, micro_batches: of
+    the pipeline. Raises UsageError for other values, and for what cannot be combined.
     """
 
     shard: Shard = "none"
@@ -38,6 +40,8 @@ class ParallelPlan:
     activation_checkpointing: Checkpointing = "none"
     tensor: int = 1
     tensor_plan: TensorPlan = field(default_factory=dict)
+    sequence: bool = False
+    offload: bool = False
     pipeline: int = 1
     schedule: Schedule = "1f1b"
     micro_batches: int = 1
@@ -59,6 +63,7 @@ class ParallelPlan:
                 "use shard = 'parameters'"
             )
         self._check_tensor()
+        self._check_offload()
 
     @property
     def stages_per_rank(self) -> int:
@@ -78,6 +83,22 @@ class ParallelPlan:
         if self.tensor > 1 and self.shard not in ("none", "parameters"):
             raise UsageError(
                 f"tensor = {self.tensor} does not go with shard = {self.shard!r}: use 'none' or 'parameters'"
+            )
+        if self.sequence and self.tensor == 1:
+            raise UsageError(
+                "sequence = true splits sequences over the ranks that hold one layer's parts: set tensor to 2 or more, "
+                "or leave sequence out"
+            )
+
+    def _check_offload(self) -> None:
+        if self.offload and self.shard != "parameters":
+            raise UsageError(
+                f"offload = true with shard = {self.shard!r}: only sharded parameters can be kept in host memory. Use "
+                "shard = 'parameters', or leave offload out"
+            )
+        if self.offload and self.tensor > 1:
+            raise UsageError(
+                f"offload = true cannot be combined with tensor = {self.tensor} yet: leave one of them out"
             )
 
     def _check_pipeline(self) -> None:

@@ -44,6 +44,15 @@ def local_part(tensor: Any) -> torch.Tensor:
     return part
 
 
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Returns the device that computes with a model's parameters, which may be kept in host memory (`offload`)."""
+    for parameter in model.parameters():
+        if is_sharded_tensor(parameter) and parameter.device_mesh.device_type == "cuda":  # type: ignore[attr-defined]
+            return torch.device("cuda", torch.cuda.current_device())
+        return parameter.device
+    return torch.device("cpu")
+
+
 def box_of(tensor: Any) -> Box:
     """Returns where this rank's part of a DTensor lies in the whole. A rank may hold nothing of a small tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -50,6 +50,11 @@ def parallelize(
                 f"pipeline = {plan.pipeline}: recipes train in pipelines. In a loop of your own use "
                 "torch.distributed.pipelining over hpctrain.init_process_group(): see guides/torch-distributed.md"
             )
+        if plan.offload and device.type == "cpu":
+            raise UsageError(
+                "offload = true keeps parameters, gradients and optimizer state in host memory and computes on a GPU, "
+                "but these ranks compute on CPUs, where all of that is in host memory already: leave offload out"
+            )
         check_plan(model, plan)
         return _place(plan, topology)
 
@@ -61,12 +66,12 @@ def parallelize(
         broadcast_model(world, model)
         mesh = placement.on(device)
         if plan.tensor > 1:
-            split_layers(model, plan.tensor_plan, mesh=mesh)
+            split_layers(model, plan.tensor_plan, mesh=mesh, sequence=plan.sequence)
             mark_split(model, TensorSplit(mesh=mesh, by_fsdp=plan.shard == "parameters"))
     if plan.activation_checkpointing != "none":
         checkpoint_activations(model, plan.activation_checkpointing)
     if placement is not None and plan.shard == "parameters":
-        _shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh)
+        _shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh, offload=plan.offload)
     mark_sharded(model, plan.shard)
     return opens
 
@@ -76,7 +81,7 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
     if plan.activation_checkpointing != "none":
         _check_blocks(model, plan.activation_checkpointing)
     if plan.tensor > 1:
-        check_tensor_plan(model, plan.tensor_plan, tensor=plan.tensor)
+        check_tensor_plan(model, plan.tensor_plan, tensor=plan.tensor, sequence=plan.sequence)
     if plan.shard == "parameters":
         _check_shardable(model)
     elif plan.tensor > 1:
@@ -182,15 +187,18 @@ def _kept_partly(forward: object, *args: object, **kwargs: object) -> object:
     return _checkpointed(forward, *args, context_fn=keep_products, **kwargs)
 
 
-def _shard_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """Shards the parameters of each repeated block, and what is left, by FSDP2 over `mesh`. Collective.
 
     Of a mesh with two axes, `node` and `local`, over the second, with a replica for each index of the first.
+    offload: the parts, their gradients and the optimizer's state are in page-locked host memory, where the optimizer
+    steps. It was never run: see docs/gpu.md.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*repeated_blocks(model).values(), model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss carries the weight (ADR 5): gradients are summed, not averaged.

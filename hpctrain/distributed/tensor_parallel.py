@@ -2,20 +2,24 @@
 
 A `column` layer computes a part of its output on each rank, a `row` layer takes such a part as its input and sums the
 outputs over the ranks (Shoeybi et al. 2019, arXiv:1909.08053). What no plan names every rank of the group holds whole
-and computes alike.
+and computes alike; with sequence parallelism each rank computes its part of the sequence there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from hpctrain.distributed.plan import TensorPlan
+from hpctrain.distributed.sequence_parts import SequenceParts
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +32,8 @@ _DIMENSIONS = {
     (nn.Embedding, "column-gathered"): "embedding_dim",
     (nn.Embedding, "row"): "num_embeddings",
 }
-_STYLES = ("column", "column-gathered", "row")
+_ON_PARTS = ("sequence", "sequence-gathered")
+_STYLES = ("column", "column-gathered", "row", *_ON_PARTS)
 _SPLIT = "_hpctrain_tensor_split"
 
 
@@ -76,78 +81,168 @@ def mark_split(model: nn.Module, split: TensorSplit) -> None:
     setattr(model, _SPLIT, split)
 
 
-def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh) -> None:
+def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh, sequence: bool = False) -> None:
     """Replaces the parameters of the modules that `plan` names by DTensors over the axis `tensor` of `mesh`, in place.
 
     Collective over each tensor group, whose first rank's values are taken. `plan` has passed `check_tensor_plan`.
+    sequence: norms, dropout and what else the plan gives a part of the sequence are computed on parts.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    entries = _resolve(model, plan)
-    styles = {name: _style_of(model.get_submodule(name), entry.how) for name, entry in entries.items()}
-    linear = [module for name in entries if isinstance(module := model.get_submodule(name), nn.Linear)]
-    # Around those of `parallelize_module`: before the first and after the last.
-    rows = [_Rows(module) for module in linear]
+    entries = _resolve(model, plan, sequence=sequence)
+    parts = SequenceParts(mesh["tensor"]) if sequence else None
+    modules = {name: model.get_submodule(name) for name in entries}
+    fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    after: dict[str, list[_Change]] = {}
+    # Around the hooks of `parallelize_module`: before the first and after the last.
+    for name, module in modules.items():
+        before, after[name] = _changes(module, entries[name].how, parts=parts)
+        for change in before:
+            module.register_forward_pre_hook(lambda _, args, change=change: (change(*args),))
+    styles = {
+        name: _style_of(module, entries[name].how, sequence=sequence)
+        for name, module in modules.items()
+        if not isinstance(module, nn.Dropout)
+    }
     parallelize_module(model, mesh["tensor"], styles)
-    for module, its_rows in zip(linear, rows, strict=True):
-        module.register_forward_hook(its_rows.restore)
+    for name, module in modules.items():
+        for change in after[name]:
+            module.register_forward_hook(lambda _, args, output, change=change: change(output))
+        if parts is not None and isinstance(module, nn.Dropout):
+            parts.drop_as_whole(module)
+    for name in fixed:  # `SequenceParallel` makes parameters that require gradients
+        model.get_parameter(name).requires_grad_(False)
+
+
+_Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _changes(
+    module: nn.Module, how: str, *, parts: SequenceParts | None
+) -> tuple[list[_Change], list[_Change]]:
+    """Returns what is done to a module's input and, afterwards, to its output, in this order."""
+    before: list[_Change] = []
+    after: list[_Change] = []
+    if isinstance(module, nn.Linear):
+        rows = _Rows()
+        before, after = [rows.flatten], [rows.restore]
+    if parts is not None and isinstance(module, nn.Embedding):
+        before = [parts.part if how in _ON_PARTS else parts.check]
+    elif parts is not None and how in ("column", "column-gathered"):
+        before = [parts.as_input, *before, parts.sharing_gradient]
+    elif parts is not None and how == "row":
+        after.append(parts.summed)
+    if parts is not None and how == "sequence-gathered":
+        after.append(parts.as_output)
+    return before, after
 
 
 class _Rows:
     """Gives a linear layer its input as a matrix: DTensor cannot reshape one of no samples and several dimensions."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self._shape = torch.Size()  # one: recomputed activations may end a forward before `restore`
-        module.register_forward_pre_hook(self.flatten)
 
-    def flatten(self, module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        (features,) = args
+    def flatten(self, features: torch.Tensor) -> torch.Tensor:
         self._shape = features.shape[:-1]
-        return (features.flatten(0, -2) if features.dim() > 2 else features,)
+        return features.flatten(0, -2) if features.dim() > 2 else features
 
-    def restore(self, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    def restore(self, output: torch.Tensor) -> torch.Tensor:
         return output.unflatten(0, self._shape) if len(self._shape) > 1 else output
 
 
-def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int) -> None:
+def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
     """Raises UsageError, with what to change, if the modules that `plan` names cannot be split over `tensor` ranks.
 
     plan: by name of a module, in which `*` stands for any text without a dot: `column` (each rank has some of the
     outputs, which a `row` module takes), `row` (some of the inputs; outputs are summed), or `column-gathered` (some of
     the outputs, which all ranks then receive); or that and the number of equal parts that stay whole, such as heads.
+    With `sequence` also `sequence` (each rank computes its part of the sequence) and `sequence-gathered` (all ranks
+    then receive the whole), or that and the length of the sequence; without it these are computed alike by all ranks.
     """
+    entries = _resolve(model, plan, sequence=sequence)
     shared = _shared_parameters(model)
-    for name, entry in _resolve(model, plan).items():
+    for name, entry in entries.items():
         module = model.get_submodule(name)
-        dimension = _dimension(module, entry.how)
-        if dimension is None:
-            raise UsageError(
-                f"tensor_plan splits {name}, {type(module).__name__}, by {entry.how!r}: it can split an nn.Linear by "
-                "'column', 'column-gathered' or 'row', an nn.Embedding by 'column-gathered' or 'row'"
-            )
         if isinstance(module, nn.Embedding) and (module.padding_idx, module.max_norm) != (None, None):
             raise UsageError(
                 f"{name} has padding_idx or max_norm, with which it cannot be split: make it without"
             )
+        if entry.how in _ON_PARTS:
+            _check_on_parts(module, entry, name=name)
+        else:
+            _check_split(module, entry, name=name, tensor=tensor)
         for parameter, _ in module.named_parameters(prefix=name):
             if parameter in shared:
                 raise UsageError(
                     f"{parameter} and {shared[parameter]} are one parameter, which tensor_plan would split with {name} "
                     f"only: untie them, or leave {name} out of the plan"
                 )
-        size = int(getattr(module, dimension))
-        parts = entry.parts or size
-        if size % parts:
+    if sequence:
+        _check_sequence(model, entries, tensor=tensor)
+
+
+def _check_split(module: nn.Module, entry: _Entry, *, name: str, tensor: int) -> None:
+    """Raises UsageError if a layer cannot be split over `tensor` ranks."""
+    dimension = _dimension(module, entry.how)
+    if dimension is None:
+        raise UsageError(
+            f"tensor_plan splits {name}, {type(module).__name__}, by {entry.how!r}: it can split an nn.Linear by "
+            "'column', 'column-gathered' or 'row', an nn.Embedding by 'column-gathered' or 'row'"
+        )
+    size = int(getattr(module, dimension))
+    parts = entry.parts or size
+    if size % parts:
+        raise UsageError(
+            f"tensor_plan: {dimension} = {size} of {name} does not consist of {parts} equal parts"
+        )
+    if parts % tensor:
+        what = f"{dimension} = {size}" if entry.parts is None else f"the {parts} parts (heads) of {dimension}"
+        raise UsageError(f"tensor = {tensor} does not divide {what} of {name}: change one of the two")
+
+
+def _check_on_parts(module: nn.Module, entry: _Entry, *, name: str) -> None:
+    """Raises UsageError if a module cannot be computed on a part of the sequence."""
+    what = f"tensor_plan computes {name}, {type(module).__name__}, by {entry.how!r}"
+    if any(True for _ in module.children()):
+        raise UsageError(f"{what}: name the modules within it instead")
+    if isinstance(module, _BatchNorm):
+        raise UsageError(
+            f"{what}, but its statistics are over whole sequences: use another normalisation, such as nn.LayerNorm"
+        )
+    if isinstance(module, _DropoutNd) and not isinstance(module, nn.Dropout):
+        raise UsageError(f"{what}: use nn.Dropout, which drops each element by itself")
+
+
+def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: int) -> None:
+    """Raises UsageError for a model that `entries` do not describe completely, and a length that has no equal parts.
+
+    Of a module that is not named nothing says whether its gradients are those of a part of the sequence.
+    """
+    absent = [
+        name
+        for name, module in model.named_modules()
+        if name not in entries
+        and (isinstance(module, _DropoutNd) or any(p is not None for p in module._parameters.values()))
+    ]
+    if absent:
+        shown = ", ".join(name or "the model itself" for name in absent[:8])
+        raise UsageError(
+            f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name each "
+            "module that has parameters of its own, and each dropout: those that are not split by 'sequence', the last "
+            "by 'sequence-gathered'"
+        )
+    if not any(isinstance(model.get_submodule(name), nn.Embedding) for name in entries):
+        raise UsageError(
+            "sequence = true: sequences are split where an nn.Embedding takes indices, but tensor_plan names none: "
+            "leave sequence out"
+        )
+    for name, entry in entries.items():
+        if entry.how in _ON_PARTS and entry.parts is not None and entry.parts % tensor:
             raise UsageError(
-                f"tensor_plan: {dimension} = {size} of {name} does not consist of {parts} equal parts"
+                f"sequence = true: tensor = {tensor} does not divide the sequence of {entry.parts} places of {name}: "
+                "change one of the two, or leave sequence out"
             )
-        if parts % tensor:
-            what = (
-                f"{dimension} = {size}"
-                if entry.parts is None
-                else f"the {parts} parts (heads) of {dimension}"
-            )
-            raise UsageError(f"tensor = {tensor} does not divide {what} of {name}: change one of the two")
 
 
 def tensor_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
@@ -160,15 +255,17 @@ def tensor_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
-    """How one module is split. parts: that stay whole; None: each feature is one. pattern: that named it."""
+    """How one module is split. parts: that stay whole, or places of the sequence; None: each feature is one, or the
+    length is not known. pattern: that named it."""
 
     how: str
     parts: int | None
     pattern: str
 
 
-def _resolve(model: nn.Module, plan: TensorPlan) -> dict[str, _Entry]:
-    """Returns how each module that the plan's patterns match is split, by name. Raises UsageError."""
+def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str, _Entry]:
+    """Returns how each module that the plan's patterns match is split, by name; those that are computed on a part of
+    the sequence only with `sequence`. Raises UsageError."""
     found: dict[str, _Entry] = {}
     modules = [name for name, _ in model.named_modules() if name]
     for pattern, given in plan.items():
@@ -189,7 +286,7 @@ def _resolve(model: nn.Module, plan: TensorPlan) -> dict[str, _Entry]:
                     f"tensor_plan names {name} twice, by {found[name].pattern!r} and {pattern!r}"
                 )
             found[name] = _Entry(how=how, parts=parts, pattern=pattern)
-    return found
+    return {name: entry for name, entry in found.items() if sequence or entry.how not in _ON_PARTS}
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -213,18 +310,23 @@ def _dimension(module: nn.Module, how: str) -> str | None:
     )
 
 
-def _style_of(module: nn.Module, how: str) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+def _style_of(module: nn.Module, how: str, *, sequence: bool) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+    embedding = isinstance(module, nn.Embedding)
+    if how in _ON_PARTS:
+        # The dimension of the sequence: of a matrix, of indices, of features.
+        dimension = 0 if isinstance(module, nn.Linear) else -1 if embedding else -2
+        return SequenceParallel(sequence_dim=dimension, use_local_output=True)
     if how == "column":
         return ColwiseParallel()
     if how == "column-gathered":
-        return ColwiseParallel(output_layouts=Replicate())
+        return ColwiseParallel(output_layouts=Shard(-2) if embedding and sequence else Replicate())
+    if not embedding:
+        return RowwiseParallel(output_layouts=Partial()) if sequence else RowwiseParallel()
     # The rows of an embedding are those of its vocabulary: every rank looks up all indices and finds its own.
-    return (
-        RowwiseParallel(input_layouts=Replicate()) if isinstance(module, nn.Embedding) else RowwiseParallel()
-    )
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2) if sequence else Replicate())
 
 
 def replicated_over_tensor_ranks(tensor: torch.Tensor) -> bool:

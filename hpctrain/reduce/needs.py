@@ -32,6 +32,8 @@ _BUCKETS_IN_FLIGHT = 4
 _RESIDUALS = 2
 # Of a `ScatterUpdater`: a unit is filled and one is on its way to be freed, while others are reduced.
 _SLOTS = _BUCKETS_IN_FLIGHT + 2
+# Of one that keeps no gradients: a bucket is reduced in so many units, and there is memory for those of two buckets.
+_UNITS_OF_A_BUCKET = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +166,11 @@ def scatter_needs(
     two_levels = runs is Algorithm.HIERARCHICAL
     peers = topology.num_nodes if two_levels else num_ranks
     carriers = min(map(len, topology.ranks_by_node)) if two_levels else 1
-    units = [size for bucket in buckets for size in _unit_bytes(bucket, bucket_bytes=bucket_bytes)]
+    unit_bytes = bucket_bytes if keeps_gradients else -(-bucket_bytes // _UNITS_OF_A_BUCKET)
+    units = [size for bucket in buckets for size in _unit_bytes(bucket, unit_bytes=unit_bytes)]
     # Beside the units the gradients of one bucket, until the last of them is there.
     filling = max((_gradient_bytes(bucket) for bucket in buckets), default=0)
-    slots = units if keeps_gradients else heapq.nlargest(_SLOTS, units)
+    slots = units if keeps_gradients else heapq.nlargest(max(_SLOTS, 2 * _UNITS_OF_A_BUCKET), units)
     if peers == 1:
         return ReductionNeeds(algorithm=runs, buckets=sum(slots), wire=filling)
     codec = codec_named(wire)
@@ -190,9 +193,9 @@ def _gradient_bytes(bucket: Bucket) -> int:
     return bucket.num_gradients * bucket.dtype.itemsize
 
 
-def _unit_bytes(bucket: Bucket, *, bucket_bytes: int) -> list[int]:
+def _unit_bytes(bucket: Bucket, *, unit_bytes: int) -> list[int]:
     """Returns the bytes of the units of a bucket; see `ShardPlan`."""
-    num_units = max(1, -(-_gradient_bytes(bucket) // bucket_bytes))
+    num_units = max(1, -(-_gradient_bytes(bucket) // unit_bytes))
     return [-(-_gradient_bytes(bucket) // num_units)] * num_units
 
 

@@ -98,13 +98,20 @@ class Characters:
         return model.layers()
 
     def tensor_plan(self) -> dict[str, str | tuple[str, int]]:
-        """Each rank has some of the heads, and some of the hidden features between the two linear layers."""
-        heads = self._shape["heads"]
+        """Each rank has some of the heads, and some of the hidden features between the two linear layers; all else is
+        computed on a part of the window, if the recipe asks for that."""
+        heads, window = int(self._shape["heads"]), int(self._shape["window"])
         return {
-            "blocks.*.attention_in": ("column", int(heads)),
-            "blocks.*.attention_out": ("row", int(heads)),
+            "tokens": ("sequence", window),
+            "positions": ("sequence", window),
+            "blocks.*.attention_norm": "sequence",
+            "blocks.*.attention_in": ("column", heads),
+            "blocks.*.attention_out": ("row", heads),
+            "blocks.*.feed_forward_norm": "sequence",
             "blocks.*.feed_forward.0": "column",
             "blocks.*.feed_forward.2": "row",
+            "norm": "sequence",
+            "head": "sequence-gathered",
         }
 
     def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hpctrain.distributed import (
     is_sharded_tensor,
     local_part,
     replicated_over_tensor_ranks,
+    sharded_as,
 )
 
 _BUCKET_BYTES = 25_000_000
@@ -23,7 +24,8 @@ _BUCKET_BYTES = 25_000_000
 class TensorGradients:
     """The gradients of `parameters`, those of a model that is split as `split` says.
 
-    A rank has the gradients of its parts of split layers, and the whole of what the tensor group holds alike.
+    A rank has the gradients of its parts of split layers, and of what the tensor group holds alike the whole gradients
+    or, if it was computed on a part of the sequence, that part's share.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, split: TensorSplit) -> None:
@@ -31,12 +33,18 @@ class TensorGradients:
         self._split = split
 
     def complete(self) -> None:
-        """Sums over the data-parallel ranks, unless FSDP2 has. Collective.
+        """Sums shares of parts of the sequence over the tensor group, and all over the data-parallel ranks, unless FSDP2
+        has. Collective.
 
         What a tensor group holds alike is then averaged over the group. Its ranks have computed the same numbers, but
         perhaps not the same bits, and would drift apart.
         """
         data, tensor = self._split.data_group(), self._split.tensor_group()
+        # A layer on a part of the sequence has a DTensor gradient whose placement says so, with FSDP2 already a sum.
+        shares = [p for p in self._parameters if _is_share(p.grad)]
+        _all_reduce([local_part(p.grad) for p in shares], group=tensor)
+        for parameter in shares:
+            parameter.grad = sharded_as(local_part(parameter.grad), like=parameter)
         for parameter in self._parameters:
             grad: Any = parameter.grad
             if is_sharded_tensor(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -62,6 +70,11 @@ class TensorGradients:
         for parameter, count in zip(self._parameters, used.tolist(), strict=True):
             if count and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+def _is_share(gradient: Any) -> bool:
+    """Returns True if the ranks of the tensor group have parts of the sum that is the gradient of each of them."""
+    return is_sharded_tensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], *, group: Any, factor: float = 1.0) -> None:

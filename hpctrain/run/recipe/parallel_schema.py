@@ -39,6 +39,18 @@ class ParallelSection(Section):
         "parallelism); the other ranks are data parallel. The task's `tensor_plan` says which layers are split. Then "
         "`[reduction]` does not apply.",
     )  # fmt: skip
+    sequence: bool = Field(
+        False,
+        description="With `tensor`: between split layers (norms, dropout, residuals) each rank computes a part of the "
+        "sequence only, and keeps the activations of that part (sequence parallelism). `tensor` must divide the length "
+        "of the sequence, and the task's `tensor_plan` must name every layer.",
+    )
+    offload: bool = Field(
+        False,
+        description='With `shard = "parameters"` on GPUs: parameters, gradients and optimizer state are kept in host '
+        "memory, where the optimizer steps; a block's parameters are on the GPU while it is computed. For less memory "
+        "of the GPU, more time. Never run on a GPU yet.",
+    )
     pipeline: int = Field(
         1,
         ge=1,

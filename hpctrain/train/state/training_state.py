@@ -25,6 +25,7 @@ from hpctrain.data import Batch
 from hpctrain.distributed import (
     ElementShard,
     box_of,
+    device_of,
     element_shard,
     is_sharded_tensor,
     pipeline_of,
@@ -109,7 +110,7 @@ class TrainingState:
                 items += tensor_items(f"optimizer/{path}", value)
             else:
                 scalars[path] = value
-        for name, row in capture_generators(self._device()).items():
+        for name, row in capture_generators(device_of(self.model)).items():
             shape = (comm.num_ranks, row.numel())
             items.append(
                 Shard(
@@ -223,16 +224,12 @@ class TrainingState:
         if (saved_ranks, saved_drawing) == (comm.num_ranks, drawing.size):
             # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
             rows = {name: t[0].clone() for name, t in _under(_GENERATORS, tensors).items()}
-            restore_generators(rows, device=self._device(), otherwise=otherwise)
+            restore_generators(rows, device=device_of(self.model), otherwise=otherwise)
         else:
             seed_generators(otherwise)
         return position
 
     # ------------------------------------------------------------------ details
-
-    def _device(self) -> torch.device:
-        """The device of the model's parameters."""
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
 
     def _names(self) -> dict[int, str]:
         parts = {id(shard.part): name for name, shard in self._held().items()}

@@ -58,6 +58,10 @@ class TensorParallelTask(Task, Protocol):
         ranks that share a layer. Example:
 
             {"blocks.*.attention_in": ("column", 8), "blocks.*.attention_out": ("row", 8)}
+
+        For `parallel.sequence` the plan names every other layer too: `sequence`, each rank computes its part of the
+        sequence; `sequence-gathered`, every rank then receives the whole, as from the last layer. A pair gives the
+        length of the sequence. Without `parallel.sequence` these are computed alike by all ranks.
         """
 
 

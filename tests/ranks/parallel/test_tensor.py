@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.timeout(2400)]  # a fixture make
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("tensor")
     random = np.random.default_rng(0)
-    pack_arrays(where / "data", {"tokens": random.integers(0, 10, (61, 6)), "id": np.arange(61)})
+    pack_arrays(where / "data", {"tokens": random.integers(0, 10, (61, 5)), "id": np.arange(61)})
     return where
 
 
@@ -78,6 +78,28 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks(launches: dict[int, list[
         assert [step[2] for step in steps] == applied
         np.testing.assert_allclose(
             [step[0] for step in steps if step[2]], [step[0] for step in expected if step[2]], rtol=1e-2
+        )
+
+
+def test_each_rank_drops_its_part_of_what_one_rank_drops(launches: dict[int, list[dict[str, Any]]]) -> None:
+    whole = launches[1][0]["drops"]
+    assert whole["steps"] != launches[1][0]["none"]["steps"]
+    for found in launches[2]:
+        np.testing.assert_allclose(found["drops"]["steps"], whole["steps"], rtol=RELATIVE)
+        assert found["drops"]["evaluation"] == pytest.approx(whole["evaluation"], rel=RELATIVE)
+
+
+def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
+    launches: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in launches[2]:
+        parts = found["parts"]
+        assert parts["shapes"] == dict.fromkeys(("blocks.0", "blocks.1", "norm", "head"), [3, 2, 8])
+        assert parts["logits"] == [3, 4, 10]
+        assert parts["trained"] == [True, False]
+        assert (
+            "a sequence of 3 places cannot be split into 2 equal parts. Use sequences of 2"
+            in parts["refused"]
         )
 
 

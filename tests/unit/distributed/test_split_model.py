@@ -44,6 +44,12 @@ def test_what_cannot_be_split_is_refused_in_words() -> None:
         ParallelPlan(shard="moments")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="over all ranks"):
         ParallelPlan(shard="gradients", shard_within="node")
+    with pytest.raises(UsageError, match="only sharded parameters can be kept in host memory"):
+        ParallelPlan(shard="gradients", offload=True)
+    with pytest.raises(UsageError, match="cannot be combined with tensor = 2 yet"):
+        ParallelPlan(shard="parameters", offload=True, tensor=2, tensor_plan={"up": "column"})
+    with pytest.raises(UsageError, match="compute on CPUs, where all of that is in host memory already"):
+        split(nn.Sequential(Residual(), Residual()), ParallelPlan(shard="parameters", offload=True))
 
 
 class Containers(nn.Module):

@@ -36,9 +36,12 @@ class Model(nn.Module):
         self.head.weight = self.tokens.weight
 
 
-def split(plan: TensorPlan, *, tensor: int = 2, nodes: tuple[str, ...] = ("a",)) -> None:
+def split(
+    plan: TensorPlan, *, tensor: int = 2, nodes: tuple[str, ...] = ("a",), sequence: bool = False,
+    model: nn.Module | None = None,
+) -> None:  # fmt: skip
     parallelize(
-        Model(), ParallelPlan(tensor=tensor, tensor_plan=plan), world=SerialWorld(),
+        model or Model(), ParallelPlan(tensor=tensor, tensor_plan=plan, sequence=sequence), world=SerialWorld(),
         topology=Topology.from_node_names(nodes), device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -54,7 +57,7 @@ def split(plan: TensorPlan, *, tensor: int = 2, nodes: tuple[str, ...] = ("a",))
         (
             {"blocks.*.0": "colwise"},
             2,
-            "splits blocks.*.0 by 'colwise': choose one of column, column-gathered, row",
+            "splits blocks.*.0 by 'colwise': choose one of column, column-gathered, row, sequence,",
         ),
         ({"norm": "row"}, 2, "splits norm, LayerNorm, by 'row': it can split an nn.Linear by"),
         ({"tokens": "column"}, 2, "splits tokens, Embedding, by 'column'"),
@@ -84,6 +87,50 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(plan: TensorPlan, tensor:
         split(plan, tensor=tensor)
 
 
+class Norms(nn.Module):
+    """Layers that can be computed on parts of the sequence, but for those that a test adds."""
+
+    def __init__(self, **more: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.head = nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 6)
+        for name, module in more.items():
+            self.add_module(name, module)
+
+
+ON_PARTS = {"tokens": "sequence", "norm": "sequence", "head": "sequence-gathered"}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (Norms(), {"tokens": "sequence"}, "tensor_plan does not name norm, head. It must name each module"),
+        (Norms(drops=nn.Dropout(0.1)), ON_PARTS, "tensor_plan does not name drops"),
+        (
+            Norms(),
+            ON_PARTS | {"tokens": ("sequence", 5)},
+            "does not divide the sequence of 5 places of tokens",
+        ),
+        (
+            Norms(bn=nn.BatchNorm1d(4)),
+            ON_PARTS | {"bn": "sequence"},
+            "its statistics are over whole sequences",
+        ),
+        (Norms(drops=nn.Dropout1d()), ON_PARTS | {"drops": "sequence"}, "use nn.Dropout, which drops each"),
+        (Norms(two=nn.Sequential(nn.ReLU())), ON_PARTS | {"two": "sequence"}, "name the modules within it"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            {"0": "sequence-gathered"},
+            "split where an nn.Embedding takes indices",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_parts_of_the_sequence_is_refused(
+    model: nn.Module, plan: TensorPlan, message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        split(plan, sequence=True, model=model)
+
+
 def test_ranks_of_a_node_that_the_group_does_not_divide_are_refused() -> None:
     with pytest.raises(
         TopologyError, match="tensor = 2 does not divide the 3 ranks on a: a tensor group lies on one"
@@ -96,6 +143,8 @@ def test_a_plan_is_complete() -> None:
         ParallelPlan(tensor=2)
     with pytest.raises(UsageError, match="tensor is 0"):
         ParallelPlan(tensor=0)
+    with pytest.raises(UsageError, match="set tensor to 2 or more"):
+        ParallelPlan(sequence=True)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +153,7 @@ def test_a_plan_is_complete() -> None:
         ({"run": {"ranks": 3}}, "parallel.tensor = 2 does not divide run.ranks = 3"),
         ({"reduction": {"wire": "fp16"}}, "reduction.wire: with parallel.tensor = 2"),
         ({"optimizer": {"name": "lamb"}}, "optimizer.name = 'lamb' needs the norm of whole layers"),
+        ({"parallel": {"sequence": True}}, "sequence = true splits sequences over the ranks"),
         ({"run": {"ranks": 20}}, "data.global_batch = 8 cannot be split over run.ranks = 20"),
     ],
 )
