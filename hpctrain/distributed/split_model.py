@@ -74,9 +74,7 @@ def parallelize(
     if plan.activation_checkpointing != "none":
         checkpoint_activations(model, plan.activation_checkpointing)
     if placement is not None and plan.shard == "parameters":
-        _shard_parameters(
-            model, mesh[placement.data_axes] if plan.tensor > 1 else mesh, offload=plan.offload
-        )
+        _shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh, offload=plan.offload)
     mark_sharded(model, plan.shard)
     return opens
 

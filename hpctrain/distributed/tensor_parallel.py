@@ -197,9 +197,7 @@ def _check_split(module: nn.Module, entry: _Entry, *, name: str, tensor: int) ->
             f"tensor_plan: {dimension} = {size} of {name} does not consist of {parts} equal parts"
         )
     if parts % tensor:
-        what = (
-            f"{dimension} = {size}" if entry.parts is None else f"the {parts} parts (heads) of {dimension}"
-        )
+        what = f"{dimension} = {size}" if entry.parts is None else f"the {parts} parts (heads) of {dimension}"
         raise UsageError(f"tensor = {tensor} does not divide {what} of {name}: change one of the two")
 
 
@@ -320,9 +318,7 @@ def _style_of(module: nn.Module, how: str, *, sequence: bool) -> Any:
     if not embedding:
         return RowwiseParallel(output_layouts=Partial()) if sequence else RowwiseParallel()
     # The rows of an embedding are those of its vocabulary: every rank looks up all indices and finds its own.
-    return RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(-2) if sequence else Replicate()
-    )
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2) if sequence else Replicate())
 
 
 def replicated_over_tensor_ranks(tensor: torch.Tensor) -> bool:

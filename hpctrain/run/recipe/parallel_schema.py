@@ -47,7 +47,7 @@ class ParallelSection(Section):
     )
     offload: bool = Field(
         False,
-        description="With `shard = \"parameters\"` on GPUs: parameters, gradients and optimizer state are kept in host "
+        description='With `shard = "parameters"` on GPUs: parameters, gradients and optimizer state are kept in host '
         "memory, where the optimizer steps; a block's parameters are on the GPU while it is computed. For less memory "
         "of the GPU, more time. Never run on a GPU yet.",
     )

@@ -105,11 +105,23 @@ ON_PARTS = {"tokens": "sequence", "norm": "sequence", "head": "sequence-gathered
     [
         (Norms(), {"tokens": "sequence"}, "tensor_plan does not name norm, head. It must name each module"),
         (Norms(drops=nn.Dropout(0.1)), ON_PARTS, "tensor_plan does not name drops"),
-        (Norms(), ON_PARTS | {"tokens": ("sequence", 5)}, "does not divide the sequence of 5 places of tokens"),
-        (Norms(bn=nn.BatchNorm1d(4)), ON_PARTS | {"bn": "sequence"}, "its statistics are over whole sequences"),
+        (
+            Norms(),
+            ON_PARTS | {"tokens": ("sequence", 5)},
+            "does not divide the sequence of 5 places of tokens",
+        ),
+        (
+            Norms(bn=nn.BatchNorm1d(4)),
+            ON_PARTS | {"bn": "sequence"},
+            "its statistics are over whole sequences",
+        ),
         (Norms(drops=nn.Dropout1d()), ON_PARTS | {"drops": "sequence"}, "use nn.Dropout, which drops each"),
         (Norms(two=nn.Sequential(nn.ReLU())), ON_PARTS | {"two": "sequence"}, "name the modules within it"),
-        (nn.Sequential(nn.Linear(2, 2)), {"0": "sequence-gathered"}, "split where an nn.Embedding takes indices"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            {"0": "sequence-gathered"},
+            "split where an nn.Embedding takes indices",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_parts_of_the_sequence_is_refused(
