@@ -228,8 +228,8 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
     if absent:
         shown = ", ".join(name or "the model itself" for name in absent[:8])
         raise UsageError(
-            f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name each "
-            "module that has parameters of its own, and each dropout: those that are not split by 'sequence', the last "
+            f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name "
+            "each module that has parameters of its own, and each dropout: those that are not split by 'sequence', the last "
             "by 'sequence-gathered'"
         )
     if not any(isinstance(model.get_submodule(name), nn.Embedding) for name in entries):
@@ -250,7 +250,7 @@ def tensor_styles(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
 
     Raises UsageError for names that the model lacks.
     """
-    return {name: entry.how for name, entry in _resolve(model, plan).items()}
+    return {name: entry.how for name, entry in _resolve(model, plan, sequence=False).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

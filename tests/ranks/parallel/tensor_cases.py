@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 from hpctrain.comm import World, all_gather_json
 from hpctrain.distributed import ParallelPlan, local_part
@@ -98,10 +99,11 @@ def trained(world: World, directory: str) -> dict[str, Any]:
     if size == 1:
         found["later"] = run(world, where, "1-later", {}, steps=LATER)
     if size <= 2:
-        found["fp16"] = run(
-            world, where, f"{size}-fp16", TENSOR if size == 2 else {}, precision="fp16",
-            task=Sentences(overflow=True), guards={"loss_jump_z": 0.0},
-        )  # fmt: skip
+        for name, layout in (("fp16", TENSOR), ("fp16, sequence", SEQUENCE)):
+            found[name] = run(
+                world, where, f"{size}-{name}", layout if size == 2 else {}, precision="fp16",
+                task=Sentences(overflow=True), guards={"loss_jump_z": 0.0},
+            )  # fmt: skip
         found["drops"] = run(
             world, where, f"{size}-drops", SEQUENCE if size == 2 else {}, task=Sentences(drops=True)
         )
@@ -170,13 +172,16 @@ def parts_of_the_sequence(world: World) -> dict[str, Any]:
 
     for name in ("blocks.0", "blocks.1", "norm", "head"):
         model.get_submodule(name).register_forward_pre_hook(note(name), prepend=True)
-    logits = model(torch.zeros(3, 4, dtype=torch.long))
+    with CommDebugMode() as counter:
+        logits = model(torch.zeros(3, 4, dtype=torch.long))
+        logits.sum().backward()
+    sent = {str(kind).split(".")[-1]: count for kind, count in counter.get_comm_counts().items()}
     try:
         model(torch.zeros(3, 3, dtype=torch.long))
         refused = ""
     except UsageError as error:
         refused = str(error)
     return {
-        "shapes": shapes, "logits": list(logits.shape), "refused": refused,
+        "shapes": shapes, "logits": list(logits.shape), "refused": refused, "sent": sent,
         "trained": [model.norm.weight.requires_grad, model.norm.bias.requires_grad],
     }  # fmt: skip

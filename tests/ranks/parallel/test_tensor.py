@@ -68,13 +68,16 @@ def test_any_layout_continues_split_layers_and_the_other_way_round(
         assert found[name]["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
 
 
-def test_a_step_that_overflows_is_skipped_on_all_ranks(launches: dict[int, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("layout", ["fp16", "fp16, sequence"])
+def test_a_step_that_overflows_is_skipped_on_all_ranks(
+    launches: dict[int, list[dict[str, Any]]], layout: str
+) -> None:
     expected = launches[1][0]["fp16"]["steps"]
     applied = [step[2] for step in expected]
     assert any(applied)
     assert not all(applied)
     for found in launches[2]:
-        steps = found["fp16"]["steps"]
+        steps = found[layout]["steps"]
         assert [step[2] for step in steps] == applied
         np.testing.assert_allclose(
             [step[0] for step in steps if step[2]], [step[0] for step in expected if step[2]], rtol=1e-2
@@ -97,6 +100,11 @@ def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
         assert parts["shapes"] == dict.fromkeys(("blocks.0", "blocks.1", "norm", "head"), [3, 2, 8])
         assert parts["logits"] == [3, 4, 10]
         assert parts["trained"] == [True, False]
+<<<<<<< HEAD
+=======
+        # Of two blocks, each with two pairs of layers, in forward and backward; and the logits.
+        assert parts["sent"] == {"all_gather_into_tensor": 9, "reduce_scatter_tensor": 8}
+>>>>>>> h3
         assert (
             "a sequence of 3 places cannot be split into 2 equal parts. Use sequences of 2"
             in parts["refused"]
