@@ -100,11 +100,8 @@ def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
         assert parts["shapes"] == dict.fromkeys(("blocks.0", "blocks.1", "norm", "head"), [3, 2, 8])
         assert parts["logits"] == [3, 4, 10]
         assert parts["trained"] == [True, False]
-<<<<<<< HEAD
-=======
         # Of two blocks, each with two pairs of layers, in forward and backward; and the logits.
         assert parts["sent"] == {"all_gather_into_tensor": 9, "reduce_scatter_tensor": 8}
->>>>>>> h3
         assert (
             "a sequence of 3 places cannot be split into 2 equal parts. Use sequences of 2"
             in parts["refused"]
