@@ -198,9 +198,11 @@ class Pipeline:
     def _reshard(self) -> None:
         """Frees the whole parameters that FSDP2 keeps after a forward without backward."""
         if self._plan.shard == "parameters":
+            from torch.distributed.fsdp import FSDPModule
+
             for stage in self._own.values():
                 for module in stage.modules():
-                    if hasattr(module, "reshard"):
+                    if isinstance(module, FSDPModule):
                         module.reshard()
 
     def _try(self, number: int) -> list[Any]:

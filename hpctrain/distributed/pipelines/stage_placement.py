@@ -102,11 +102,12 @@ class _StageRanks:
         mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline, tensor=plan.tensor)
         ranks = np.array(mesh.ranks, dtype=np.int64)  # (pipeline, node, local, tensor)
         pipelines = tuple(mesh.pipeline_axis(rank).ranks for rank in ranks[0].ravel().tolist())
+        data_axes: tuple[str, ...] = ("data",)
         if plan.shard_within == "node" and len(mesh.data_grid()) > 1:
             grid, data_axes = ranks, ("node", "local")
         else:
             rows = [sorted(stage.reshape(-1, plan.tensor).tolist()) for stage in ranks]
-            grid, data_axes = np.array(rows), ("data",)
+            grid = np.array(rows)
         if any((np.diff(grid, axis=axis) < 0).any() for axis in range(1, grid.ndim)):
             raise TopologyError(
                 f"pipeline = {plan.pipeline} with shard or tensor needs ranks that ascend from node to node, or go "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan
+from hpctrain.distributed import Checkpointing, ParallelPlan, Schedule, Shard, TensorPlan, Within
 from hpctrain.topology import Topology
 
 # What backward computes again, as a part of all computing; of `selective` it is not known, but little.
@@ -36,12 +36,13 @@ def ways_to_split(
             for saving in get_args(Checkpointing)
         ]  # fmt: skip
     if in_stages:
+        in_pipelines: list[Checkpointing] = ["none", "blocks"]
         found += [
             ParallelPlan(
                 pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving
             )
             for size in _divisors(topology.num_ranks)
-            for saving in ("none", "blocks")
+            for saving in in_pipelines
             for schedule in _schedules()
         ]
     return found
@@ -50,27 +51,25 @@ def ways_to_split(
 def _sharded(topology: Topology) -> list[ParallelPlan]:
     several = topology.num_ranks > 1
     whole: list[Shard] = ["none", "optimizer", "gradients"] if several else ["none"]
-    savings = ("none", "selective", "blocks")
+    savings: list[Checkpointing] = ["none", "selective", "blocks"]
     found = [
-        ParallelPlan(shard=shard, activation_checkpointing=saving)  # type: ignore[arg-type]
-        for saving in savings
-        for shard in whole
+        ParallelPlan(shard=shard, activation_checkpointing=saving) for saving in savings for shard in whole
     ]
     if several:
-        within = ["world"]
+        within: list[Within] = ["world"]
         if 1 < topology.num_nodes < topology.num_ranks and len(set(map(len, topology.ranks_by_node))) == 1:
             within.insert(0, "node")
         found += [
-            ParallelPlan(shard="parameters", shard_within=where, activation_checkpointing=saving)  # type: ignore[arg-type]
+            ParallelPlan(shard="parameters", shard_within=where, activation_checkpointing=saving)
             for saving in savings
             for where in within
         ]
     return found
 
 
-def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[str, str]]:
+def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Within]]:
     """Returns how parameters may be sharded over the ranks that hold the same parts of layers."""
-    found = [("none", "world")]
+    found: list[tuple[Shard, Within]] = [("none", "world")]
     if topology.num_ranks > tensor:
         sizes = set(map(len, topology.ranks_by_node))
         if topology.num_nodes > 1 and len(sizes) == 1 and min(sizes) > tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ class Judge:
             return True
         return False
 
-    def _document(self, plan: ParallelPlan, *, with_reduction: bool) -> Mapping[str, object]:
+    def _document(self, plan: ParallelPlan, *, with_reduction: bool) -> dict[str, Any]:
         document = self.recipe.model_dump(exclude_unset=True)
         usual = ParallelPlan()
         document["parallel"] = {
