@@ -11,7 +11,8 @@ from hpctrain.comm.collectives.agreement import check_same
 from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import BufferMismatch
 
-MESSAGE_BYTES = 32 << 20
+# Above 32 MiB, so that glibc gives a message's memory back (resilience/freed_memory.py).
+MESSAGE_BYTES = 64 << 20
 
 
 def broadcast_tensors(
@@ -24,8 +25,9 @@ def broadcast_tensors(
     """Copies `tensors` of the group's rank `root` into every rank's, in place. Collective.
 
     tensors: of any shape and layout. They are sent as raw bytes, so dtypes that a backend cannot reduce (bool,
-    bfloat16) are copied too, in messages of up to `MESSAGE_BYTES`, of which a rank has a copy. Raises BufferMismatch on every rank, naming those that differ, unless
-    number, shapes and dtypes are the same on all. name: what the tensors are, for that message.
+    bfloat16) are copied too, in messages of up to `MESSAGE_BYTES`, of which a rank has a copy. Raises BufferMismatch on
+    every rank, naming those that differ, unless number, shapes and dtypes are the same on all. name: what the tensors
+    are, for that message.
     """
     if comm.num_ranks == 1:
         return
