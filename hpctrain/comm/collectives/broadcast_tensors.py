@@ -11,7 +11,8 @@ from hpctrain.comm.collectives.agreement import check_same
 from hpctrain.comm.interface.communicator import Collective
 from hpctrain.errors import BufferMismatch
 
-MESSAGE_BYTES = 32 << 20
+# Above 32 MiB, so that glibc gives a message's memory back (resilience/freed_memory.py).
+MESSAGE_BYTES = 64 << 20
 
 
 def broadcast_tensors(
