@@ -8,6 +8,7 @@ from torch import nn
 
 from hpctrain.comm import SerialWorld
 from hpctrain.distributed import ParallelPlan, parallelize, repeated_blocks
+from hpctrain.distributed.split_model import _place
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
 
@@ -72,3 +73,11 @@ def test_a_plan_that_is_refused_changes_nothing() -> None:
     with pytest.raises(UsageError, match="no dimension"):
         split(model, ParallelPlan(shard="parameters", activation_checkpointing="blocks"))
     assert all("forward" not in vars(block) for block in model)
+
+
+def test_data_parallel_ranks_of_tensor_groups_ascend_as_pytorch_sorts_them() -> None:
+    """Ranks that go round two nodes: the parts of FSDP2 are by the rank in the group, boxes by the place in the mesh."""
+    plan = ParallelPlan(tensor=2, tensor_plan={"up": "column"}, shard="parameters")
+    found = _place(plan, Topology.from_node_names(list("abababab")))
+    assert found is not None
+    assert found.ranks == ([0, 2], [1, 3], [4, 6], [5, 7])
