@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.timeout(3600)]  # a fixture make
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("mesh")
     random = np.random.default_rng(0)
-    pack_arrays(where / "data", {"tokens": random.integers(0, 10, (61, 6)), "id": np.arange(61)})
+    pack_arrays(where / "data", {"tokens": random.integers(0, 10, (61, 5)), "id": np.arange(61)})
     return where
 
 
