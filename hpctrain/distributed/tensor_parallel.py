@@ -228,9 +228,9 @@ def _check_sequence(model: nn.Module, entries: Mapping[str, _Entry], *, tensor: 
     if absent:
         shown = ", ".join(name or "the model itself" for name in absent[:8])
         raise UsageError(
-            f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name each "
-            "module that has parameters of its own, and each dropout: those that are not split by 'sequence', the last "
-            "by 'sequence-gathered'"
+            f"sequence = true: tensor_plan does not name {shown}{', ...' if len(absent) > 8 else ''}. It must name "
+            "each module that has parameters of its own, and each dropout: those that are not split by 'sequence', the "
+            "last by 'sequence-gathered'"
         )
     if not any(isinstance(model.get_submodule(name), nn.Embedding) for name in entries):
         raise UsageError(

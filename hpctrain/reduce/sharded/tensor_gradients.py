@@ -33,8 +33,8 @@ class TensorGradients:
         self._split = split
 
     def complete(self) -> None:
-        """Sums shares of parts of the sequence over the tensor group, and all over the data-parallel ranks, unless FSDP2
-        has. Collective.
+        """Sums shares of parts of the sequence over the tensor group, and all over the data-parallel ranks, unless
+        FSDP2 has. Collective.
 
         What a tensor group holds alike is then averaged over the group. Its ranks have computed the same numbers, but
         perhaps not the same bits, and would drift apart.

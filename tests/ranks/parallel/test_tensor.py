@@ -97,7 +97,7 @@ def test_between_split_layers_a_rank_has_its_part_of_the_sequence(
 ) -> None:
     for found in launches[2]:
         parts = found["parts"]
-        assert parts["shapes"] == dict.fromkeys(("blocks.0", "blocks.1", "norm", "head"), [3, 2, 8])
+        assert parts["shapes"] == {name: [3, 2, 8] for name in ("blocks.0", "blocks.1", "norm", "head")}
         assert parts["logits"] == [3, 4, 10]
         assert parts["trained"] == [True, False]
         # Of two blocks, each with two pairs of layers, in forward and backward; and the logits.
