@@ -38,6 +38,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "of 4 x shards": SHARDED | {"pipeline": 4, "micro_batches": 6},
     },
 }
+# Each in processes of its own: not everything that DTensor has cached of other meshes can be cleared (ADR 54).
+ALONE = [(8, "of 4 x tensor")]
 # Runs that are continued: by the ranks that go on, the run and its new layout.
 CONTINUED: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [],
@@ -71,16 +73,24 @@ def run(world: World, where: Path, name: str, layout: dict[str, Any], **more: An
 
 
 def trained(world: World, directory: str) -> dict[str, Any]:
-    """Trains in all layouts of so many ranks, and continues what fewer have saved.
+    """Trains in all layouts of so many ranks but those of ALONE, and continues what fewer have saved.
 
     Each training has process groups of its own, with names that those of the one before had for other ranks.
     """
     where, size = Path(directory), world.num_ranks
     found = {
-        name: run(world, where, f"{size}-{name}", layout) for name, layout in LAYOUTS.get(size, {}).items()
+        name: run(world, where, f"{size}-{name}", layout)
+        for name, layout in LAYOUTS.get(size, {}).items()
+        if (size, name) not in ALONE
     }
     if size == 1:
         found["later"] = run(world, where, "1-later", {}, steps=LATER)
     for name, layout in CONTINUED[size]:
         found[f"{name} continued"] = run(world, where, name, layout, steps=LATER)
     return found
+
+
+def trained_alone(world: World, directory: str, name: str) -> dict[str, Any]:
+    """Trains in one layout."""
+    size = world.num_ranks
+    return {name: run(world, Path(directory), f"{size}-{name}", LAYOUTS[size][name])}

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.data import pack_arrays
 from tests.ranks.parallel import mesh_cases
-from tests.ranks.parallel.mesh_cases import CONTINUED, LAYOUTS
+from tests.ranks.parallel.mesh_cases import ALONE, CONTINUED, LAYOUTS
 from tests.ranks.parallel.parallel_cases import LATER, STEPS
 from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
 from tests.ranks_launcher import run_ranks
@@ -30,7 +30,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launches(directory: Path) -> dict[int, list[dict[str, Any]]]:
     """By number of ranks what each rank found; each launch continues what those before it have saved."""
-    return {n: run_ranks(n, mesh_cases.trained, str(directory), timeout_s=800).outputs for n in CONTINUED}
+    launches = {n: run_ranks(n, mesh_cases.trained, str(directory), timeout_s=800).outputs for n in CONTINUED}
+    for n, name in ALONE:
+        alone = run_ranks(n, mesh_cases.trained_alone, str(directory), name, timeout_s=800).outputs
+        for of_rank, of_alone in zip(launches[n], alone, strict=True):
+            of_rank |= of_alone
+    return launches
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(n, name) for n in LAYOUTS for name in LAYOUTS[n]])
