@@ -102,7 +102,7 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
     by_records = efficiency_of(read_step_times(directory / "2-1f1b"))
     assert measured.parts == pytest.approx(by_records.parts, rel=1e-6, abs=1e-9)
     assert measured.factors.serialisation == pytest.approx(by_records.factors.serialisation, rel=1e-6)
-    assert read_efficiency(directory / "1-none").parts["bubble"] == 0.0
+    assert read_efficiency(directory / "1-later").parts["bubble"] == 0.0
 
 
 @pytest.mark.parametrize(
