@@ -112,7 +112,9 @@ def _place(plan: ParallelPlan, topology: Topology) -> _Placement | None:
         if len(nodes) > 1:
             return _Placement(ranks=tuple(grid.tolist()), axes=("node", "local", "tensor"))
         # Ascending where ranks go round the nodes too: PyTorch sorts the ranks of a group.
-        return _Placement(ranks=tuple(sorted(grid.reshape(-1, plan.tensor).tolist())), axes=("data", "tensor"))
+        return _Placement(
+            ranks=tuple(sorted(grid.reshape(-1, plan.tensor).tolist())), axes=("data", "tensor")
+        )
     if len(nodes) > 1:
         return _Placement(ranks=nodes, axes=("node", "local"))
     return _Placement(ranks=nodes[0] if nodes else mesh.data_ranks(), axes=("data",))

@@ -70,7 +70,7 @@ def test_a_plan_that_is_refused_changes_nothing() -> None:
 
 
 def test_data_parallel_ranks_of_tensor_groups_ascend_as_pytorch_sorts_them() -> None:
-    """Ranks that go round two nodes: the parts of FSDP2 are by the rank in the group, boxes by the place in the mesh."""
+    """Where ranks go round two nodes: FSDP2's parts are by the rank in the group, boxes by the place in the mesh."""
     plan = ParallelPlan(tensor=2, tensor_plan={"up": "column"}, shard="parameters")
     found = _place(plan, Topology.from_node_names(list("abababab")))
     assert found is not None
