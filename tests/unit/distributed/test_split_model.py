@@ -45,12 +45,6 @@ def test_what_cannot_be_split_is_refused_in_words() -> None:
         ParallelPlan(shard="moments")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="over all ranks"):
         ParallelPlan(shard="gradients", shard_within="node")
-    with pytest.raises(UsageError, match="only sharded parameters can be kept in host memory"):
-        ParallelPlan(shard="gradients", offload=True)
-    with pytest.raises(UsageError, match="cannot be combined with tensor = 2 yet"):
-        ParallelPlan(shard="parameters", offload=True, tensor=2, tensor_plan={"up": "column"})
-    with pytest.raises(UsageError, match="compute on CPUs, where all of that is in host memory already"):
-        split(nn.Sequential(Residual(), Residual()), ParallelPlan(shard="parameters", offload=True))
 
 
 class Containers(nn.Module):
@@ -76,7 +70,7 @@ def test_a_plan_that_is_refused_changes_nothing() -> None:
 
 
 def test_data_parallel_ranks_of_tensor_groups_ascend_as_pytorch_sorts_them() -> None:
-    """Ranks that go round two nodes: FSDP2 counts its parts by the rank in the group, boxes by the place in the mesh."""
+    """Where ranks go round two nodes: FSDP2's parts are by the rank in the group, boxes by the place in the mesh."""
     plan = ParallelPlan(tensor=2, tensor_plan={"up": "column"}, shard="parameters")
     found = _place(plan, Topology.from_node_names(list("abababab")))
     assert found is not None
