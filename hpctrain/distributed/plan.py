@@ -112,6 +112,11 @@ class ParallelPlan:
                 f"pipeline = {self.pipeline} cannot be combined with activation_checkpointing = 'selective' yet: use "
                 "'blocks'"
             )
+        for name in ("sequence", "offload"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"pipeline = {self.pipeline} cannot be combined with {name} = true yet: leave one of the two out"
+                )
         if self.schedule == "1f1b" and self.micro_batches < self.pipeline:
             raise UsageError(
                 f"micro_batches = {self.micro_batches} with pipeline = {self.pipeline}: schedule = '1f1b' needs at "

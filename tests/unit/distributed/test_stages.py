@@ -80,6 +80,20 @@ def test_what_cannot_be_divided_is_refused(
             {"pipeline": 2, "micro_batches": 2, "shard": "optimizer"},
             "cannot be combined with shard = 'optimizer'",
         ),
+        (
+            {
+                "pipeline": 2,
+                "micro_batches": 2,
+                "tensor": 2,
+                "tensor_plan": {"up": "column"},
+                "sequence": True,
+            },
+            "cannot be combined with sequence = true",
+        ),
+        (
+            {"pipeline": 2, "micro_batches": 2, "shard": "parameters", "offload": True},
+            "cannot be combined with offload = true",
+        ),
         ({"pipeline": 2, "schedule": "2f2b"}, "schedule is '2f2b'"),
         ({"pipeline": 0}, "pipeline is 0"),
     ],
