@@ -219,7 +219,8 @@ def test_step_waits_where_the_use_of_a_parameter_could_not() -> None:
         reducer.close()
 
     assert not has_compiled()
-    run_threads(2, lambda world: case(world, torch.jit.script(nn.Linear(3, 2))), timeout_s=300)
+    models = [torch.jit.script(nn.Linear(3, 2)) for _ in range(2)]  # not in threads: that is not safe
+    run_threads(2, lambda world: case(world, models[world.rank]), timeout_s=300)
 
 
 def test_compiled_code_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
