@@ -129,7 +129,7 @@ class Training:
         return self.update(self.backward(number))
 
     def finish(self) -> None:
-        """Waits for what goes on beyond the last step: the parameters of a sharded optimizer are gathered."""
+        """Waits for what continues after the last step: the parameters of a sharded optimizer are gathered."""
         self._updater.wait_for_parameters()
 
     def parameters(self) -> dict[str, torch.Tensor]:

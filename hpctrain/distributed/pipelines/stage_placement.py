@@ -125,7 +125,7 @@ class _StageRanks:
 
 
 def _shard_stage(stage: nn.Module, *, mesh: DeviceMesh) -> None:
-    """Shards the parameters of a stage's blocks, and what is left of it, by FSDP2 over `mesh`. Collective.
+    """Shards the parameters of a stage, its blocks each by themselves, by FSDP2 over `mesh`. Collective.
 
     They are gathered once a step, and kept until the last micro-batch has been computed, after which the gradients are
     reduced once: between, whole gradients are added up.

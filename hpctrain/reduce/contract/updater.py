@@ -76,7 +76,7 @@ class Updater(Protocol):
     def wait_for_parameters(self) -> None:
         """Waits until the parameters are as `step` has updated them on all ranks. Not collective.
 
-        A sharded optimizer may gather them while training goes on. PyTorch's operations on parameters wait by
+        A sharded optimizer may gather them while training continues. PyTorch's operations on parameters wait by
         themselves; call this before their memory is read in another way, as through a view that was made before.
         """
 

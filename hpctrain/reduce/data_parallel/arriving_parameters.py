@@ -1,4 +1,4 @@
-"""Parameters that are being gathered while training goes on: the first operation that uses one waits for it.
+"""Parameters that are being gathered while training continues: the first operation that uses one waits for it.
 
 Until its bucket has arrived a parameter is of a class of which PyTorch passes every operation to `__torch_function__`,
 as it does with lazy modules' `UninitializedParameter`. So nothing reads it too early: forward, an evaluation, a

@@ -117,7 +117,8 @@ class ReductionPipeline:
         return InFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()`, which the end of a reduction makes true, while others go on. With `overlap` only.
+        """Waits until `done()`, which the end of a reduction makes true, while other reductions continue. With
+        `overlap` only.
 
         Raises the exception of a reduction that has failed.
         """

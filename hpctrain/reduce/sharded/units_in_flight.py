@@ -1,4 +1,4 @@
-"""What is under way on the reduction thread: reductions of units, then the gathering of their parameters."""
+"""The pending operations of the reduction thread: reductions of units, then the gathering of their parameters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class UnitsInFlight:
         self._pipeline.submit(number)
 
     def wait(self) -> InFlight:
-        """Waits for all that is under way. Returns the seconds since the last wait with anything in flight."""
+        """Waits for all pending operations. Returns the seconds since the last wait with anything in flight."""
         waited, earlier = self._pipeline.wait(), self._earlier
         self._earlier = InFlight(0.0, 0.0)
         return InFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
@@ -91,7 +91,8 @@ class UnitsInFlight:
         """Begins to gather the parameters of all buckets, in this order, after `wait`.
 
         Waits for them only where their use cannot: without overlap, in scripted models, and once something was
-        compiled. Returns the seconds of that; what goes on is in what the next `wait` returns.
+        compiled. Returns the seconds of that wait; the time of operations that are still pending is part of
+        what the next `wait` returns.
         """
         began = time.perf_counter()
         late = self._late and not has_compiled()

@@ -93,7 +93,7 @@ def plan_memory(
     plans = ways_to_split(topology, tensor_plan=tensor_plan, in_stages=in_stages)
     verdicts = [judge.judge(plan) for plan in plans]
     _check_some(verdicts)
-    # What a run would refuse for each number of ranks need not be a plan that can be counted.
+    # A plan that a run refuses for any number of ranks may be one whose memory cannot be calculated.
     allowed = [plan for plan, verdict in zip(plans, verdicts, strict=True) if not verdict.refused]
     split_ranks = min((plan.tensor for plan in allowed if plan.tensor > 1), default=1)
     sizes = count_model(

@@ -40,7 +40,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 # Each in processes of its own: not everything that DTensor has cached of other meshes can be cleared (ADR 54).
 ALONE = [(8, "of 4 x tensor")]
-# Runs that are continued: by the ranks that go on, the run and its new layout.
+# Runs that are continued: by the number of ranks that continue it, the run and its new layout.
 CONTINUED: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [],
     4: [("1-none", SHARDED)],

@@ -1,4 +1,4 @@
-"""Parameters are gathered while training goes on; whatever uses one waits for it, and nothing else does."""
+"""Parameters are gathered while training continues; whatever uses one waits for it, and nothing else does."""
 
 from __future__ import annotations
 
