@@ -218,7 +218,7 @@ class SlowRanks:
         if not self._changes:
             return 0.0
         # The difference of two numbers varies sqrt(2) times as much as one.
-        return MAD_FACTOR / math.sqrt(2) * float(np.median(np.concatenate(self._changes)))
+        return MAD_FACTOR / math.sqrt(2) * float(np.quantile(np.concatenate(self._changes), 0.5))
 
     def _by_node(
         self, ranks: list[int], *, kinds: NDArray[np.int64]
