@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -54,8 +56,10 @@ def _is_rank_1() -> bool:
 
 
 class SlowForAWhile(Steps):
-    """Rank 1 takes 40 ms longer from step 100 to step `until`."""
+    """Rank 1 takes 40 ms longer from step 100 to step `until`. At the steps of `MODULES_AT` every rank writes its loaded
+    modules to `modules-STEP-RANK`: what training imports later, every rank reads from the shared filesystem at once."""
 
+    MODULES_AT = (10, 530)
     _step = 0
 
     def __init__(self, *, until: int = 180, sleep_s: float = 0.0) -> None:
@@ -64,6 +68,9 @@ class SlowForAWhile(Steps):
 
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
         self._step += 1
+        if self._step in self.MODULES_AT:
+            rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+            Path(f"modules-{self._step}-{rank}").write_text("\n".join(sorted(sys.modules)))
         if _is_rank_1() and 100 <= self._step < self._until:
             time.sleep(0.04)
         return super().loss(model, fields)

@@ -12,6 +12,7 @@ import pytest
 from hpctrain.data import pack_arrays
 from tests.ranks_launcher import run_command
 from tests.runbook import is_shown
+from tests.straggler_tasks import SlowForAWhile
 
 pytestmark = pytest.mark.launches
 
@@ -33,7 +34,7 @@ window_s = 0.3
 """
 
 
-def test_the_slow_rank_is_named_with_its_cause_and_each_end_is_reported(tmp_path: Path) -> None:
+def test_the_slow_rank_is_named_with_its_cause_and_each_end_is_reported_and_nothing_is_imported_for_it(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "data", {"x": np.ones((2160, 4), np.float32)})
     (tmp_path / "recipe.toml").write_text(RECIPE)
     hpctrain = str(Path(sys.executable).with_name("hpctrain"))
@@ -51,3 +52,7 @@ def test_the_slow_rank_is_named_with_its_cause_and_each_end_is_reported(tmp_path
     assert 100 < compute["from_step"] < 180 < compute["to_step"] <= data["from_step"]
     assert 320 < data["from_step"] < 400 < data["to_step"]
     assert 0.03 < compute["wait_s"] < 0.06
+    begin, end = SlowForAWhile.MODULES_AT
+    for rank in range(2):
+        before, after = ((tmp_path / f"modules-{step}-{rank}").read_text().split() for step in (begin, end))
+        assert not set(after) - set(before)
