@@ -56,8 +56,11 @@ def _is_rank_1() -> bool:
 
 
 class SlowForAWhile(Steps):
-    """Rank 1 takes 40 ms longer from step 100 to step `until`. At the steps of `MODULES_AT` every rank writes its loaded
-    modules to `modules-STEP-RANK`: what training imports later, every rank reads from the shared filesystem at once."""
+    """Rank 1 takes 40 ms longer from step 100 to step `until`.
+
+    At the steps of `MODULES_AT` every rank writes the names of its loaded modules to `modules-STEP-RANK`: what training
+    imports later, all ranks read from the shared filesystem at the same time.
+    """
 
     MODULES_AT = (10, 530)
     _step = 0

@@ -1,4 +1,4 @@
-"""A rank that the kernel kills under srun, since its node has too little memory: `hpctrain supervise` divides the batch."""
+"""A rank under srun that the kernel kills, since its node has too little memory: `hpctrain supervise` divides the batch."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def little_memory(cluster: Cluster, node: str) -> Iterator[None]:
 def losses(folder: Path) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """The loss of each step; of a step that was repeated, the later one."""
     records = read_records(folder / "run" / "metrics" / "rank-00000.jsonl")
-    return np.array(
-        list({each["step"]: each["loss"] for each in records if each["kind"] == "step"}.values())
-    )
+    return np.array(list({each["step"]: each["loss"] for each in records if each["kind"] == "step"}.values()))
 
 
 def trained(cluster: Cluster, folder: Path, name: str, *, data: Path) -> Path:

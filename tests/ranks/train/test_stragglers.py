@@ -34,7 +34,9 @@ window_s = 0.3
 """
 
 
-def test_the_slow_rank_is_named_with_its_cause_and_each_end_is_reported_and_nothing_is_imported_for_it(tmp_path: Path) -> None:
+def test_the_slow_rank_is_named_with_its_cause_and_each_end_is_reported_and_nothing_is_imported_for_it(
+    tmp_path: Path,
+) -> None:
     pack_arrays(tmp_path / "data", {"x": np.ones((2160, 4), np.float32)})
     (tmp_path / "recipe.toml").write_text(RECIPE)
     hpctrain = str(Path(sys.executable).with_name("hpctrain"))
