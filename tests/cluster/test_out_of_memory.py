@@ -1,4 +1,4 @@
-"""A rank under srun that the kernel kills, since its node has too little memory: `hpctrain supervise` divides the batch."""
+"""A rank under srun that the kernel kills, as its node lacks memory: `hpctrain supervise` divides the batch."""
 
 from __future__ import annotations
 
