@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -321,7 +322,9 @@ def _rank_main(argv: Sequence[str]) -> int:
 
     postpone_dynamo()  # as `hpctrain.start` does
     module, _, name = target.partition(":")
+    gc.disable()  # as `hpctrain train` does while it imports
     function = getattr(importlib.import_module(module), name)
+    gc.enable()
 
     def case(world: Any) -> None:
         value = function(world, *json.loads(arguments))

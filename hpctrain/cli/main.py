@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -12,7 +13,9 @@ from typing import Annotated
 from hpctrain.resilience import hold_signals, let_interrupts_end, let_stop_end
 
 if sys.argv[1:2] == ["train"]:
-    hold_signals()  # before the slow imports; `train_command` releases them
+    # Before the slow imports. `train_command` releases the signals, and enables the garbage collector again.
+    hold_signals()
+    gc.disable()
 elif sys.argv[1:2] in (["launch"], ["supervise"]):
     let_interrupts_end()  # until they handle signals
 

@@ -33,9 +33,14 @@ def train_command(
     mpirun -n 4 hpctrain train examples/digits.toml --resume never
     hpctrain launch -n 4 --ranks-per-node 2 -- hpctrain train examples/digits.toml
     """
+    import gc
+
     from hpctrain.resilience import SaveSignal, StopRequest, ignore_signals, release_signals
     from hpctrain.run import Resume, load_recipe, train
 
+    # The modules imported so far stay as long as the process: no later collection traverses their objects.
+    gc.freeze()
+    gc.enable()
     # `main` holds the signals back until they are handled here.
     try:
         found = load_recipe(recipe, overrides=overrides or [])

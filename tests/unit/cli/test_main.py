@@ -44,3 +44,13 @@ def test_help_needs_no_torch() -> None:
         "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     run_command(None, [sys.executable, "-c", script], expect=0)
+
+
+def test_garbage_is_collected_when_training_begins_but_not_what_was_imported() -> None:
+    script = (
+        "import gc, sys\nsys.argv = ['hpctrain', 'train', 'examples/digits.toml']\nimport hpctrain.cli.main\n"
+        "assert not gc.isenabled()\nimport hpctrain.run\n"
+        "hpctrain.run.train = lambda *_, **__: print(gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+        "try: hpctrain.cli.main.main()\nexcept SystemExit: pass"
+    )
+    assert run_command(None, [sys.executable, "-c", script], expect=0).stdout == "True True\n"
