@@ -26,7 +26,7 @@ def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float 
 
 
 def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """Returns the encoded bytes; they are written into memory full of something else, whose rest must stay."""
+    """Returns the encoded bytes, 1-d uint8. Raises AssertionError if `encode` writes to memory behind its output."""
     num_bytes = codec.num_bytes(values.numel(), dtype=values.dtype)
     memory = torch.full((num_bytes + 8,), 0xA5, dtype=torch.uint8)
     codec.encode(values, out=memory[:num_bytes])

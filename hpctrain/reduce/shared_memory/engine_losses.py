@@ -15,7 +15,7 @@ from hpctrain.reduce.codecs.part_feedback import CodecFeedback
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.saved_rows import rows_in, shapes_of
-from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, tiles
+from hpctrain.reduce.shared_memory.partition import ElemRange, TwoLevelPlace, gradient_pieces
 from hpctrain.storage import part_of
 
 
@@ -131,9 +131,9 @@ class EngineLosses:
             part, feedback = lossy.part, lossy.feedback
             own = ElemRange(part.begin + feedback.own.start, part.begin + feedback.own.stop)
             for span in (ElemRange(part.begin, own.begin), own, ElemRange(own.end, part.end)):
-                for tile in tiles(lossy.bucket, span):
-                    first = span.begin - part.begin + tile.first
-                    yield tile.position, feedback.lost[first : first + tile.numel], span is own
+                for piece in gradient_pieces(lossy.bucket, span):
+                    first = span.begin - part.begin + piece.first
+                    yield piece.position, feedback.lost[first : first + piece.numel], span is own
 
 
 def _saved_name(shapes: Shapes) -> str | None:

@@ -80,17 +80,23 @@ def one_rank_nodes(num_ranks: int) -> Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """`numel` contiguous elements: from offset `first` in the range, and from `position` in gradient space."""
+class GradientPiece:
+    """`numel` contiguous elements of one gradient.
+
+    first: their offset in a range of a bucket. position: their offset in the sequence of all gradients.
+    """
 
     first: int
     position: int
     numel: int
 
 
-def tiles(bucket: Bucket, span: ElemRange) -> Iterator[Tile]:
-    """Yields the gradients within the range `span` of `bucket`; gap and flags are omitted."""
+def gradient_pieces(bucket: Bucket, span: ElemRange) -> Iterator[GradientPiece]:
+    """Yields the part of each gradient that is in the elements `span` of `bucket`.
+
+    What else a bucket holds, its gap and its flags, is left out.
+    """
     for slot in bucket.slots:
         begin, end = max(span.begin, slot.offset), min(span.end, slot.offset + slot.numel)
         if begin < end:
-            yield Tile(begin - span.begin, slot.position + begin - slot.offset, end - begin)
+            yield GradientPiece(begin - span.begin, slot.position + begin - slot.offset, end - begin)
