@@ -58,9 +58,13 @@ def test_pipelines_come_last_with_each_schedule() -> None:
     found = names(6, 3, in_stages=True)[len(names(6, 3)) :]
     assert found[:5] == [
         "pipeline 2 1f1b", "pipeline 2 interleaved", "pipeline 2 zero-bubble", "pipeline 2 gpipe",
-        "pipeline 2 1f1b, blocks",
+        "pipeline 2 1f1b, optimizer",
     ]  # fmt: skip
     assert {name.split()[1] for name in found} == {"2", "3", "6"}
+    assert "pipeline 3 gpipe, optimizer, selective" in found
+    # Not through a block twice; and where each stage is on one rank there are no shares of it.
+    assert not any("zero-bubble" in name and "selective" in name for name in found)
+    assert not any("pipeline 6" in name and "optimizer" in name for name in found)
 
 
 def test_micro_batches_are_as_few_as_each_size_needs() -> None:
