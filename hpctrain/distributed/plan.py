@@ -104,14 +104,15 @@ class ParallelPlan:
     def _check_pipeline(self) -> None:
         if self.shard == "gradients":
             raise UsageError(
-                f"pipeline = {self.pipeline} with shard = 'gradients' would save no memory over 'optimizer': a stage adds "
-                "up whole gradients until its last micro-batch, after which both keep a rank's share only. Use "
+                f"pipeline = {self.pipeline} with shard = 'gradients' would save no memory over 'optimizer': a stage "
+                "adds up whole gradients until its last micro-batch, after which both keep a rank's share only. Use "
                 "'optimizer'"
             )
         if self.activation_checkpointing == "selective" and self.schedule == "zero-bubble":
             raise UsageError(
                 "schedule = 'zero-bubble' goes backward through each block twice, for its inputs and for its weights, "
-                "which PyTorch's activation_checkpointing = 'selective' does not allow: use 'blocks', or another schedule"
+                "which PyTorch's selective checkpointing does not allow: use 'blocks' for activation_checkpointing, or "
+                "another schedule"
             )
         for name in ("sequence", "offload"):
             if getattr(self, name):

@@ -212,7 +212,7 @@ class ShardedUpdater:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def _update(self, *, factor: float) -> float:
-        """Steps the optimizer on the gradients times `factor`; returns the seconds in which parameters were gathered."""
+        """Steps the optimizer on the gradients times `factor`; returns the seconds of gathering parameters."""
         if self._shares is not None:
             return self._shares.update(factor=factor)
         if factor != 1.0:

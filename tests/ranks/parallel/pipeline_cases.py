@@ -36,7 +36,10 @@ PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
         "of 2, shares, interleaved": SHARES | {"schedule": "interleaved", "micro_batches": 2},
         "of 2, shares, zero-bubble": SHARES | {"schedule": "zero-bubble", "micro_batches": 2},
         "of 2, data 2, selective": {
-            "pipeline": 2, "schedule": "interleaved", "micro_batches": 2, "activation_checkpointing": "selective",
+            "pipeline": 2,
+            "schedule": "interleaved",
+            "micro_batches": 2,
+            "activation_checkpointing": "selective",
         },
     },
     3: {"of 3": {"pipeline": 3, "micro_batches": 4}},
@@ -136,7 +139,13 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         )
     for name, layout in OVERFLOWING.get(size, {}).items():
         found[name] = train_in(
-            world, where, name, layout, task=Deep(overflow=True), precision="fp16", guards={"loss_jump_z": 0.0}
+            world,
+            where,
+            name,
+            layout,
+            task=Deep(overflow=True),
+            precision="fp16",
+            guards={"loss_jump_z": 0.0},
         )
     if size == 2:
         layout = PIPELINES[2]["1f1b"]
