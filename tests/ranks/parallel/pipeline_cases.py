@@ -60,7 +60,8 @@ CONTINUED: dict[int, list[tuple[int, str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-# Runs that begin with the weights of another one, and float16 runs in which a step overflows.
+# Runs that begin with the weights of another one, and float16 runs in which a step overflows, with micro-batches of the
+# same samples, since each is rounded.
 FROM_WEIGHTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"none": {}},
     2: {"1f1b": PIPELINES[2]["1f1b"]},
@@ -68,7 +69,7 @@ FROM_WEIGHTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 OVERFLOWING: dict[int, dict[str, dict[str, Any]]] = {
     2: {"fp16 none": {}, "fp16 pipeline": PIPELINES[2]["1f1b"]},
-    4: {"fp16 shares": SHARES},
+    4: {"fp16 shares": SHARES | {"micro_batches": 2}},
 }
 
 
