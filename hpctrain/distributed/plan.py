@@ -111,8 +111,7 @@ class ParallelPlan:
         if self.activation_checkpointing == "selective" and self.schedule == "zero-bubble":
             raise UsageError(
                 "schedule = 'zero-bubble' goes backward through each block twice, for its inputs and for its weights, "
-                "which PyTorch's selective checkpointing does not allow: use 'blocks' for activation_checkpointing, or "
-                "another schedule"
+                "which PyTorch does not allow with activation_checkpointing = 'selective': use another schedule"
             )
         for name in ("sequence", "offload"):
             if getattr(self, name):

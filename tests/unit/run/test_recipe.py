@@ -155,7 +155,7 @@ def test_the_recipe_reference_is_what_the_code_says() -> None:
                     "activation_checkpointing": "selective",
                 }
             },
-            "use 'blocks' for activation_checkpointing, or another schedule",
+            "= 'selective': use another schedule",
         ),
         ({"data": {"micro_batches": 2}}, "set parallel.micro_batches instead"),
         ({"data": {"on_damage": "skip", "check": "always"}}, "on_damage = 'skip' cannot be combined"),

@@ -158,6 +158,8 @@ def test_costs_are_computing_again_and_waiting() -> None:
     assert cost_of(replace(fit, way=piped, micro_batches=8)) == "waits 27%"
     fewer = replace(ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4, schedule="zero-bubble"))
     assert cost_of(replace(fit, way=fewer, micro_batches=8)) == "waits less than 16%"
+    again = replace(fewer, plan=replace(fewer.plan, activation_checkpointing="blocks"))
+    assert cost_of(replace(fit, way=again, micro_batches=8)).startswith("computes blocks several times; ")
 
 
 def test_the_lines_of_the_recipe_are_those_that_differ_from_the_usual() -> None:
