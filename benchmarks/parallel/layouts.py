@@ -81,7 +81,7 @@ class Layout:
         """Returns the bytes that a rank holds of a model, without activations. sharing: ranks that share a copy."""
         of_tensor_rank = counts.parameters - counts.split * (1 - 1 / self.tensor)
         buffers = min(self.buffer_bytes, 4 * counts.parameters)
-        return self.held(sharing // self.tensor) * of_tensor_rank / self.pipeline + buffers
+        return self.held(sharing // (self.tensor * self.pipeline)) * of_tensor_rank / self.pipeline + buffers
 
     def sent_bytes(self, counts: Counts, *, num_nodes: int, bits: int) -> float:
         """Returns the bytes that leave a node in a step. Each rank of a tensor group sums what the group does not
@@ -170,6 +170,9 @@ LAYOUTS = {
         _pipeline(2, "gpipe", figures="1"),
         _pipeline(2, "interleaved", figures="16"),
         _pipeline(2, "zero-bubble", figures="1"),
+        Layout(name="pipeline-2-optimizer", what="pipeline of 2, 1f1b, optimizer of a stage sharded",
+               options={"pipeline": 2, "micro_batches": _MICRO_BATCHES, "shard": "optimizer"},
+               held=lambda n: 8 + 12 / n, least_ranks=4, figures="126"),
     )
 }  # fmt: skip
 # Those whose result is the same bits as that of whole copies, in float32 on the same ranks.

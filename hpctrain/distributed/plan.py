@@ -102,15 +102,16 @@ class ParallelPlan:
             )
 
     def _check_pipeline(self) -> None:
-        if self.shard not in ("none", "parameters"):
+        if self.shard == "gradients":
             raise UsageError(
-                f"pipeline = {self.pipeline} cannot be combined with shard = {self.shard!r} yet: use 'none' or "
-                "'parameters', or leave pipeline out"
+                f"pipeline = {self.pipeline} with shard = 'gradients' would save no memory over 'optimizer': a stage "
+                "adds up whole gradients until its last micro-batch, after which both keep a rank's share only. Use "
+                "'optimizer'"
             )
-        if self.activation_checkpointing == "selective":
+        if self.activation_checkpointing == "selective" and self.schedule == "zero-bubble":
             raise UsageError(
-                f"pipeline = {self.pipeline} cannot be combined with activation_checkpointing = 'selective' yet: use "
-                "'blocks'"
+                "schedule = 'zero-bubble' goes backward through each block twice, for its inputs and for its weights, "
+                "which PyTorch does not allow with activation_checkpointing = 'selective': use another schedule"
             )
         for name in ("sequence", "offload"):
             if getattr(self, name):

@@ -58,4 +58,4 @@ from .sharded.choices import SHARDED_ALGORITHMS as SHARDED_ALGORITHMS, SHARDED_W
 from .sharded.gradient_reduction import reduce_gradients_by as reduce_gradients_by
 from .sharded.scatter_reducer import ScatterReducer as ScatterReducer
 from .sharded.scatter_updater import ScatterUpdater as ScatterUpdater
-from .sharded.sharded_updater import ShardedUpdater as ShardedUpdater
+from .split_models.sharded_updater import ShardedUpdater as ShardedUpdater

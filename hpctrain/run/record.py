@@ -150,7 +150,7 @@ def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
         if section.pipeline > 1:
             split.insert(0, f"a pipeline of {section.pipeline} ranks, {section.schedule}")
         within = "each stage" if section.pipeline > 1 else f"the {section.shard_within}"
-        sharded = [f"parameters sharded within {within}"] if section.shard != "none" else []
+        sharded = [f"{section.shard} sharded within {within}"] if section.shard != "none" else []
         on_wire = [f"gradients {wire} on the wire"] if wire != "fp32" else []
         return ", ".join(split + sharded + on_wire)
     shard = recipe.parallel.shard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,10 @@ import torch
 from hpctrain.checkpoint.format.dtypes import dtype_name
 from hpctrain.checkpoint.format.metadata import StoredTensor
 from hpctrain.checkpoint.loading.check_structure import is_checkpoint, read_structure
-from hpctrain.checkpoint.loading.checkpoint import Checkpoint, from_rank_0
+from hpctrain.checkpoint.loading.checkpoint import Checkpoint, Regions, from_rank_0
 from hpctrain.checkpoint.loading.restore import DoesNotFitError, newest_that, read_together
 from hpctrain.comm import Collective, doing, on_rank_0
-from hpctrain.distributed import part_of
+from hpctrain.distributed import part_of, pipeline_of
 from hpctrain.errors import CheckpointError
 
 MODEL_PREFIX = "model/"
@@ -39,7 +39,8 @@ class Mismatch:
 class PartialLoad:
     """Result of a partial load.
 
-    tensors: the loaded tensors by their names here, on the CPU, verified.
+    tensors: the loaded tensors by their names here, on the CPU, verified; those that this rank reads.
+    num_loaded: number of tensors that the ranks together have loaded.
     missing: requested names that the checkpoint does not have.
     unexpected: names, as in the checkpoint, of tensors with the prefix that were not requested.
     mismatched: tensors of another dtype or shape than expected; they are not loaded.
@@ -47,6 +48,7 @@ class PartialLoad:
 
     checkpoint: Checkpoint
     tensors: dict[str, torch.Tensor]
+    num_loaded: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[Mismatch, ...]
@@ -57,7 +59,7 @@ class PartialLoad:
 
     def describe(self) -> str:
         """Returns a one-line summary: the number of loaded tensors, and the differences if there are any."""
-        return f"{len(self.tensors)} tensors of {self.checkpoint.path}" + _differences(
+        return f"{self.num_loaded} tensors of {self.checkpoint.path}" + _differences(
             self.missing, self.unexpected, self.mismatched
         )
 
@@ -70,9 +72,11 @@ def load_partial(
     names: Iterable[str] | None = None,
     rename: Rename | None = None,
     expected: Mapping[str, torch.Tensor] | None = None,
+    reads: Container[str] | None = None,
     strict: bool = True,
 ) -> PartialLoad:
-    """Loads some of a checkpoint's tensors and reads no others. Collective, with the same arguments on all ranks.
+    """Loads some of a checkpoint's tensors and reads no others. Collective, with the same arguments on all ranks
+    but `reads`.
 
     Args:
         path: a checkpoint, or a directory of checkpoints, of which the newest is used whose requested tensors are
@@ -81,6 +85,7 @@ def load_partial(
         rename: maps a name without the prefix to the name here; names not in a mapping are kept.
         names: the requested names, as used here; None: all, or those of `expected`.
         expected: tensors (also on the meta device) by name here, whose dtype and shape the loaded ones must have.
+        reads: names here of the tensors whose content this rank needs, of those that are loaded; None: all.
         strict: raise CheckpointError for missing, unexpected and mismatched tensors; else report them in the result.
 
     Raises CheckpointError on every rank also if a requested tensor is damaged, if two tensors would have the same
@@ -93,7 +98,7 @@ def load_partial(
     def read(checkpoint: Checkpoint) -> PartialLoad:
         return _read_part(
             checkpoint, comm=comm, prefix=prefix, wanted=wanted, rename=rename, expected=expected or {},
-            strict=strict,
+            reads=reads, strict=strict,
         )  # fmt: skip
 
     path = Path(path)
@@ -108,7 +113,7 @@ def load_partial(
 
 def _read_part(
     checkpoint: Checkpoint, *, comm: Collective, prefix: str, wanted: set[str] | None, rename: Rename | None,
-    expected: Mapping[str, torch.Tensor], strict: bool,
+    expected: Mapping[str, torch.Tensor], reads: Container[str] | None, strict: bool,
 ) -> PartialLoad:  # fmt: skip
     selected = _select(checkpoint, prefix=prefix, rename=rename)
     missing = sorted((wanted or set()) - selected.keys())
@@ -127,10 +132,19 @@ def _read_part(
         )
     for mismatch in mismatched:
         del chosen[mismatch.name]
-    content = read_together(checkpoint, comm=comm, names=[stored.name for stored in chosen.values()])
+    mine = [name for name in chosen if reads is None or name in reads]
+    # Of the others an empty box: all ranks read tensors of the same names.
+    regions: Regions = {
+        stored.name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
+        for name, stored in chosen.items()
+        if reads is not None and name not in reads and stored.shape
+    }
+    names = [stored.name for stored in chosen.values()]
+    content = read_together(checkpoint, comm=comm, names=names, regions=regions)
     return PartialLoad(
         checkpoint=checkpoint,
-        tensors={name: content[stored.name] for name, stored in chosen.items()},
+        tensors={name: content[chosen[name].name] for name in mine},
+        num_loaded=len(chosen),
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
@@ -149,11 +163,16 @@ def load_weights(
     """Loads a checkpoint's parameters and buffers into `model`, and nothing else. Collective.
 
     Arguments and errors as in `load_partial`; if it raises, the model is unchanged. Without `strict`, parameters that
-    the checkpoint does not have keep their values.
+    the checkpoint does not have keep their values. In a pipeline each rank reads the tensors of its stages; what does
+    not fit, in any stage, is an error on every rank, or reported on every rank.
     """
-    expected = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    loaded = load_partial(path, comm=comm, prefix=prefix, rename=rename, expected=expected, strict=strict)
-    here = {name: part_of(tensor, expected[name]) for name, tensor in loaded.tensors.items()}
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    pipeline = pipeline_of(model)
+    loaded = load_partial(
+        path, comm=comm, prefix=prefix, rename=rename, expected=own if pipeline is None else pipeline.state,
+        reads=own, strict=strict,
+    )  # fmt: skip
+    here = {name: part_of(tensor, own[name]) for name, tensor in loaded.tensors.items()}
     model.load_state_dict(here, strict=False)
     return loaded
 

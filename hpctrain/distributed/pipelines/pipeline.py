@@ -35,8 +35,9 @@ class Pipeline:
     """This rank's stages of a model. Not made by users: `parallelize` attaches it to the model.
 
     pipelines: the world ranks of each, by stage. group: of this rank's pipeline, in this order. replicas: the ranks
-    with the same stages, which compute other samples or hold other parts of them. stages: of the whole model. bubbles:
-    when this rank did not compute in the last `forward_backward`, begin and end by `time.perf_counter`.
+    with the same stages, which compute other samples or hold other parts of them. stages: of the whole model. state:
+    its `state_dict` on the meta device. bubbles: when this rank did not compute in the last `forward_backward`, begin
+    and end by `time.perf_counter`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Pipeline:
         model: nn.Module,
         stages: Stages,
         *,
+        state: Mapping[str, torch.Tensor],
         world: World,
         pipelines: Sequence[Sequence[int]],
         group: dist.ProcessGroup,
@@ -52,6 +54,7 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self.replicas = replicas
+        self.state = state
         self.num_stages = stages.num_stages
         self._model, self._plan = model, plan
         self.bubbles: list[tuple[float, float]] = []

@@ -62,6 +62,11 @@ def put_in_pipeline(
     if plan.activation_checkpointing != "none":
         checkpoint_activations(model, plan.activation_checkpointing)
     broadcast_model(world, model)
+    state = {
+        name: torch.empty_like(value, device="meta")
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
     # Every rank takes part in making every group, in this order.
     groups = [torch.distributed.new_group(list(each), sort_ranks=False) for each in ranks.pipelines]
     replicas = world.split(ranks.stages)
@@ -76,8 +81,8 @@ def put_in_pipeline(
     own = [number for number in range(stages.num_stages) if number % plan.pipeline == mine]
     release_others(model, stages, own=own)
     pipeline = Pipeline(
-        model, stages, world=world, pipelines=ranks.pipelines, group=groups[place], replicas=replicas, plan=plan,
-        device=device,
+        model, stages, state=state, world=world, pipelines=ranks.pipelines, group=groups[place], replicas=replicas,
+        plan=plan, device=device,
     )  # fmt: skip
     if mesh is not None and plan.shard == "parameters":
         for stage in pipeline.own_stages:

@@ -1,1 +1,1 @@
-"""Sharded parameters: an updater of a model that FSDP2 shards."""
+"""Sums of which each rank keeps a part: for sharded optimizers and gradients, and in place of FSDP2's own."""

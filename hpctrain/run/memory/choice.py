@@ -108,6 +108,9 @@ def cost_of(fit: Fit) -> str:
     again = COMPUTED_AGAIN[plan.activation_checkpointing]
     if again is None:
         costs.append("computes a little more")
+    elif again and plan.schedule == "zero-bubble":
+        # Its backward is one for the inputs and one for each group of weights, and each computes the block's forward.
+        costs.append("computes blocks several times")
     elif again:
         costs.append("computes a third more")
     if fit.waiting:

@@ -36,15 +36,15 @@ def ways_to_split(
             for saving in get_args(Checkpointing)
         ]  # fmt: skip
     if in_stages:
-        in_pipelines: list[Checkpointing] = ["none", "blocks"]
         found += [
             ParallelPlan(
-                pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving
+                pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving, shard=shard
             )
             for size in _divisors(topology.num_ranks)
-            for saving in in_pipelines
-            for schedule in _schedules()
-        ]
+            for saving in get_args(Checkpointing)
+            for shard in _stage_shards(topology, pipeline=size)
+            for schedule in _schedules(saving)
+        ]  # fmt: skip
     return found
 
 
@@ -78,8 +78,15 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Withi
     return found
 
 
-def _schedules() -> tuple[Schedule, ...]:
+def _stage_shards(topology: Topology, *, pipeline: int) -> tuple[Shard, ...]:
+    """Returns what of a stage may be sharded over its data-parallel ranks."""
+    return ("none", "optimizer") if topology.num_ranks > pipeline else ("none",)
+
+
+def _schedules(saving: Checkpointing) -> tuple[Schedule, ...]:
     # `gpipe` waits as long as `1f1b` and keeps more; the others wait less, keep more and send more.
+    if saving == "selective":
+        return ("1f1b", "interleaved", "gpipe")
     return ("1f1b", "interleaved", "zero-bubble", "gpipe")
 
 
@@ -134,9 +141,9 @@ def waiting(plan: ParallelPlan, *, micro_batches: int) -> float:
 
 
 def name_of(plan: ParallelPlan) -> str:
-    """For example `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b`."""
+    """For example `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b, optimizer`."""
     if plan.pipeline > 1:
-        words = [f"pipeline {plan.pipeline} {plan.schedule}"]
+        words = [f"pipeline {plan.pipeline} {plan.schedule}", *([plan.shard] if plan.shard != "none" else [])]
     else:
         words = [plan.shard + (" within node" if plan.shard_within == "node" else "")]
     if plan.tensor > 1:

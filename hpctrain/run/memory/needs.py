@@ -18,7 +18,7 @@ from hpctrain.run.memory.stages import stage_activations
 from hpctrain.run.memory.traffic import sent_in_a_step
 from hpctrain.topology import ParallelMesh, Topology
 
-# Gradients of split layers are summed in copies of so many bytes.
+# Gradients of split layers and of a sharded stage are summed in copies of so many bytes.
 _SUMMED_AT_ONCE = 25_000_000
 
 
@@ -165,15 +165,23 @@ def _of_stages(
         )
     replicas = run.topology.num_ranks // plan.pipeline
     gradients = _bytes(own.trained, 1)
+    if plan.shard == "optimizer":
+        # Whole gradients are dropped while they are summed, before the optimizer's step: each unit of them is copied,
+        # and so is its sum.
+        share, updated = math.ceil(gradients / replicas), 2 * min(_SUMMED_AT_ONCE, gradients)
+        state = sum(p.state_bytes / replicas + p.other_state_bytes for p in own.trained)
+    else:
+        share, state = 0, _optimizer(own, 1)
+        # With replicas all gradients are copied into one tensor to be summed.
+        updated = max(_update(own, run, parts=1), gradients if replicas > 1 else 0)
     return Needs(
         parameters=own.num_bytes,
-        gradients=gradients,
-        optimizer=_optimizer(own, 1),
+        gradients=gradients + share,
+        optimizer=math.ceil(state),
         buffers=model.buffer_bytes,
         data=_data(plan, run),
         snapshot=_snapshot(model, run),
-        # With replicas all gradients are copied into one tensor to be summed.
-        update=max(_update(own, run, parts=1), gradients if replicas > 1 else 0),
+        update=updated,
         start=_start(model),
         activations=found,
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),

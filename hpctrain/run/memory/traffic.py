@@ -80,7 +80,8 @@ def _within_tensor_groups(plan: ParallelPlan, model: ModelSizes, run: RunSizes) 
 
 
 def _of_pipeline(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Activations and their gradients between stages, and the sum of the gradients over the replicas."""
+    """Activations and their gradients between stages, and the sum of the gradients over the replicas; of a sharded
+    optimizer to their owners, who send as many bytes of parameters."""
     topology = run.topology
     mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline)
     stages = run.stages[plan.pipeline * plan.stages_per_rank]

@@ -18,9 +18,9 @@ class ParallelSection(Section):
     shard: Shard = Field(
         "none",
         description="`none`: every rank holds the whole model and optimizer. `optimizer`: each rank holds a part of "
-        "the optimizer state (ZeRO-1). `gradients`: of the gradients too (ZeRO-2). `parameters`: of the parameters too "
-        "(ZeRO-3), by FSDP2; then `[reduction]` has `algorithm` (`auto`, `direct`, `hierarchical`) and `wire` (`fp32`, "
-        "`fp16`, `bf16`, `int8`) only.",
+        "the optimizer state (ZeRO-1). `gradients`: of the gradients too (ZeRO-2); not with `pipeline`. `parameters`: "
+        "of the parameters too (ZeRO-3), by FSDP2; then `[reduction]` has `algorithm` (`auto`, `direct`, "
+        "`hierarchical`) and `wire` (`fp32`, `fp16`, `bf16`, `int8`) only.",
     )
     shard_within: Within = Field(
         "world",
@@ -31,7 +31,8 @@ class ParallelSection(Section):
         "none",
         description="`blocks`: of each repeated block of the model only the inputs are kept in forward; backward "
         "computes its forward again. For less memory, a third more computing. `selective`: results of matrix "
-        "products, convolutions and attention are kept as well, and only the rest is computed again.",
+        "products, convolutions and attention are kept as well, and only the rest is computed again; not with the "
+        "schedule `zero-bubble`.",
     )
     tensor: int = Field(
         1, ge=1,
@@ -55,8 +56,8 @@ class ParallelSection(Section):
         1,
         ge=1,
         description="Ranks over which the stages of one copy of the model are spread; the others are data "
-        'parallel, or share a stage by `tensor` or `shard = "parameters"`. The task needs the method '
-        "`pipeline_layers`.",
+        'parallel, or share a stage by `tensor`, `shard = "parameters"` or `shard = "optimizer"`. The task needs the '
+        "method `pipeline_layers`.",
     )
     schedule: Schedule = Field(
         "1f1b",

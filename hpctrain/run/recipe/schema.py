@@ -372,8 +372,3 @@ class Recipe(Section):
             raise ValueError("data.on_damage = 'skip' cannot be combined with parallel.pipeline: use 'stop'")
         if self.optimizer.target is not None:
             raise ValueError("optimizer.target: with parallel.pipeline use adamw, adam or sgd")
-        if self.checkpoint.weights_from is not None:
-            raise ValueError(
-                "checkpoint.weights_from cannot be combined with parallel.pipeline yet: start one step without a "
-                "pipeline, and resume from its checkpoint with one"
-            )

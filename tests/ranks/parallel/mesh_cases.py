@@ -11,6 +11,7 @@ from tests.ranks.parallel.tensor_cases import Sentences
 
 STAGES = {"pipeline": 2, "micro_batches": 3}
 SHARDED = STAGES | {"shard": "parameters"}
+SHARES = STAGES | {"shard": "optimizer"}
 SPLIT = STAGES | {"tensor": 2}
 # Twice as many stages as ranks of a pipeline.
 INTERLEAVED = {"schedule": "interleaved", "micro_batches": 2}
@@ -22,18 +23,20 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "pipeline x data": STAGES,
         "pipeline x shards": SHARDED | {"activation_checkpointing": "blocks"},
-        "pipeline x shards, gpipe": SHARDED | {"schedule": "gpipe"},
+        "pipeline x shards, gpipe": SHARDED | {"schedule": "gpipe", "activation_checkpointing": "selective"},
         "pipeline x shards, interleaved": SHARDED | INTERLEAVED,
         "pipeline x shards, zero-bubble": SHARDED | ZERO_BUBBLE,
         "pipeline x tensor": SPLIT,
         "pipeline x tensor, interleaved": SPLIT | INTERLEAVED,
         "pipeline x tensor, zero-bubble": SPLIT | ZERO_BUBBLE,
+        "pipeline x shares": SHARES,
         "of 4": {"pipeline": 4, "micro_batches": 4},
     },
     8: {
         "pipeline x data x tensor": SPLIT,
         "pipeline x shards x tensor": SPLIT | SHARDED,
         "pipeline x node x local": BY_NODE,
+        "pipeline x shares": SHARES | {"activation_checkpointing": "selective"},
         "of 4 x tensor": SPLIT | {"pipeline": 4, "micro_batches": 4},
         "of 4 x shards": SHARDED | {"pipeline": 4, "micro_batches": 6},
     },
@@ -44,9 +47,12 @@ ALONE = [(8, "of 4 x tensor")]
 CONTINUED: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [],
     4: [("1-none", SHARDED)],
-    8: [("4-pipeline x tensor", SPLIT | SHARDED)],
-    2: [("4-pipeline x shards", {"tensor": 2}), ("8-pipeline x node x local", STAGES)],
-}
+    8: [("4-pipeline x tensor", SPLIT | SHARDED), ("4-pipeline x shares", SHARES)],
+    2: [
+        ("4-pipeline x shards", {"tensor": 2}), ("8-pipeline x node x local", STAGES),
+        ("8-pipeline x shares", {"shard": "parameters"}),
+    ],
+}  # fmt: skip
 
 
 class Deep(Sentences):

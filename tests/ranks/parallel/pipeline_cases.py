@@ -12,6 +12,8 @@ from hpctrain.errors import HpctrainError
 from tests.ranks.parallel.parallel_cases import LATER, WORLD, Block, Layers, train
 
 BLOCKS = 24
+# The data-parallel ranks of a stage hold shares of its optimizer.
+SHARES = {"pipeline": 2, "micro_batches": 3, "shard": "optimizer"}
 # The layouts on each number of ranks. 61 samples in batches of 12: in the last batch of an epoch is one sample.
 PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"none": {}},
@@ -20,12 +22,25 @@ PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b": {"pipeline": 2, "schedule": "1f1b", "micro_batches": 4},
         "interleaved": {"pipeline": 2, "schedule": "interleaved", "micro_batches": 4},
         "zero-bubble": {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 4},
+        "selective": {"pipeline": 2, "micro_batches": 2, "activation_checkpointing": "selective"},
+        # One data-parallel rank has all of its stage.
+        "one share": {"pipeline": 2, "micro_batches": 2, "shard": "optimizer"},
     },
     4: {
         "of 4": {"pipeline": 4, "micro_batches": 4, "activation_checkpointing": "blocks"},
         "of 4 interleaved": {"pipeline": 4, "schedule": "interleaved", "micro_batches": 4},
         "of 2, data 2": {"pipeline": 2, "micro_batches": 3},
         "of 2, data 2, zero-bubble": {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 2},
+        "of 2, shares": SHARES,
+        "of 2, shares, gpipe": SHARES | {"schedule": "gpipe", "activation_checkpointing": "selective"},
+        "of 2, shares, interleaved": SHARES | {"schedule": "interleaved", "micro_batches": 2},
+        "of 2, shares, zero-bubble": SHARES | {"schedule": "zero-bubble", "micro_batches": 2},
+        "of 2, data 2, selective": {
+            "pipeline": 2,
+            "schedule": "interleaved",
+            "micro_batches": 2,
+            "activation_checkpointing": "selective",
+        },
     },
     3: {"of 3": {"pipeline": 3, "micro_batches": 4}},
 }
@@ -33,8 +48,28 @@ PIPELINES: dict[int, dict[str, dict[str, Any]]] = {
 CONTINUED: dict[int, list[tuple[int, str, dict[str, Any]]]] = {
     1: [],
     2: [(1, "none", PIPELINES[2]["1f1b"])],
-    4: [(2, "interleaved", PIPELINES[4]["of 2, data 2"]), (2, "gpipe", WORLD)],
-    3: [(4, "of 4", {}), (4, "of 2, data 2", WORLD), (4, "of 4 interleaved", PIPELINES[3]["of 3"])],
+    4: [
+        (2, "interleaved", PIPELINES[4]["of 2, data 2"]), (2, "gpipe", WORLD), (2, "selective", SHARES),
+        (2, "one share", {"shard": "gradients"}), (4, "of 2, shares, zero-bubble", SHARES),
+        (4, "of 2, data 2, selective", SHARES),
+    ],
+    3: [
+        (4, "of 4", {}), (4, "of 2, data 2", WORLD), (4, "of 4 interleaved", PIPELINES[3]["of 3"]),
+        (4, "of 2, shares", {"shard": "optimizer"}), (4, "of 2, shares, interleaved", PIPELINES[3]["of 3"]),
+    ],
+}  # fmt: skip
+
+
+# Runs that begin with the weights of another one, and float16 runs in which a step overflows, with micro-batches of the
+# same samples, since each is rounded.
+FROM_WEIGHTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"none": {}},
+    2: {"1f1b": PIPELINES[2]["1f1b"]},
+    4: {"shares, interleaved": PIPELINES[4]["of 2, shares, interleaved"]},
+}
+OVERFLOWING: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"fp16 none": {}, "fp16 pipeline": PIPELINES[2]["1f1b"]},
+    4: {"fp16 shares": SHARES | {"micro_batches": 2}},
 }
 
 
@@ -80,9 +115,9 @@ def train_in(
     return train(world, directory, name, layout, **{"task": Deep(), "data": data, **options})
 
 
-def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any]) -> str:
+def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any], **options: Any) -> str:
     try:
-        train_in(world, directory, "refused", layout, task=task)
+        train_in(world, directory, "refused", layout, task=task, **options)
     except HpctrainError as error:
         return str(error) if error.agreed else f"of this rank only: {error}"
     return "nothing was refused"
@@ -98,18 +133,32 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         found["later"] = train_in(world, where, "1-later", {}, steps=LATER)
     for ranks, name, layout in CONTINUED[size]:
         found[f"{ranks}-{name} continued"] = train_in(world, where, f"{ranks}-{name}", layout, steps=LATER)
+    weights = {"weights_from": str(where / "1-later" / "checkpoints")}
+    for name, layout in FROM_WEIGHTS.get(size, {}).items():
+        found[f"from weights {name}"] = train_in(
+            world, where, f"{size}-from-weights-{name}", layout, steps=3, checkpoint=weights
+        )
+    for name, layout in OVERFLOWING.get(size, {}).items():
+        found[name] = train_in(
+            world,
+            where,
+            name,
+            layout,
+            task=Deep(overflow=True),
+            precision="fp16",
+            guards={"loss_jump_z": 0.0},
+        )
     if size == 2:
-        for name, layout in (("fp16 none", {}), ("fp16 pipeline", PIPELINES[2]["1f1b"])):
-            found[name] = train_in(
-                world, where, name, layout, task=Deep(overflow=True), precision="fp16",
-                guards={"loss_jump_z": 0.0},
-            )  # fmt: skip
         layout = PIPELINES[2]["1f1b"]
         found["refused"] = {
             "untold": refusal(world, where, Untold(), layout),
             "tied": refusal(world, where, Tied(), layout),
             "batch norm": refusal(world, where, Normalised(), layout),
             "batch": refusal(world, where, Deep(), {**layout, "micro_batches": 5}),
+            # Of the last layer, which only the second rank has.
+            "weights": refusal(
+                world, where, Deep(), layout, checkpoint={**weights, "weights_map": {"2.": "3."}}
+            ),
         }
     if size == 3:
         found["refused"] = {"ranks": refusal(world, where, Deep(), PIPELINES[2]["1f1b"])}

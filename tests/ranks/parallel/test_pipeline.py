@@ -14,7 +14,7 @@ from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
 from hpctrain.telemetry import PARTS, read_records
 from tests.ranks.parallel import pipeline_cases
 from tests.ranks.parallel.parallel_cases import LATER, STEPS
-from tests.ranks.parallel.pipeline_cases import CONTINUED, PIPELINES
+from tests.ranks.parallel.pipeline_cases import CONTINUED, FROM_WEIGHTS, PIPELINES
 from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
 from tests.ranks_launcher import run_ranks
 
@@ -71,14 +71,28 @@ def test_any_layout_continues_any_other(
         assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
 
 
-def test_a_step_that_overflows_is_skipped_on_all_stages(launches: dict[int, list[dict[str, Any]]]) -> None:
-    expected, found = (launches[2][0][name]["steps"] for name in ("fp16 none", "fp16 pipeline"))
+@pytest.mark.parametrize(("ranks", "name"), [(2, "fp16 pipeline"), (4, "fp16 shares")])
+def test_a_step_that_overflows_is_skipped_on_all_stages(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+) -> None:
+    expected, found = launches[2][0]["fp16 none"]["steps"], launches[ranks][0][name]["steps"]
     applied = [step[2] for step in expected]
     assert any(applied)
     assert not all(applied)
     assert [step[2] for step in found] == applied
     losses = [[step[0] for step in steps if step[2]] for steps in (expected, found)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in FROM_WEIGHTS[n]])
+def test_each_rank_begins_with_the_weights_of_its_stages(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+) -> None:
+    expected = launches[1][0]["from weights none"]["steps"]
+    # Not with those of the seed, nor with the moments of the run whose weights they are.
+    assert expected[0][0] != pytest.approx(launches[1][0]["none"]["steps"][0][0], rel=1e-3)
+    for found in launches[ranks]:
+        np.testing.assert_allclose(found[f"from weights {name}"]["steps"], expected, rtol=RELATIVE)
 
 
 def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
@@ -112,6 +126,7 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
         (2, "tied", "the parameter 1.0.up.weight is used in stages 0 and 1"),
         (2, "batch norm", "batch normalisation"),
         (2, "batch", "use a multiple of 5"),
+        (2, "weights", "2 missing there: 2.bias, 2.weight; 2 not wanted here: model/2.bias, model/2.weight"),
         (3, "ranks", "start a multiple of 2 ranks"),
     ],
 )

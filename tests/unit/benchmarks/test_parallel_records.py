@@ -56,6 +56,8 @@ def test_what_a_tensor_group_does_not_split_each_of_its_ranks_holds_and_sends() 
     assert held("tensor-4", sharing=4, split=split) == pytest.approx(16 * 0.4)
     assert held("tensor-2-parameters", sharing=4, split=split) == pytest.approx(8 * 0.6)
     assert held("pipeline-4", sharing=4) == 4
+    # Two ranks share the optimizer of a stage, which is half of the model.
+    assert held("pipeline-2-optimizer", sharing=4) == pytest.approx((8 + 12 / 2) / 2)
     assert sent(LAYOUTS["tensor-2"], num_nodes=4, split=split) == pytest.approx(1.5 * 1.2)
     assert sent(LAYOUTS["tensor-2-parameters"], num_nodes=4, split=split) == pytest.approx(2.25 * 1.2)
 

@@ -77,8 +77,8 @@ def test_what_cannot_be_divided_is_refused(
         ({"pipeline": 4, "micro_batches": 2}, "'1f1b' needs at least 4 micro-batches"),
         ({"pipeline": 4, "micro_batches": 6, "schedule": "zero-bubble"}, "needs a multiple of 4"),
         (
-            {"pipeline": 2, "micro_batches": 2, "shard": "optimizer"},
-            "cannot be combined with shard = 'optimizer'",
+            {"pipeline": 2, "micro_batches": 2, "shard": "gradients"},
+            "would save no memory over 'optimizer'",
         ),
         (
             {

@@ -23,8 +23,6 @@ from hpctrain.train import Task, TaskRunner, derive_seed, seed_generators
 _CPU = torch.device("cpu")
 # Model and gradients, while activations are measured.
 _COPIES = 2
-# Of pipelines; `selective` is not among them.
-_IN_STAGES: tuple[Checkpointing, ...] = ("none", "blocks")
 
 
 def measure_forward_backward(
@@ -85,12 +83,11 @@ def measure_forward_backward(
     if in_stages:
         try:
             layers = {}
-            for saving in _IN_STAGES:
-                if saving in savings:
-                    runner = makers.runner(saving)
-                    of_task = runner.task.pipeline_layers(runner.model)  # type: ignore[attr-defined]
-                    runner_of = partial(makers.runner_of, runner.task)
-                    layers[saving] = measure_layers(runner_of, list(of_task), batch, sizes=samples)
+            for saving in savings:
+                runner = makers.runner(saving)
+                of_task = runner.task.pipeline_layers(runner.model)  # type: ignore[attr-defined]
+                runner_of = partial(makers.runner_of, runner.task)
+                layers[saving] = measure_layers(runner_of, list(of_task), batch, sizes=samples)
             found = replace(found, layers=layers)
         except Exception as error:  # the layers may not be callable one after another
             note(

@@ -158,3 +158,20 @@ def test_of_a_directory_the_newest_that_is_good_in_what_is_read_is_taken(
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         load_partial(tmp_path / "empty", comm=SerialWorld())
+
+
+def test_a_rank_has_only_the_tensors_that_it_reads(path: Path) -> None:
+    expected = network().state_dict()
+
+    def rank_main(world: World) -> PartialLoad:
+        reads = [name for name in expected if name.startswith("0.") == (world.rank == 0)]
+        return load_partial(path, comm=world, prefix="model/", expected=expected, reads=reads)
+
+    first, second = run_threads(2, rank_main, timeout_s=300)
+    assert set(first.tensors) == {"0.weight", "0.bias"}
+    assert set(second.tensors) == expected.keys() - first.tensors.keys()
+    for name, tensor in {**first.tensors, **second.tensors}.items():
+        assert same_bits(tensor, expected[name]), name
+    # What does not fit is the same on both, and so is what was loaded.
+    assert first.describe() == second.describe()
+    assert "9 tensors of " in first.describe()

@@ -58,9 +58,13 @@ def test_pipelines_come_last_with_each_schedule() -> None:
     found = names(6, 3, in_stages=True)[len(names(6, 3)) :]
     assert found[:5] == [
         "pipeline 2 1f1b", "pipeline 2 interleaved", "pipeline 2 zero-bubble", "pipeline 2 gpipe",
-        "pipeline 2 1f1b, blocks",
+        "pipeline 2 1f1b, optimizer",
     ]  # fmt: skip
     assert {name.split()[1] for name in found} == {"2", "3", "6"}
+    assert "pipeline 3 gpipe, optimizer, selective" in found
+    # Not through a block twice; and where each stage is on one rank there are no shares of it.
+    assert not any("zero-bubble" in name and "selective" in name for name in found)
+    assert not any("pipeline 6" in name and "optimizer" in name for name in found)
 
 
 def test_micro_batches_are_as_few_as_each_size_needs() -> None:
@@ -154,6 +158,8 @@ def test_costs_are_computing_again_and_waiting() -> None:
     assert cost_of(replace(fit, way=piped, micro_batches=8)) == "waits 27%"
     fewer = replace(ways["none"], plan=ParallelPlan(pipeline=4, micro_batches=4, schedule="zero-bubble"))
     assert cost_of(replace(fit, way=fewer, micro_batches=8)) == "waits less than 16%"
+    again = replace(fewer, plan=replace(fewer.plan, activation_checkpointing="blocks"))
+    assert cost_of(replace(fit, way=again, micro_batches=8)).startswith("computes blocks several times; ")
 
 
 def test_the_lines_of_the_recipe_are_those_that_differ_from_the_usual() -> None:

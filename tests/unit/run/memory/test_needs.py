@@ -214,8 +214,8 @@ LAYERS = LayerActivations(
 )
 
 
-def in_pipeline(schedule: str, micro_batches: int, *, stages: int = 4) -> Needs:
-    plan = ParallelPlan(pipeline=4, schedule=schedule, micro_batches=micro_batches)  # type: ignore[arg-type]
+def in_pipeline(schedule: str, micro_batches: int, *, stages: int = 4, **keys: Any) -> Needs:
+    plan = ParallelPlan(pipeline=4, schedule=schedule, micro_batches=micro_batches, **keys)  # type: ignore[arg-type]
     run = run_on(8, stages=(stages, 8), measured=Measured(layers={"none": LAYERS}))
     return needs(plan, transformer(layers=8), run, micro_batches)
 
@@ -231,6 +231,15 @@ def test_a_pipelines_ranks_hold_their_stages_and_of_1f1b_the_first_most_activati
     # Two stages of one block on each rank: 11 of 2 x 8 are in flight, and more arrives.
     both = in_pipeline("interleaved", 8, stages=8)
     assert both.activations == 11 * 4 * (10 + 2 * 100) / 2 + 32 * 30 + 4 * 7
+
+
+def test_ranks_with_one_stage_hold_shares_of_its_optimizer() -> None:
+    whole, found = in_pipeline("1f1b", 8), in_pipeline("1f1b", 8, shard="optimizer")
+    elements = 2.5 * MB
+    assert found.held == pytest.approx((8 + 12 / 2) * elements, rel=1e-3)
+    assert found.gradients == pytest.approx((4 + 4 / 2) * elements, rel=1e-3)
+    assert found.held < whole.held
+    assert found.sent == whole.sent
 
 
 def test_a_pipeline_sends_activations_and_their_gradients_and_sums_gradients_of_stages() -> None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, final
 
 import torch
 
-from hpctrain.comm import Collective
+from hpctrain.comm import Collective, agreed
 from hpctrain.distributed import (
     is_first_replica,
     is_sharded_tensor,
@@ -24,7 +25,8 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
-from hpctrain.reduce.sharded.tensor_gradients import TensorGradients
+from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
+from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 
 
 @final
@@ -38,9 +40,11 @@ class ShardedUpdater:
     split layers, 1/(data-parallel ranks). FSDP2 reduces each micro-batch, so that no rank holds whole gradients.
 
     In a pipeline only ranks with the last stage weight the loss, and ranks that hold a stage whole sum its gradients in
-    `step`.
+    `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
+    parameters; then the constructor is collective, and until `close` the optimizer holds this rank's share
+    (`distributed.element_shard`).
 
-    Raises UsageError for an optimizer whose parameters are not those of the model.
+    Raises UsageError for an optimizer whose parameters are not those of the model, or cannot be sharded.
     """
 
     def __init__(
@@ -74,6 +78,10 @@ class ShardedUpdater:
             )
         self._num_data_ranks = comm.num_ranks if split is None else split.num_data_ranks
         self._tensor = TensorGradients(self._parameters, split=split) if split is not None else None
+        self._shares: StageShares | None = None
+        if self._replicas is not None and self._replicas.num_ranks > 1 and shard_of(model) == "optimizer":
+            agreed(comm, partial(check_stage, optimizer, self._parameters), os_error=UsageError)
+            self._shares = StageShares(optimizer, self._parameters, replicas=self._replicas)
         self._weighted = False
         self._closed = False
 
@@ -118,6 +126,8 @@ class ShardedUpdater:
 
     def zero_grad(self) -> None:
         """See `Updater.zero_grad`."""
+        if self._shares is not None:
+            self._shares.drop_gradients()
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
@@ -130,7 +140,9 @@ class ShardedUpdater:
         started = time.perf_counter()
         if self._tensor is not None:
             self._tensor.complete()
-        if self._replicas is not None:
+        if self._shares is not None:
+            self._shares.sum()
+        elif self._replicas is not None:
             self._sum_over(self._replicas)
         numbers = [self._squares(), *(float((sums or {})[name]) for name in names)]
         found = torch.tensor(numbers, dtype=torch.float64)
@@ -145,10 +157,7 @@ class ShardedUpdater:
         applied = accepted and finite
         if applied:
             clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-            if clip != scale:
-                for gradient in self._gradients():
-                    local_part(gradient).mul_(clip / scale)
-            self._optimizer.step()
+            waited_s += self._update(factor=clip / scale)
         self.zero_grad()
         used_scale = self._scale.value
         if accepted:
@@ -191,6 +200,9 @@ class ShardedUpdater:
         self._scale = self._scale.continued(state["loss_scale"])
 
     def close(self) -> bool:
+        """See `Updater.close`. An optimizer in shares gets the model's parameters back, without state."""
+        if self._shares is not None and not self._closed:
+            self._shares.release()
         self._closed = True
         return True
 
@@ -199,8 +211,20 @@ class ShardedUpdater:
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
+    def _update(self, *, factor: float) -> float:
+        """Steps the optimizer on the gradients times `factor`; returns the seconds of gathering parameters."""
+        if self._shares is not None:
+            return self._shares.update(factor=factor)
+        if factor != 1.0:
+            for gradient in self._gradients():
+                local_part(gradient).mul_(factor)
+        self._optimizer.step()
+        return 0.0
+
     def _squares(self) -> float:
-        """Returns the sum of squares of the gradients of which this rank holds the first replica."""
+        """Returns the sum of squares of the gradients of which this rank holds the first replica, or the sums."""
+        if self._shares is not None:
+            return self._shares.square()
         own = [local_part(gradient) for gradient in self._gradients() if self._counts(gradient)]
         if not own:
             return 0.0

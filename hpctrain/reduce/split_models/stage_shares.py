@@ -1,0 +1,116 @@
+"""ZeRO-1 in a pipeline: the optimizer of a stage, in shares on the data-parallel ranks of that stage.
+
+Source: Rajbhandari et al. 2020, arXiv:1910.02054. A pipeline's schedule calls backward itself, once for each
+micro-batch, so that sums are made once, after the last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import final
+
+import torch
+
+from hpctrain.comm import Collective
+from hpctrain.errors import UsageError
+from hpctrain.reduce.contract.bucket_plan import plan_buckets
+from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient
+from hpctrain.reduce.sharded.owned_parts import OwnedParts, check_shardable
+from hpctrain.reduce.sharded.parameter_copies import ParameterCopies
+from hpctrain.reduce.sharded.shard_plan import ShardPlan
+
+_UNIT_BYTES = 25_000_000  # of the gradients that are copied and summed at once
+
+
+@final
+class StageShares:
+    """The share of one rank: its elements of a stage's parameters, which the optimizer holds until `release`.
+
+    parameters: those of the optimizer, the same on every rank of `replicas`, which hold the same stages. Each element
+    is owned by one of them. Not collective.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        replicas: Collective,
+    ) -> None:
+        self._replicas = replicas
+        self._parameters = parameters
+        buckets = plan_buckets([describe_gradient(p) for p in parameters], bucket_bytes=_UNIT_BYTES)
+        self._plan = plan = ShardPlan.of(buckets, num_ranks=replicas.num_ranks, unit_bytes=_UNIT_BYTES)
+        self._copies = ParameterCopies(parameters, plan=plan, rank=replicas.rank)
+        self._owned = OwnedParts(optimizer, parameters, plan=plan, rank=replicas.rank)
+        self._gathered = [self._copies.gathered(number) for number in range(len(plan.units))]
+        self._used = [False] * len(parameters)
+
+    def sum(self) -> None:
+        """Sums the gradients over the ranks, each element at its owner; `.grad` of each parameter is None afterwards.
+
+        Whole gradients are dropped bucket by bucket. Collective over the replicas.
+        """
+        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)
+        self._replicas.all_reduce(used)
+        self._used = [count > 0 for count in used.tolist()]
+        for bucket, units in groupby(enumerate(self._plan.units), key=lambda numbered: numbered[1].bucket):
+            indices = [slot.parameter for slot in self._plan.buckets[bucket].slots]
+            gradients = self._copies.take_gradients(indices)
+            share = self._plan.shares[bucket][self._replicas.rank]
+            for number, unit in units:
+                values = torch.empty(unit.numel, dtype=unit.dtype)
+                self._copies.pack(number, gradients, factor=1.0, into=values)
+                counts = [part.numel for part in unit.parts]
+                total = self._replicas.reduce_scatter(values, counts=counts)
+                own = unit.parts[self._replicas.rank]
+                self._owned.gradients[bucket][own.begin - share.begin : own.end - share.begin] = total
+            del gradients
+            self._drop_whole(indices)
+
+    def square(self) -> float:
+        """Returns the sum of the squares of this rank's part of the sums; infinite or NaN if one of them is."""
+        return self._owned.square()
+
+    def update(self, *, factor: float) -> float:
+        """Steps the optimizer on this rank's part of the sums, times `factor`, and gathers the parameters.
+
+        Collective over the replicas. Returns the seconds of gathering.
+        """
+        self._owned.scale(factor)
+        self._owned.give_out(self._used)
+        self._owned.step()
+        began = time.perf_counter()
+        for gathered in self._gathered:
+            mine = torch.empty(gathered.num_bytes[self._replicas.rank], dtype=torch.uint8)
+            gathered.read(mine)
+            parts = self._replicas.all_gather(mine, counts=gathered.num_bytes).split(list(gathered.num_bytes))
+            for owner, part in enumerate(parts):
+                if owner != self._replicas.rank:
+                    gathered.write(owner, part)
+        return time.perf_counter() - began
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients of the parameters, and of this rank's parts of them."""
+        self._owned.forget()
+        self._drop_whole(range(len(self._parameters)))
+
+    def release(self) -> None:
+        """Gives the optimizer its parameters back, without state."""
+        self._owned.release()
+
+    def _drop_whole(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._parameters[index].grad = None
+
+
+def check_stage(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raises UsageError for an optimizer or parameters that `StageShares` cannot divide."""
+    check_shardable(optimizer, parameters)
+    if any(parameter.dtype is torch.float16 for parameter in parameters):
+        raise UsageError(
+            "a parameter of a pipeline is float16, in which a summed gradient may overflow: keep parameters in float32 "
+            "(run.precision = 'fp16' does), or leave shard = 'optimizer' out"
+        )

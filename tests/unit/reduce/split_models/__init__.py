@@ -1,0 +1,1 @@
+"""Updaters of models that are split over the ranks."""
