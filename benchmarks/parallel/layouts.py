@@ -137,7 +137,7 @@ ALL_WIRES = ("fp32", "fp16", "int8")
 # What `shard = "gradients"` holds whole while backward runs.
 _BUCKETS = 2
 # Of a pipeline's share of the batch; a multiple of the stages, as interleaved schedules need it.
-MICRO_BATCHES = 4
+_MICRO_BATCHES = 4
 
 
 def _pipeline(pipeline: int, schedule: str, *, figures: str, peer: str = "") -> Layout:
@@ -145,7 +145,7 @@ def _pipeline(pipeline: int, schedule: str, *, figures: str, peer: str = "") -> 
     return Layout(
         name=f"pipeline-{pipeline}" if usual else f"pipeline-{pipeline}-{schedule}",
         what=f"pipeline of {pipeline}, {schedule}",
-        options={"pipeline": pipeline, "schedule": schedule, "micro_batches": MICRO_BATCHES},
+        options={"pipeline": pipeline, "schedule": schedule, "micro_batches": _MICRO_BATCHES},
         held=lambda n: 16, sent=_all_reduced, peer=peer, least_ranks=pipeline, figures=figures,
     )  # fmt: skip
 

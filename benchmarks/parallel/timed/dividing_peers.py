@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.parallel.layouts import MICRO_BATCHES
+from benchmarks.parallel.layouts import LAYOUTS
 from benchmarks.parallel.timed.waiting import Stepped
 from benchmarks.parallel.workloads import Language, of_ranks
 
@@ -90,7 +90,7 @@ def pipeline_stepper(workload: Language, *, batch: int) -> Step:
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, n_microbatches=LAYOUTS["pipeline-2"].options["micro_batches"], loss_fn=loss_of)
     ranks = _sharing(mesh["dp"].get_local_rank())
 
     def step(number: int) -> Stepped:
