@@ -91,9 +91,7 @@ def finish(
     return 1 if run.failed else 0
 
 
-def keep(
-    run: Run, *, benchmark: str, about: dict[str, Any], output: Path, refresh: Refresh | None
-) -> None:
+def keep(run: Run, *, benchmark: str, about: dict[str, Any], output: Path, refresh: Refresh | None) -> None:
     """Writes the records to `output`, and the tables that show them, as `finish` does. May be called again with more
     records of the same run, so that one that is interrupted keeps what was measured."""
     content = results_file.write(output, run, about=about)

@@ -110,7 +110,8 @@ def time_records(
     rows: list[tuple[str, list[str], list[str], float]] = []
     for label, wire in (("best", "fp32"), ("best-16", "fp16")):
         mine, others = (
-            [n for n in names if methods[n].wire == wire and not methods[n].divides_samples] for names in (ours, peers)
+            [n for n in names if methods[n].wire == wire and not methods[n].divides_samples]
+            for names in (ours, peers)
         )
         rows.append((label, mine, others, LEAST_FASTER[binds]))
     for name in ours:

@@ -97,7 +97,9 @@ class Layout:
         """
         if self.pipeline > 1:
             borders = min(2, self.pipeline - 1)
-            return 4 * (self.sent(num_nodes // self.pipeline, bits) * counts.largest_stage + borders * counts.border)
+            return 4 * (
+                self.sent(num_nodes // self.pipeline, bits) * counts.largest_stage + borders * counts.border
+            )
         of_node = counts.split + self.tensor * (counts.parameters - counts.split)
         return 4 * self.sent(num_nodes, bits) * of_node
 

@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(kw_only=True)
 class Places:
-    """Where ranks are started. cluster: None where there can be none. no_cluster: why it could not be brought up, though
+    """Where ranks are started. cluster: None where there can be none. no_cluster: why it could not be brought up where
     there can be one. starts: how each launch so far was started. failed: what could not be measured so far."""
 
     cluster: Cluster | None
@@ -117,9 +117,7 @@ def memory(places: Places, scale: Scale) -> list[Record]:
 
 def planned(places: Places, scale: Scale) -> list[Record]:
     """Figure 2, against `hpctrain plan`. Two ranks on this machine."""
-    made = plan_records(
-        models=scale.planned_models, timeout_s=scale.timeout_s, attempt=places.attempt
-    )
+    made = plan_records(models=scale.planned_models, timeout_s=scale.timeout_s, attempt=places.attempt)
     places.say("memory against the plan")
     return made
 

@@ -67,7 +67,8 @@ class Training:
             session.parallelize(self.model, plan)
             self.optimizer = make_optimizer(list(self.model.parameters()))
         self._micro_batches = plan.micro_batches
-        self._rows = -(-(-(-batch // session.axes.data.size)) // plan.micro_batches)
+        of_rank = -(-batch // session.axes.data.size)
+        self._rows = -(-of_rank // plan.micro_batches)
         self.counts = self._counted(num_parameters, in_stages=plan.pipeline > 1)
         self.exposed_s = 0.0
         self._updater = session.updater(self.model, self.optimizer, algorithm=ALGORITHM, wire=wire)

@@ -25,12 +25,10 @@ _DIVISION = 2  # ranks of a tensor group, stages of a pipeline
 
 
 def tensor_stepper(workload: Language, *, batch: int) -> Step:
-    """Returns the function that makes a step with tensor groups of 2. Collective.
+    """Returns the function that makes a step with tensor groups of 2, over which DDP sums. Collective.
 
-    batch: samples of each rank. Over the groups the model is in whole copies, by `replicate`: DDP loses the gradients
-    of a split model from the second step on, since it does not know the parameters that it then has.
+    batch: samples of each rank.
     """
-    from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -38,7 +36,7 @@ def tensor_stepper(workload: Language, *, batch: int) -> Step:
     mesh = init_device_mesh("cpu", (num_ranks // _DIVISION, _DIVISION), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     task = workload.task
-    model = task.build_model()
+    model: nn.Module = task.build_model()
     for block in model.blocks:  # type: ignore[union-attr]
         plan = {
             "attention_in": ColwiseParallel(),
@@ -48,9 +46,7 @@ def tensor_stepper(workload: Language, *, batch: int) -> Step:
         }
         parallelize_module(block, mesh["tp"], plan)
     if mesh["dp"].size() > 1:
-        for block in model.blocks:  # type: ignore[union-attr]
-            replicate(block, mesh=mesh["dp"])
-        replicate(model, mesh=mesh["dp"])
+        model = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     ranks = _sharing(mesh["dp"].get_local_rank())
 
@@ -90,7 +86,9 @@ def pipeline_stepper(workload: Language, *, batch: int) -> Step:
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    schedule = Schedule1F1B(stage, n_microbatches=LAYOUTS["pipeline-2"].options["micro_batches"], loss_fn=loss_of)
+    schedule = Schedule1F1B(
+        stage, n_microbatches=LAYOUTS["pipeline-2"].options["micro_batches"], loss_fn=loss_of
+    )
     ranks = _sharing(mesh["dp"].get_local_rank())
 
     def step(number: int) -> Stepped:

@@ -31,7 +31,9 @@ PEERS = {
         Method(name="zero", what="DDP and ZeroRedundancyOptimizer"),
         Method(name="fsdp2", what="FSDP2"),
         Method(name="tensor", what="tensor groups of 2 by parallelize_module", divides_samples=True),
-        Method(name="pipeline", what="pipeline of 2, 1F1B of torch.distributed.pipelining", divides_samples=True),
+        Method(
+            name="pipeline", what="pipeline of 2, 1F1B of torch.distributed.pipelining", divides_samples=True
+        ),
     )
 }
 OURS = {

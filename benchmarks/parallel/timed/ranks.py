@@ -20,8 +20,8 @@ from benchmarks.starting import this_rank
 def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) -> None:
     """Trains a layout on the ranks that `hpctrain launch` started.
 
-    batch: samples of each rank. The ranks of a tensor group or pipeline train on those of all of its ranks, so that each
-    layout has the same samples in a step.
+    batch: samples of each rank. The ranks of a tensor group or pipeline train on those of all of its ranks, so that
+    each layout has the same samples in a step.
     """
     from benchmarks.parallel.training import Training
     from hpctrain.run import start
