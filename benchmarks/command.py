@@ -86,10 +86,16 @@ def finish(
     for figure, parts in run.failed.items():
         console.print(f"{figure}: not measured, because of an error: {', '.join(parts)}", markup=False)
     if output is not None:
-        content = results_file.write(output, run, about=about)
+        keep(run, benchmark=benchmark, about=about, output=output, refresh=refresh)
         console.print(f"written: {output}")
-        if output.resolve() == REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json":
-            if refresh is not None:
-                refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
-            headlines.refresh()
     return 1 if run.failed else 0
+
+
+def keep(run: Run, *, benchmark: str, about: dict[str, Any], output: Path, refresh: Refresh | None) -> None:
+    """Writes the records to `output`, and the tables that show them, as `finish` does. May be called again with more
+    records of the same run, so that one that is interrupted keeps what was measured."""
+    content = results_file.write(output, run, about=about)
+    if output.resolve() == REPOSITORY / "benchmarks" / "results" / f"{benchmark}.json":
+        if refresh is not None:
+            refresh(REPOSITORY / "docs" / "benchmarks" / f"{benchmark}.md", content)
+        headlines.refresh()

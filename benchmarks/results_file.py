@@ -130,7 +130,9 @@ def write(path: Path, run: Run, *, about: dict[str, Any]) -> dict[str, Any]:
     old = json.loads(path.read_text()) if path.exists() else None
     content = merged(old, run, about=about)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_compact(content))
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(_compact(content))
+    unfinished.replace(path)  # a run that is interrupted now keeps the old file
     written: dict[str, Any] = json.loads(
         path.read_text()
     )  # read back, so that the page shows the rounded values of the file

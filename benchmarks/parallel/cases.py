@@ -22,6 +22,7 @@ from hpctrain.run import Session
 Settings = Mapping[str, Any]
 BATCH = 11  # over 2, 4 and 8 ranks unequal parts
 MEMORY_BATCH = 8
+PIPELINE_SAMPLES = 32  # of a rank, for the traffic of pipelines: so many that their activations weigh
 
 
 def equality(session: Session, settings: Settings) -> dict[str, dict[str, dict[str, float]]]:
@@ -163,9 +164,11 @@ def traffic(session: Session, settings: Settings) -> dict[str, Any]:
     idle = [now - then for now, then in zip(after, before, strict=True)]
     found: dict[str, Any] = {"pause": {"seconds": settings["pause_s"], "node_bytes": idle}}
     for layout, wire in settings["choices"]:
+        samples = PIPELINE_SAMPLES if LAYOUTS[layout].pipeline > 1 else 1
         training = Training(
-            session, WORKLOADS[settings["workload"]], LAYOUTS[layout], batch=session.num_ranks, wire=wire
-        )
+            session, WORKLOADS[settings["workload"]], LAYOUTS[layout], batch=samples * session.num_ranks,
+            wire=wire,
+        )  # fmt: skip
         training.step(0)
         training.finish()
         before = ranks.node_bytes()

@@ -15,6 +15,7 @@ MOST_OFF_MEMORY = 0.05
 MOST_OF_TRAFFIC = 1.03
 MOST_OFF_LOSS = 1e-12
 LEAST_FASTER = {True: 1.2, False: 1.0}  # by whether links bind
+LEAST_AS_FAST = 1.0  # tensor groups and pipelines
 MOST_EXPOSED = 1.0  # of ZeRO-2, times whole copies
 MOST_ABOVE_BUBBLE = 0.03
 OF_ONE_STAGE = ("gpipe", "1f1b")
@@ -102,25 +103,24 @@ def time_records(
     """Returns the records at one place and link rate.
 
     seconds: of a step, by method, of each round. binds: whether the links limit the speed there. The best of a group is
-    the one with the smallest median, of hpctrain's layouts and of the peers.
+    the one with the smallest median, of hpctrain's layouts and of the peers whose ranks do not divide samples.
     """
     ours = [name for name in seconds if methods[name].layout is not None]
     peers = [name for name in seconds if methods[name].layout is None]
-    rows: list[tuple[str, list[str], list[str]]] = []
-    for label, wires in (("best", ("fp32",)), ("best-16", ("fp16",))):
-        rows.append(
-            (
-                label,
-                [n for n in ours if methods[n].wire in wires],
-                [n for n in peers if methods[n].wire in wires],
-            )
+    rows: list[tuple[str, list[str], list[str], float]] = []
+    for label, wire in (("best", "fp32"), ("best-16", "fp16")):
+        mine, others = (
+            [n for n in names if methods[n].wire == wire and not methods[n].divides_samples]
+            for names in (ours, peers)
         )
+        rows.append((label, mine, others, LEAST_FASTER[binds]))
     for name in ours:
-        layout = methods[name].layout
-        if methods[name].wire == "fp32" and layout is not None and LAYOUTS[layout].peer:
-            rows.append((layout, [name], [LAYOUTS[layout].peer]))
+        method = methods[name]
+        if method.wire == "fp32" and method.layout is not None and LAYOUTS[method.layout].peer:
+            bar = LEAST_AS_FAST if method.divides_samples else LEAST_FASTER[binds]
+            rows.append((method.layout, [name], [LAYOUTS[method.layout].peer], bar))
     made = []
-    for label, mine, others in rows:
+    for label, mine, others, bar in rows:
         here = [name for name in others if name in seconds]
         if not mine or not here:
             continue
@@ -131,7 +131,7 @@ def time_records(
             Record(
                 id=f"parallel.4.{place}.{label}",
                 what=f"{where}: {methods[peer].what} on Gloo / ours, {methods[us].what}: {medians}",
-                value=median(ratios), bar=LEAST_FASTER[binds], sense="at least", unit="times as fast",
+                value=median(ratios), bar=bar, sense="at least", unit="times as fast",
                 samples=dict(seconds) if label == "best" else {us: seconds[us], peer: seconds[peer]},
                 **over_rounds(seconds[peer], seconds[us]),
             )
@@ -199,6 +199,8 @@ def checkpoint_records(
     that have saved."""
     made = []
     for ranks, pairs in loaded.items():
+        if not pairs:
+            continue
         off = {
             pair: max(
                 abs(loss / expected - 1)

@@ -17,10 +17,16 @@ BITS = {"fp32": 32, "fp16": 16, "int8": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Numbers of a model's parameters. split: of them, those of which each rank of a tensor group holds a part."""
+    """Numbers of a model's parameters. split: of them, those of which each rank of a tensor group holds a part.
+
+    Of a pipeline also, largest_stage: parameters of the rank that has most; border: values that a rank gives to the
+    next stage in a step, and gets back as gradients.
+    """
 
     parameters: int
     split: int = 0
+    largest_stage: int = 0
+    border: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,7 @@ class Layout:
     that share a copy of the parameters that the rank's tensor rank and stage have. buffer_bytes: what a rank holds
     besides, at most all gradients. sent: bytes that leave a node in a step, with one data-parallel rank on each, /
     bytes of the parameters in float32, by the number of nodes and the bits of a gradient on the wire; of a layout on
-    `nodes`, with several.
+    `nodes`, with several; of a pipeline, by the number of nodes that have the same stage.
     peer: name of the peer against which its time is held; empty if there is none. wires, timed_wires: wire formats of
     its gradients, for traffic and time. nodes: whether it needs several nodes; each holds a copy of the model.
     least_ranks: on fewer it is another layout. figures: those that measure it.
@@ -85,7 +91,15 @@ class Layout:
 
     def sent_bytes(self, counts: Counts, *, num_nodes: int, bits: int) -> float:
         """Returns the bytes that leave a node in a step. Each rank of a tensor group sums what the group does not
-        split."""
+        split. Of a pipeline, with one rank on each node, it is the node that has the largest stage: its gradients are
+        summed with those of the other pipelines, and it gives activations to the next stage or gradients to the one
+        before; a stage between two others does both.
+        """
+        if self.pipeline > 1:
+            borders = min(2, self.pipeline - 1)
+            return 4 * (
+                self.sent(num_nodes // self.pipeline, bits) * counts.largest_stage + borders * counts.border
+            )
         of_node = counts.split + self.tensor * (counts.parameters - counts.split)
         return 4 * self.sent(num_nodes, bits) * of_node
 
@@ -128,13 +142,13 @@ _BUCKETS = 2
 _MICRO_BATCHES = 4
 
 
-def _pipeline(pipeline: int, schedule: str, *, figures: str) -> Layout:
+def _pipeline(pipeline: int, schedule: str, *, figures: str, peer: str = "") -> Layout:
     usual = schedule == "1f1b"
     return Layout(
         name=f"pipeline-{pipeline}" if usual else f"pipeline-{pipeline}-{schedule}",
         what=f"pipeline of {pipeline}, {schedule}",
         options={"pipeline": pipeline, "schedule": schedule, "micro_batches": _MICRO_BATCHES},
-        held=lambda n: 16, least_ranks=pipeline, figures=figures,
+        held=lambda n: 16, sent=_all_reduced, peer=peer, least_ranks=pipeline, figures=figures,
     )  # fmt: skip
 
 
@@ -154,7 +168,7 @@ LAYOUTS = {
                options={"shard": "parameters", "shard_within": "node"}, held=lambda n: 16 / n, sent=_all_reduced,
                peer="fsdp2", nodes=True, least_ranks=2),
         Layout(name="tensor-2", what="tensor groups of 2", options={"tensor": 2}, held=lambda n: 16, sent=_all_reduced,
-               least_ranks=2),
+               peer="tensor", least_ranks=2),
         Layout(name="tensor-4", what="tensor groups of 4", options={"tensor": 4}, held=lambda n: 16, sent=_all_reduced,
                least_ranks=4, figures="126"),
         Layout(name="tensor-2-parameters", what="tensor groups of 2, parameters sharded",
@@ -165,7 +179,7 @@ LAYOUTS = {
         Layout(name="tensor-2-parameters-node", what="tensor groups of 2, parameters sharded within a node",
                options={"tensor": 2, "shard": "parameters", "shard_within": "node"}, held=lambda n: 16 / n, nodes=True,
                least_ranks=8, figures="1"),
-        _pipeline(2, "1f1b", figures="126"),
+        _pipeline(2, "1f1b", figures="12346", peer="pipeline"),
         _pipeline(4, "1f1b", figures="126"),
         _pipeline(2, "gpipe", figures="1"),
         _pipeline(2, "interleaved", figures="16"),

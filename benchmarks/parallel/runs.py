@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from benchmarks.parallel import figures
 from benchmarks.parallel.layouts import arrangements, of_figure
 from benchmarks.parallel.planned.runs import plan_records
 from benchmarks.parallel.scale import Scale
-from benchmarks.parallel.timed.methods import METHODS, methods_at
+from benchmarks.parallel.timed.methods import METHODS, in_turns, methods_at
 from benchmarks.parallel.timed.programs import on_cluster, on_node
-from benchmarks.parallel.timed.rounds import Rounds, take_rounds
+from benchmarks.parallel.timed.rounds import Rounds, TurnTaking, take_rounds
 from benchmarks.reduction.places import OnCluster, OneNode, RanksFailed
 from benchmarks.results_file import Record
 from benchmarks.starting import Start
-from tests.cluster import Cluster, ClusterPlan
+from tests.cluster import Cluster, ClusterError, ClusterPlan
 from tests.cluster.cluster import CLUSTERS
 
 MODULE = "benchmarks.parallel.ranks"
@@ -32,11 +33,23 @@ Say = Callable[[str], None]
 
 @dataclass(kw_only=True)
 class Places:
-    """Where ranks are started. cluster: None where there can be none. starts: how each launch so far was started."""
+    """Where ranks are started. cluster: None where there can be none. no_cluster: why it could not be brought up where
+    there can be one. starts: how each launch so far was started. failed: what could not be measured so far."""
 
     cluster: Cluster | None
     say: Say
+    no_cluster: str = ""
     starts: list[Start] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Adds `what` to `failed` if ranks fail in the `with` block, so that the others are still measured."""
+        try:
+            yield
+        except RanksFailed as error:
+            self.failed.append(what)
+            self.say(f"{what}: failed\n{error}")
 
     def on_node(
         self, case: str, settings: Mapping[str, Any], *, num_ranks: int, nodes: int = 1, timeout_s: float
@@ -49,12 +62,14 @@ class Places:
         return found
 
     def on_cluster(self, *, ranks_per_node: int, num_nodes: int) -> OnCluster | None:
+        if self.no_cluster:
+            raise RanksFailed(f"no cluster: {self.no_cluster}")
         if self.cluster is None:
             return None
         return OnCluster(self.cluster, ranks_per_node=ranks_per_node, num_nodes=num_nodes, module=MODULE)
 
 
-Run = Callable[[Places, Scale], list[Record]]
+Part = Callable[[Places, Scale], list[Record]]
 
 
 def equality(places: Places, scale: Scale) -> list[Record]:
@@ -68,12 +83,14 @@ def equality(places: Places, scale: Scale) -> list[Record]:
                 "steps": scale.equality_steps,
                 "layouts": names,
             }
-            found.setdefault(num_ranks, []).append(
-                places.on_node(
-                    "equality", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+            what = f"equality of {len(names)} layouts on {num_nodes} x {num_ranks // num_nodes} ranks"
+            with places.attempt(what):
+                found.setdefault(num_ranks, []).append(
+                    places.on_node(
+                        "equality", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+                    )
                 )
-            )
-            places.say(f"equality of {len(names)} layouts on {num_nodes} x {num_ranks // num_nodes} ranks")
+                places.say(what)
     return figures.equality_records(found, steps=scale.equality_steps)
 
 
@@ -87,18 +104,20 @@ def memory(places: Places, scale: Scale) -> list[Record]:
             if not (enough and layout.fits(num_ranks=num_ranks, num_nodes=num_nodes)):
                 continue
             settings = {"layout": layout.name, "workload": scale.memory_workload}
-            found = places.on_node(
-                "memory", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
-            )
-            sharing = num_ranks // num_nodes
-            made.append(figures.memory_record(layout, found, num_ranks=num_ranks, sharing=sharing))
-            places.say(f"memory of {layout.what} on {num_ranks} ranks")
+            what = f"memory of {layout.what} on {num_ranks} ranks"
+            with places.attempt(what):
+                found = places.on_node(
+                    "memory", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+                )
+                sharing = num_ranks // num_nodes
+                made.append(figures.memory_record(layout, found, num_ranks=num_ranks, sharing=sharing))
+                places.say(what)
     return made
 
 
 def planned(places: Places, scale: Scale) -> list[Record]:
     """Figure 2, against `hpctrain plan`. Two ranks on this machine."""
-    made = plan_records(models=scale.planned_models, timeout_s=scale.timeout_s)
+    made = plan_records(models=scale.planned_models, timeout_s=scale.timeout_s, attempt=places.attempt)
     places.say("memory against the plan")
     return made
 
@@ -123,41 +142,45 @@ def traffic(places: Places, scale: Scale) -> list[Record]:
             "workload": scale.traffic_workload, "steps": scale.traffic_steps, "pause_s": 2.0,
             "choices": [(layout.name, wire) for layout, wire in choices],
         }  # fmt: skip
-        found = place.run("traffic", settings, timeout_s=scale.timeout_s)
-        places.starts += place.starts
-        made += [
-            figures.traffic_record(
-                layout, wire, found, num_nodes=num_nodes, ranks_per_node=ranks_per_node,
-                steps=scale.traffic_steps,
-            )
-            for layout, wire in choices
-        ]  # fmt: skip
-        places.say(f"traffic of {num_nodes} x {ranks_per_node} ranks")
+        what = f"traffic of {num_nodes} x {ranks_per_node} ranks"
+        with places.attempt(what):
+            found = place.run("traffic", settings, timeout_s=scale.timeout_s)
+            places.starts += place.starts
+            made += [
+                figures.traffic_record(
+                    layout, wire, found, num_nodes=num_nodes, ranks_per_node=ranks_per_node,
+                    steps=scale.traffic_steps,
+                )
+                for layout, wire in choices
+            ]  # fmt: skip
+            places.say(what)
     return made
 
 
-def times(num_nodes: int, ranks_per_node: int) -> Run:
+def times(num_nodes: int, ranks_per_node: int) -> Part:
     """Figure 4 at one place."""
 
     def run(places: Places, scale: Scale) -> list[Record]:
         rates = scale.times.get((num_nodes, ranks_per_node), ())
-        methods = methods_at(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        groups = in_turns(methods_at(num_nodes=num_nodes, ranks_per_node=ranks_per_node))
         if num_nodes == 1 and rates:
             with tempfile.TemporaryDirectory() as name:
-                found = take_rounds(
-                    list(methods.values()), directory=Path(name), num_ranks=ranks_per_node,
+                turns = TurnTaking(
+                    directory=Path(name), num_ranks=ranks_per_node,
                     command=lambda method, folder, number: on_node(method, folder, num_ranks=ranks_per_node),
                     rates={"": lambda: None}, **_of(scale),
                 )  # fmt: skip
-        elif (place := places.on_cluster(ranks_per_node=ranks_per_node, num_nodes=num_nodes)) and rates:
+                found = take_rounds(groups, turns)
+        elif rates and (place := places.on_cluster(ranks_per_node=ranks_per_node, num_nodes=num_nodes)):
             cluster = place.cluster
             with tempfile.TemporaryDirectory(dir=cluster.plan.directory) as name:
-                found = take_rounds(
-                    list(methods.values()), directory=Path(name), num_ranks=num_nodes * ranks_per_node,
+                turns = TurnTaking(
+                    directory=Path(name), num_ranks=num_nodes * ranks_per_node,
                     command=lambda method, folder, number: on_cluster(method, folder, place=place, number=number),
                     rates={rate: lambda rate=rate: cluster.set_rate(rate) for rate in rates},  # type: ignore[misc]
                     **_of(scale),
                 )  # fmt: skip
+                found = take_rounds(groups, turns)
         else:
             return []
         return _records(found, places, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
@@ -176,14 +199,16 @@ def _of(scale: Scale) -> dict[str, Any]:
         "settings": settings,
         "num_rounds": scale.rounds,
         "seed": SEED,
-        "timeout_s": scale.timeout_s,
+        "timeout_s": scale.turn_timeout_s,
+        "idle_s": scale.timeout_s,
     }
 
 
 def _records(found: Rounds, places: Places, *, num_nodes: int, ranks_per_node: int) -> list[Record]:
     places.starts += found.starts
-    if found.failed:
-        raise RanksFailed("; ".join(f"{name}: {error}" for name, error in found.failed.items()))
+    for name, error in found.failed.items():
+        places.failed.append(name)
+        places.say(f"{name}: failed\n{error}")
     made = []
     for rate, turns in found.turns.items():
         shape = f"{num_nodes}x{ranks_per_node}"
@@ -221,25 +246,30 @@ def checkpoints(places: Places, scale: Scale) -> list[Record]:
         saved: dict[str, list[float]] = {}
         for num_nodes, names in arrangements(of_figure("6"), num_ranks=first).items():
             settings = {"folder": folder, "layouts": names}
-            saved |= places.on_node(
-                "save", settings, num_ranks=first, nodes=num_nodes, timeout_s=scale.timeout_s
-            )
+            with places.attempt(f"checkpoints saved on {num_nodes} x {first // num_nodes} ranks"):
+                saved |= places.on_node(
+                    "save", settings, num_ranks=first, nodes=num_nodes, timeout_s=scale.timeout_s
+                )
         loaded: dict[int, dict[str, Any]] = {}
         for num_ranks in scale.checkpoint_ranks:
             loaded[num_ranks] = {}
             for num_nodes, names in arrangements(of_figure("6"), num_ranks=num_ranks).items():
                 settings = {"folder": folder, "layouts": names, "saved": list(saved)}
-                loaded[num_ranks] |= places.on_node(
-                    "load", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
-                )
+                with places.attempt(f"checkpoints loaded on {num_nodes} x {num_ranks // num_nodes} ranks"):
+                    loaded[num_ranks] |= places.on_node(
+                        "load", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+                    )
             places.say(f"{len(loaded[num_ranks])} pairs: checkpoints of {first} ranks loaded on {num_ranks}")
         settings = {"folder": folder, "layouts": list(saved)}
-        dcp = places.on_node("dcp", settings, num_ranks=first, timeout_s=scale.timeout_s)
-    return [*figures.checkpoint_records(saved, loaded, num_ranks=first), figures.dcp_record(dcp)]
+        made = figures.checkpoint_records(saved, loaded, num_ranks=first)
+        with places.attempt("torch DCP"):
+            dcp = places.on_node("dcp", settings, num_ranks=first, timeout_s=scale.timeout_s)
+            made.append(figures.dcp_record(dcp))
+    return made
 
 
 # Figure -> its parts: title and measurement.
-FIGURES: dict[str, list[tuple[str, Run]]] = {
+FIGURES: dict[str, list[tuple[str, Part]]] = {
     "1": [("equality", equality)],
     "2": [("memory", memory), ("plan", planned)],
     "3": [("traffic", traffic)],
@@ -268,5 +298,10 @@ def places_for(names: Sequence[str], *, scale: Scale, say: Say, why_not: str | N
         plan = ClusterPlan(
             directory=CLUSTERS / f"bench-{os.getpid()}", num_nodes=4, cores_per_node=_CORES_PER_NODE
         )
-        with Cluster.up(plan) as cluster:
-            yield Places(cluster=cluster, say=say)
+        with ExitStack() as stack:
+            try:
+                places = Places(cluster=stack.enter_context(Cluster.up(plan)), say=say)
+            except (ClusterError, OSError, subprocess.SubprocessError) as error:
+                say(f"the cluster could not be brought up: {error}")
+                places = Places(cluster=None, no_cluster=str(error), say=say)
+            yield places

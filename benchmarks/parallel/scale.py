@@ -13,7 +13,8 @@ class Scale:
     """traffic_nodes: of the cluster, of which each has one rank, or two. times: nodes and ranks on each that are timed,
     and the rates of their links; one node is this machine. batch: samples of a rank in a timed step. rounds: of the
     timed turns, each of `turn_steps` steps. bubble_*: of the stages that sleep, on `bubble_ranks` ranks of one node.
-    checkpoint_ranks: that load; the first of them have saved."""
+    checkpoint_ranks: that load; the first of them have saved. timeout_s: of a launch. turn_timeout_s: of the start of a
+    method that is timed, and of a turn."""
 
     equality_ranks: tuple[int, ...] = (1, 2, 4, 8)
     equality_steps: int = 20
@@ -39,7 +40,8 @@ class Scale:
     bubble_message_bytes: tuple[int, ...] = (1 << 10, 1 << 20)
     bubble_steps: int = 3
     checkpoint_ranks: tuple[int, ...] = (4, 2)
-    timeout_s: float = 900.0
+    timeout_s: float = 600.0
+    turn_timeout_s: float = 240.0
 
 
 FULL = Scale()

@@ -9,6 +9,7 @@ import torch
 from benchmarks.parallel.layouts import Counts, Layout
 from benchmarks.parallel.workloads import Fields, Language, Workload, part
 from hpctrain import ParallelPlan, Position
+from hpctrain.comm import all_gather_json
 from hpctrain.data import Batch
 from hpctrain.distributed import (
     end_process_group,
@@ -65,11 +66,12 @@ class Training:
         else:
             session.parallelize(self.model, plan)
             self.optimizer = make_optimizer(list(self.model.parameters()))
-        split = [p.numel() for p in self.model.parameters() if not replicated_over_tensor_ranks(p)]
-        self.counts = Counts(parameters=num_parameters, split=sum(split))
+        self._micro_batches = plan.micro_batches
+        of_rank = -(-batch // session.axes.data.size)
+        self._rows = -(-of_rank // plan.micro_batches)
+        self.counts = self._counted(num_parameters, in_stages=plan.pipeline > 1)
         self.exposed_s = 0.0
         self._updater = session.updater(self.model, self.optimizer, algorithm=ALGORITHM, wire=wire)
-        self._micro_batches = plan.micro_batches
         self._stages = self._runner_of_stages(dtype) if plan.pipeline > 1 else None
 
     def _put_in_stages(self, plan: ParallelPlan) -> torch.optim.Optimizer:
@@ -89,14 +91,26 @@ class Training:
         pipeline.keep_own(optimizer, names=names)
         return optimizer
 
+    def _counted(self, num_parameters: int, *, in_stages: bool) -> Counts:
+        """num_parameters: of the whole model. Collective."""
+        if not in_stages:
+            split = [p.numel() for p in self.model.parameters() if not replicated_over_tensor_ranks(p)]
+            return Counts(parameters=num_parameters, split=sum(split))
+        assert isinstance(self._workload, Language)
+        own = sum(parameter.numel() for parameter in self.model.parameters())
+        return Counts(
+            parameters=num_parameters,
+            largest_stage=max(all_gather_json(self._session.world, own)),
+            border=self._rows * self._micro_batches * self._workload.block_output,
+        )
+
     def _runner_of_stages(self, dtype: torch.dtype) -> PipelineRunner:
         pipeline = pipeline_of(self.model)
         assert pipeline is not None
         assert isinstance(self._updater, ShardedUpdater)
-        of_rank = -(-self._batch // self._session.axes.data.size)
         return PipelineRunner(
-            self._task, self.model, pipeline=pipeline, rows=-(-of_rank // self._micro_batches),
-            scaled=self._updater.scaled, device=self._session.device, dtype=dtype,
+            self._task, self.model, pipeline=pipeline, rows=self._rows, scaled=self._updater.scaled,
+            device=self._session.device, dtype=dtype,
         )  # fmt: skip
 
     def backward(self, number: int) -> float:

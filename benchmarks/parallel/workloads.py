@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +24,11 @@ class Language:
     width: int
     layers: int
     has_stages: ClassVar[bool] = True
+
+    @property
+    def block_output(self) -> int:
+        """Values that a block gives to the next one, of one sample."""
+        return self.window * self.width
 
     @property
     def task(self) -> Characters:
@@ -77,8 +82,12 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-def joined(parts: Sequence[Fields]) -> Fields:
-    """Returns the samples of several batches as one."""
+def of_ranks(
+    workload: Workload, ranks: Iterable[int], *, number: int, num_ranks: int, samples: int
+) -> Fields:
+    """Returns the samples that are those of `ranks` in step `number`, if each of `num_ranks` ranks has `samples`."""
+    first = number * num_ranks
+    parts = [workload.fields(samples=samples, seed=first + rank) for rank in ranks]
     return {name: torch.cat([fields[name] for fields in parts]) for name in parts[0]}
 
 

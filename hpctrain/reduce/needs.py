@@ -22,6 +22,7 @@ from hpctrain.reduce.collective_reducers.power_sgd import FACTOR_COLUMNS
 from hpctrain.reduce.collective_reducers.power_sgd_factors import FactoredBucket
 from hpctrain.reduce.collective_reducers.top_k import FRACTION, TopKMessage
 from hpctrain.reduce.contract.bucket_plan import Bucket
+from hpctrain.reduce.shared_memory.shared_buckets import capacity_of
 from hpctrain.topology import Topology
 
 # Of the engine and the updater: elements of a chunk, chunks of a bucket and buckets in flight.
@@ -40,13 +41,15 @@ _UNITS_OF_A_BUCKET = 4
 class ReductionNeeds:
     """Bytes of a rank. algorithm: the one that runs.
 
-    buckets: the gradients, with gaps and flags. wire: copies in the wire format and messages under way, at most.
+    buckets: the gradients, with gaps and flags. spare: memory for other buckets of the same gradients, which ranks
+    that share memory have besides. wire: copies in the wire format and messages under way, at most.
     residuals: of error feedback. sent: in messages to other ranks in a step, the mean of the ranks; what ranks of a
     node read from each other's memory is not sent. sent_between_nodes: of it, to other nodes.
     """
 
     algorithm: Algorithm
     buckets: int
+    spare: int = 0
     wire: int = 0
     residuals: int = 0
     sent: int = 0
@@ -124,8 +127,9 @@ def _of_every_value(
         )  # fmt: skip
     two_levels = runs in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
     peers, carriers = (num_nodes, smallest) if two_levels else (num_ranks, 1)
+    spare = _spare(held, topology)
     if peers == 1:  # one node, whose ranks sum in their shared memory
-        return ReductionNeeds(algorithm=runs, buckets=held)
+        return ReductionNeeds(algorithm=runs, buckets=held, spare=spare)
     if two_levels:
         sent = far = between_nodes
     else:
@@ -134,7 +138,8 @@ def _of_every_value(
         share = num_nodes / num_ranks if runs is Algorithm.RING else elsewhere
         far = int(around * share) if num_nodes > 1 else 0
     return ReductionNeeds(
-        algorithm=runs, buckets=held, wire=_under_way(buckets, wire=wire, peers=peers, carriers=carriers),
+        algorithm=runs, buckets=held, spare=spare,
+        wire=_under_way(buckets, wire=wire, peers=peers, carriers=carriers),
         residuals=residuals // carriers if wire == "int8" else 0, sent=sent, sent_between_nodes=far,
     )  # fmt: skip
 
@@ -171,8 +176,9 @@ def scatter_needs(
     # Beside the units the gradients of one bucket, until the last of them is there.
     filling = max((_gradient_bytes(bucket) for bucket in buckets), default=0)
     slots = units if keeps_gradients else heapq.nlargest(max(_SLOTS, 2 * _UNITS_OF_A_BUCKET), units)
+    spare = _spare(sum(slots), topology)
     if peers == 1:
-        return ReductionNeeds(algorithm=runs, buckets=sum(slots), wire=filling)
+        return ReductionNeeds(algorithm=runs, buckets=sum(slots), spare=spare, wire=filling)
     codec = codec_named(wire)
     encoded = sum(codec.num_bytes(bucket.num_gradients, dtype=bucket.dtype) for bucket in buckets)
     whole = sum(map(_gradient_bytes, buckets))
@@ -182,10 +188,15 @@ def scatter_needs(
     sent = (encoded + parameter_bytes) * (peers - 1) / num_ranks
     elsewhere = (num_ranks - num_ranks / topology.num_nodes) / (num_ranks - 1)
     return ReductionNeeds(
-        algorithm=runs, buckets=sum(slots), wire=filling + int(copies * in_flight),
+        algorithm=runs, buckets=sum(slots), spare=spare, wire=filling + int(copies * in_flight),
         residuals=int(_RESIDUALS * whole * peers / num_ranks) if wire == "int8" else 0, sent=int(sent),
         sent_between_nodes=int(sent if two_levels else sent * elsewhere),
     )  # fmt: skip
+
+
+def _spare(num_bytes: int, topology: Topology) -> int:
+    shares = any(len(ranks) > 1 for ranks in topology.ranks_by_node)
+    return capacity_of(num_bytes) - num_bytes if shares else 0
 
 
 def _gradient_bytes(bucket: Bucket) -> int:

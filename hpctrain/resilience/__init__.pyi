@@ -3,6 +3,7 @@ from .end_time import EndTime as EndTime
 from .freed_memory import (
     give_back_freed_memory as give_back_freed_memory,
     give_back_large_pieces as give_back_large_pieces,
+    give_back_once as give_back_once,
     keep_freed_memory as keep_freed_memory,
 )
 from .host_memory import (

@@ -42,6 +42,23 @@ def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
     return True
 
 
+def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
+    """Makes glibc give back all that it keeps now; what is freed later it keeps as before.
+
+    For the end of the first update: the optimizer's state was made in what the activations of the first step had left,
+    and pieces of that remain between its tensors which no later step can use. Returns False, and changes nothing, where
+    `keep_freed_memory` does.
+    """
+    if _set_by_user(environ):
+        return False
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except AttributeError:
+        return False
+    trim(0)
+    return True
+
+
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc give back all that it keeps, and from now on each piece of more than 128 KiB when it is freed.
 
@@ -54,10 +71,14 @@ def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _set_thresholds(mmap_bytes: int, trim_bytes: int, *, environ: Mapping[str, str]) -> bool:
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
+    if _set_by_user(environ):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_bytes))
+
+
+def _set_by_user(environ: Mapping[str, str]) -> bool:
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,16 @@ QUICK_MODELS: dict[str, dict[str, int]] = {**MODELS, "large": {"window": 64, "wi
 
 
 def plan_records(
-    *, models: Mapping[str, Mapping[str, int]], ways: Mapping[str, Mapping[str, Any]] = WAYS, timeout_s: float
+    *,
+    models: Mapping[str, Mapping[str, int]],
+    ways: Mapping[str, Mapping[str, Any]] = WAYS,
+    timeout_s: float,
+    attempt: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> list[Record]:
-    """Returns a record for each way: how far the planned growth from the small to the large model is off."""
+    """Returns a record for each way: how far the planned growth from the small to the large model is off.
+
+    attempt: makes the context in which a way of this name is measured, which may take its RanksFailed.
+    """
     made = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -54,17 +62,18 @@ def plan_records(
         pack_arrays(folder / "data", {"tokens": tokens.astype(np.uint8)})
         for way, parallel in ways.items():
             measured, planned = {}, {}
-            for model, options in models.items():
-                document = recipe_of(options, parallel, data=folder / "data")
-                found = plan_memory(
-                    parse_recipe(document), recipe_path=folder / "recipe.toml", num_ranks=NUM_RANKS
-                )
-                chosen = next(entry for entry in found.ways if entry.is_current)
-                assert chosen.needs is not None, chosen.refused
-                planned[model] = chosen.needs(chosen.choices[0]).total
-                where = Path(tempfile.mkdtemp(dir=folder))
-                measured[model] = _trained(document, where, timeout_s=timeout_s)
-            made.append(record_of(way, measured=measured, planned=planned))
+            with attempt(way):
+                for model, options in models.items():
+                    document = recipe_of(options, parallel, data=folder / "data")
+                    found = plan_memory(
+                        parse_recipe(document), recipe_path=folder / "recipe.toml", num_ranks=NUM_RANKS
+                    )
+                    chosen = next(entry for entry in found.ways if entry.is_current)
+                    assert chosen.needs is not None, chosen.refused
+                    planned[model] = chosen.needs(chosen.choices[0]).total
+                    where = Path(tempfile.mkdtemp(dir=folder))
+                    measured[model] = _trained(document, where, timeout_s=timeout_s)
+                made.append(record_of(way, measured=measured, planned=planned))
     return made
 
 

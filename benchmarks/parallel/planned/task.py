@@ -22,14 +22,17 @@ _EVERY_S = 0.02
 class Watched(Characters):
     """Writes into the folder `report` a file for each process, each time that the loss is computed.
 
-    In it are bytes before the model was built, and the most since then until the newest step began, each of this
-    process alone and of what it shares with others: what the run does after its last step does not count.
+    In it are bytes of this process alone and of its part of what it shares with others: `before` the model was built,
+    and the `most` since then until the newest step began, so that what the run does after its last step does not count.
+    Of what is shared the part when that step began counts: before all have accessed a page, others have none of it, and
+    the largest parts of all processes would be more than there is.
     """
 
     def __init__(self, *, report: str, **options: Any) -> None:
         super().__init__(**options)
         self._report = Path(report) / f"{os.getpid()}.json"
-        self._before = self._most = (0, 0)
+        self._before = (0, 0)
+        self._most = 0  # of this process alone
 
     def build_model(self) -> nn.Module:
         gc.collect()
@@ -39,14 +42,14 @@ class Watched(Characters):
         return super().build_model()
 
     def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
-        self._report.write_text(json.dumps({"before": self._before, "most": self._most}))
+        most = self._most, own_bytes()[1]
+        self._report.write_text(json.dumps({"before": self._before, "most": most}))
         return super().loss(model, fields)
 
     def _watch(self) -> None:
         ended = threading.Event()
         while not ended.wait(_EVERY_S):
-            alone, shared = own_bytes()
-            self._most = max(self._most[0], alone), max(self._most[1], shared)
+            self._most = max(self._most, own_bytes()[0])
 
 
 def own_bytes() -> tuple[int, int]:

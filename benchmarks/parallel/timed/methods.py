@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.parallel.layouts import of_figure
+from benchmarks.parallel.layouts import LAYOUTS, of_figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way of training that is timed: a layout of hpctrain's, or a peer (layout is None). wire: of the gradients."""
+    """A way of training that is timed: a layout of hpctrain's, or a peer (layout is None).
+
+    wire: of the gradients. divides_samples: whether several ranks compute one sample together: tensor groups and
+    pipelines. They are held against each other only.
+    """
 
     name: str
     what: str
     layout: str | None = None
     wire: str = "fp32"
+    divides_samples: bool = False
 
 
 PEERS = {
@@ -24,6 +30,10 @@ PEERS = {
         Method(name="ddp-fp16", what="DDP, fp16 hook", wire="fp16"),
         Method(name="zero", what="DDP and ZeroRedundancyOptimizer"),
         Method(name="fsdp2", what="FSDP2"),
+        Method(name="tensor", what="tensor groups of 2 by parallelize_module", divides_samples=True),
+        Method(
+            name="pipeline", what="pipeline of 2, 1F1B of torch.distributed.pipelining", divides_samples=True
+        ),
     )
 }
 OURS = {
@@ -32,7 +42,8 @@ OURS = {
     for wire in layout.timed_wires
     for method in (
         Method(name=f"ours-{layout.name}{'' if wire == 'fp32' else f'-{wire}'}",
-               what=f"{layout.what}{'' if wire == 'fp32' else f', {wire}'}", layout=layout.name, wire=wire),
+               what=f"{layout.what}{'' if wire == 'fp32' else f', {wire}'}", layout=layout.name, wire=wire,
+               divides_samples=layout.tensor * layout.pipeline > 1),
     )
 }  # fmt: skip
 METHODS = {**OURS, **PEERS}
@@ -43,9 +54,12 @@ _ON_TWO_LEVELS = (
     "ours-gradients",
     "ours-parameters-node",
     "ours-tensor-2",
+    "ours-pipeline-2",
     "ddp",
     "zero",
     "fsdp2",
+    "tensor",
+    "pipeline",
 )
 
 
@@ -57,5 +71,20 @@ def methods_at(*, num_nodes: int, ranks_per_node: int) -> dict[str, Method]:
         if layout.fits(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes)
         and (num_nodes == 1 or ranks_per_node >= layout.ranks_per_node)
     }
+    peers = {LAYOUTS[name].peer for name in fitting}
     names = METHODS if num_nodes == 1 or ranks_per_node == 1 else _ON_TWO_LEVELS
-    return {name: METHODS[name] for name in names if METHODS[name].layout in (None, *fitting)}
+    return {
+        name: method
+        for name, method in ((name, METHODS[name]) for name in names)
+        if method.layout in fitting
+        or (method.layout is None and (name in peers or not method.divides_samples))
+    }
+
+
+def in_turns(methods: Mapping[str, Method]) -> list[list[Method]]:
+    """Returns the groups of methods whose ranks live at the same time and that take turns, in the order of the names.
+
+    Two groups, so that fewer ranks need memory at the same time: nothing compares methods of different groups.
+    """
+    groups = ([m for m in methods.values() if m.divides_samples == divides] for divides in (False, True))
+    return [group for group in groups if group]

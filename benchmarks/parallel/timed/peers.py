@@ -1,4 +1,7 @@
-"""Peers: torch's DDP, ZeroRedundancyOptimizer and FSDP2 on Gloo, as their documentation shows them."""
+"""Peers: torch's DDP, ZeroRedundancyOptimizer and FSDP2 on Gloo, as their documentation shows them.
+
+Those whose ranks compute samples together are in `dividing_peers`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from benchmarks.parallel.timed.dividing_peers import OPTIONS, Step, pipeline_stepper, tensor_stepper
 from benchmarks.parallel.timed.waiting import Stepped
-from benchmarks.parallel.workloads import Language
-
-Step = Callable[[int], Stepped]
+from benchmarks.parallel.workloads import Language, of_ranks
 
 
 def start_gloo() -> tuple[int, int]:
@@ -34,13 +36,15 @@ def stepper(method: str, workload: Language, *, batch: int) -> Step:
     method: name of the peer. batch: samples of each rank; the ranks have equally many, so the mean of their gradients
     is that of the loss.
     """
+    if method in _DIVIDING:
+        return _DIVIDING[method](workload, batch=batch)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     task = workload.task
     model, optimizer = _METHODS[method](task.build_model())
 
     def step(number: int) -> Stepped:
-        fields = workload.fields(samples=batch, seed=number * num_ranks + rank)
+        fields = of_ranks(workload, [rank], number=number, num_ranks=num_ranks, samples=batch)
         optimizer.zero_grad()
         loss = task.loss(model, fields)
         loss.backward()
@@ -50,13 +54,12 @@ def stepper(method: str, workload: Language, *, batch: int) -> Step:
     return step
 
 
-_OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def _ddp(model: nn.Module) -> Made:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), **_OPTIONS)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), **OPTIONS)
 
 
 def _ddp_fp16(model: nn.Module) -> Made:
@@ -70,7 +73,7 @@ def _zero(model: nn.Module) -> Made:
 
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        wrapped.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **_OPTIONS
+        wrapped.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIONS
     )
     return wrapped, optimizer
 
@@ -83,9 +86,10 @@ def _fsdp2(model: nn.Module) -> Made:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), **_OPTIONS)
+    return model, torch.optim.AdamW(model.parameters(), **OPTIONS)
 
 
 _METHODS: dict[str, Callable[[nn.Module], Made]] = {
     "ddp": _ddp, "ddp-fp16": _ddp_fp16, "zero": _zero, "fsdp2": _fsdp2,
 }  # fmt: skip
+_DIVIDING: dict[str, Callable[..., Step]] = {"tensor": tensor_stepper, "pipeline": pipeline_stepper}

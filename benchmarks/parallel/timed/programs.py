@@ -98,7 +98,8 @@ class Turn:
 
 
 class Program:
-    """The ranks of a method. directory: its own, which all ranks see. Raises RanksFailed with their last lines."""
+    """The ranks of a method. directory: its own, which all ranks see. timeout_s: of the start, and of a turn. idle_s: a
+    rank that waits longer for its turn ends. Raises RanksFailed with their last lines."""
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class Program:
         num_ranks: int,
         settings: Mapping[str, Any],
         timeout_s: float,
+        idle_s: float,
     ) -> None:
         self.method = method
         self.directory = directory
@@ -117,7 +119,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
         self._log = directory / "log"
         directory.mkdir()
-        (directory / "settings.json").write_text(json.dumps({**settings, "idle_s": timeout_s}))
+        (directory / "settings.json").write_text(json.dumps({**settings, "idle_s": idle_s}))
 
     def start(self, command: Command) -> tuple[float, Start]:
         """Starts the ranks and waits for the end of their warm-up steps. Returns the loss of the last one, the mean of

@@ -13,15 +13,15 @@ import torch
 from benchmarks.parallel.layouts import LAYOUTS
 from benchmarks.parallel.timed.methods import METHODS, Method
 from benchmarks.parallel.timed.waiting import Stepped, Turns
-from benchmarks.parallel.workloads import WORKLOADS, Language, joined
+from benchmarks.parallel.workloads import WORKLOADS, Language, of_ranks
 from benchmarks.starting import this_rank
 
 
 def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) -> None:
     """Trains a layout on the ranks that `hpctrain launch` started.
 
-    batch: samples of each rank. The ranks of a tensor group train on those of all of its ranks, so that each layout has
-    the same samples in a step.
+    batch: samples of each rank. The ranks of a tensor group or pipeline train on those of all of its ranks, so that
+    each layout has the same samples in a step.
     """
     from benchmarks.parallel.training import Training
     from hpctrain.run import start
@@ -37,8 +37,7 @@ def train_ours(method: Method, workload: Language, *, batch: int, turns: Turns) 
     places = range(data.index * of_group, (data.index + 1) * of_group)
 
     def step(number: int) -> Stepped:
-        first = number * session.num_ranks
-        fields = joined([workload.fields(samples=batch, seed=first + place) for place in places])
+        fields = of_ranks(workload, places, number=number, num_ranks=session.num_ranks, samples=batch)
         loss = training.backward_of(fields) * session.num_ranks
         training.update()
         return Stepped(loss=loss, exposed_s=training.exposed_s)

@@ -38,6 +38,15 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def capacity_of(num_bytes: int) -> int:
+    """Returns the bytes that a rank of a node with several allocates for buckets and flags of `num_bytes`.
+
+    There is more, for the same gradients in other buckets, with more flags and gaps. Aligned, because MPI places the
+    ranks' segments contiguously.
+    """
+    return _aligned(num_bytes + num_bytes // 16 + _SPARE_BYTES)
+
+
 @final
 class NodeMemory:
     """Shared memory of a node: per rank and bucket, the bucket's bytes and two flags; per rank, a few numbers.
@@ -72,9 +81,7 @@ class NodeMemory:
         if again:
             self._memory[self._local].zero_()
         else:
-            # Extra capacity for the same gradients in other buckets, with more flags and gaps. Aligned, because MPI
-            # places the ranks' segments contiguously.
-            capacity = _aligned(offsets[-1] + offsets[-1] // 16 + _SPARE_BYTES)
+            capacity = capacity_of(offsets[-1])
             own = torch.zeros(capacity, dtype=torch.uint8) if self._alone else None
             self._memory = [own] if own is not None else self._transport.share(capacity)
         self._sizes, self._offsets = list(sizes), offsets

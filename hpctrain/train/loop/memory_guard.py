@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, final
 
 from hpctrain.comm import Collective, all_gather_distinct, describe_ranks, on_rank_0
 from hpctrain.errors import LaunchError, OutOfMemory
-from hpctrain.resilience import give_back_freed_memory, num_parts, release, shortage
+from hpctrain.resilience import give_back_freed_memory, give_back_once, num_parts, release, shortage
 from hpctrain.telemetry import RecordWriter, write_json
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class MemoryGuard:
         self._say = say
         self._records = records
         self._shortage: str | None = None  # of this rank, in this step: what it asked for in vain
+        self._has_updated = False
         self.num_shortages = 0
         self.num_parts = micro_batches
         if recovers and largest is not None:
@@ -121,14 +122,19 @@ class MemoryGuard:
 
     def update(self, step: Callable[[], T]) -> T:
         """Returns `step()`, the reduction and the optimizer's step. Raises OutOfMemory, on this rank, if that was short
-        of memory: smaller micro-batches would not help."""
+        of memory: smaller micro-batches would not help. The first one makes the optimizer's state, and what is free
+        between its tensors is given back then."""
         try:
-            return step()
+            found = step()
         except (RuntimeError, MemoryError) as error:
             asked = shortage(error)
             if asked is None:
                 raise
             self._end(error, asked=asked, where="the reduction or the optimizer's step")
+        if not self._has_updated:
+            self._has_updated = True
+            give_back_once()
+        return found
 
     def votes(self) -> dict[str, float]:
         """This rank's contribution to the sums of a step. Not collective."""

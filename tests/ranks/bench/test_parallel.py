@@ -71,6 +71,24 @@ def test_every_schedule_runs_with_stages_that_sleep(tmp_path: Path) -> None:
     assert all(0 < record["value"] < 1 for record in records.values())
 
 
+def test_peers_that_divide_samples_train_what_ddp_trains(tmp_path: Path) -> None:
+    """On two groups of two, so that gradients are summed over groups too, for several steps."""
+    result = tmp_path / "losses.json"
+    methods = ["ddp", "tensor", "pipeline"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    run_command(
+        None,
+        [sys.executable, *torchrun, "-m", "tests.ranks.bench.peer_losses", str(result), *methods],
+        env={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        timeout_s=300,
+        expect=0,
+    )
+    losses = json.loads(result.read_text())
+    assert losses["ddp"][-1] < losses["ddp"][0]
+    for method in methods[1:]:
+        assert losses[method] == pytest.approx(losses["ddp"], rel=1e-5), method
+
+
 @pytest.mark.thorough
 def test_memory_and_steps_of_every_method_are_measured(tmp_path: Path) -> None:
     records = measured(tmp_path, "2,4")

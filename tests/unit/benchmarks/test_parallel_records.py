@@ -7,11 +7,14 @@ import json
 import pytest
 
 from benchmarks.parallel import figures, page
+from benchmarks.parallel.__main__ import measure
 from benchmarks.parallel.layouts import LAYOUTS, Counts, Layout, arrangements, of_figure
 from benchmarks.parallel.planned.runs import record_of
-from benchmarks.parallel.runs import FIGURES
-from benchmarks.parallel.timed.methods import METHODS, PEERS, methods_at
-from benchmarks.parallel.timed.rounds import WrongTraining, check_losses
+from benchmarks.parallel.runs import FIGURES, Places
+from benchmarks.parallel.scale import QUICK, Scale
+from benchmarks.parallel.timed.methods import METHODS, PEERS, in_turns, methods_at
+from benchmarks.parallel.timed.rounds import missing_memory, wrong_losses
+from benchmarks.reduction.places import RanksFailed
 from benchmarks.results_file import Record
 from benchmarks.starting import REPOSITORY
 
@@ -62,6 +65,15 @@ def test_what_a_tensor_group_does_not_split_each_of_its_ranks_holds_and_sends() 
     assert sent(LAYOUTS["tensor-2-parameters"], num_nodes=4, split=split) == pytest.approx(2.25 * 1.2)
 
 
+def test_a_pipeline_sums_its_stages_and_sends_what_is_between_them() -> None:
+    counts = Counts(parameters=P, largest_stage=600_000, border=50_000)
+    two, four = LAYOUTS["pipeline-2"], LAYOUTS["pipeline-4"]
+    assert two.sent_bytes(counts, num_nodes=2, bits=32) == 4 * 50_000  # one pipeline
+    assert two.sent_bytes(counts, num_nodes=4, bits=32) == 4 * (600_000 + 50_000)
+    assert two.sent_bytes(counts, num_nodes=8, bits=32) == 4 * (1.5 * 600_000 + 50_000)
+    assert four.sent_bytes(counts, num_nodes=8, bits=32) == 4 * (600_000 + 2 * 50_000)
+
+
 def test_every_layout_is_measured_where_it_fits() -> None:
     every = LAYOUTS.values()
     assert arrangements(every, num_ranks=1) == {1: ["none", "optimizer", "gradients", "parameters"]}
@@ -81,6 +93,22 @@ def test_layouts_that_are_timed_are_held_against_peers() -> None:
     assert not {"ours-parameters-node", "ours-tensor-2"} & methods_at(num_nodes=4, ranks_per_node=1).keys()
     assert "ours-parameters-node" in methods_at(num_nodes=4, ranks_per_node=2)
     assert not any(method.wire == "int8" for method in METHODS.values())
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "ranks_per_node", "divided"),
+    [(1, 2, ["ours-tensor-2", "ours-pipeline-2", "tensor", "pipeline"]),
+     (4, 1, ["ours-pipeline-2", "pipeline"]),
+     (4, 2, ["ours-tensor-2", "ours-pipeline-2", "tensor", "pipeline"])],
+)  # fmt: skip
+def test_tensor_groups_and_pipelines_take_turns_with_their_peers_only(
+    num_nodes: int, ranks_per_node: int, divided: list[str]
+) -> None:
+    methods = methods_at(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    copies, dividing = in_turns(methods)
+    assert [method.name for method in dividing] == divided
+    assert {method.name for method in copies} == methods.keys() - set(divided)
+    assert {"ddp", "zero", "fsdp2"} <= {method.name for method in copies}
 
 
 def test_the_largest_difference_of_any_number_of_ranks_counts() -> None:
@@ -161,7 +189,8 @@ def test_exposed_communication_of_sharded_gradients_is_held_against_whole_copies
 def timed(*, binds: bool = True) -> dict[str, Record]:
     seconds = {
         "ours-none": [0.10, 0.12, 0.11], "ours-parameters": [0.20, 0.20, 0.22], "ours-none-fp16": [0.05, 0.05, 0.05],
-        "ours-optimizer": [0.12, 0.12, 0.12], "ours-tensor-2": [0.3, 0.3, 0.3],
+        "ours-optimizer": [0.12, 0.12, 0.12], "ours-tensor-2": [0.3, 0.3, 0.3], "tensor": [0.33, 0.3, 0.36],
+        "ours-pipeline-2": [0.01, 0.01, 0.01], "pipeline": [0.009, 0.01, 0.01],
         "ddp": [0.11, 0.12, 0.12], "zero": [0.15, 0.15, 0.15], "fsdp2": [0.30, 0.26, 0.28],
         "ddp-fp16": [0.06, 0.06, 0.07],
     }  # fmt: skip
@@ -177,7 +206,9 @@ def test_times_are_held_against_the_best_peer_with_as_many_bits_and_like_against
         "none",
         "parameters",
         "optimizer",
-    ]  # tensor groups have no peer
+        "tensor-2",
+        "pipeline-2",
+    ]
     assert records["best"].value == pytest.approx(0.12 / 0.11)
     assert not records["best"].holds
     assert timed(binds=False)["best"].holds
@@ -189,9 +220,12 @@ def test_times_are_held_against_the_best_peer_with_as_many_bits_and_like_against
     )
     assert tuple(records["parameters"].range) == (pytest.approx(0.28 / 0.22), pytest.approx(1.5))
     assert "FSDP2 on Gloo / ours, parameters sharded (ZeRO-3): 280 / 200 ms" in records["parameters"].what
+    assert (records["tensor-2"].value, records["tensor-2"].bar) == (pytest.approx(1.1), 1.0)
+    assert (records["pipeline-2"].value, records["pipeline-2"].bar) == (pytest.approx(1.0), 1.0)
     lines = page.tables([record.as_json() for record in records.values()])["times"].splitlines()
     assert lines[0] == "| ms, median of the rounds | 4x1.1gbit |"
     assert "| whole copies, ours | 110 |" in lines
+    assert "| tensor groups of 2, ours | 300 |" in lines
     assert "| DDP and ZeroRedundancyOptimizer, on Gloo | 150 |" in lines
 
 
@@ -211,11 +245,58 @@ def test_checkpoints_count_different_bits_and_the_largest_difference_of_a_loss()
     assert dcp.holds
 
 
-def test_methods_that_train_something_else_are_refused() -> None:
-    check_losses({"a": 5.0, "b": 5.0001, "c": 4.9999})
-    check_losses({})
-    with pytest.raises(WrongTraining, match=r"'c': 4\.9"):
-        check_losses({"a": 5.0, "b": 5.0, "c": 4.9})
+def test_methods_that_train_something_else_are_named() -> None:
+    assert wrong_losses({"a": 5.0, "b": 5.0001, "c": 4.9999}) == {}
+    assert wrong_losses({}) == {}
+    wrong = wrong_losses({"a": 5.0, "b": 5.0, "c": 4.9, "d": float("nan")})
+    assert wrong.keys() == {"c", "d"}
+    assert "4.9" in wrong["c"]
+
+
+def test_ranks_are_not_started_without_memory_for_them() -> None:
+    meminfo = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
+    assert missing_memory(meminfo.format(20_000_000), num_ranks=8) == ""
+    assert "8 ranks need 3.8 GB of memory, and 3.1 GB are free" in missing_memory(
+        meminfo.format(3_000_000), num_ranks=8
+    )
+
+
+def test_a_part_that_fails_is_named_and_the_others_are_measured_and_kept() -> None:
+    def fails(places: Places, scale: Scale) -> list[Record]:
+        raise RanksFailed("out of memory")
+
+    def is_wrong(places: Places, scale: Scale) -> list[Record]:
+        raise KeyError("held")
+
+    def loses_one(places: Places, scale: Scale) -> list[Record]:
+        with places.attempt("memory of whole copies"):
+            raise RanksFailed("killed")
+        return [record_of("none", measured=measured, planned={"small": 0, "large": 100})]
+
+    measured = {"small": [0], "large": [100]}
+    said: list[str] = []
+    kept: list[list[str]] = []
+    run = measure(
+        ["1", "2"],
+        places=Places(cluster=None, say=said.append),
+        scale=QUICK,
+        say=said.append,
+        after_part=lambda run: kept.append([record.id for record in run.records]),
+        parts={"1": [("equality", fails), ("more", is_wrong)], "2": [("memory", loses_one)]},
+    )
+    assert run.failed == {
+        "parallel.1": ["equality", "more"],
+        "parallel.2": ["memory: memory of whole copies"],
+    }
+    assert kept == [[], [], ["parallel.2.plan.none"]]
+    assert any("out of memory" in line for line in said)
+    assert any("KeyError: 'held'" in line for line in said)
+
+
+def test_figures_of_nodes_are_named_if_the_cluster_cannot_be_brought_up() -> None:
+    places = Places(cluster=None, no_cluster="no slurmd", say=lambda what: None)
+    run = measure(["3"], places=places, scale=QUICK, say=places.say, after_part=lambda run: None)
+    assert run.failed == {"parallel.3": ["traffic"]}
 
 
 def test_the_page_has_a_place_for_every_table_and_says_what_the_file_says() -> None:

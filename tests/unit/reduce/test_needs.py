@@ -77,6 +77,16 @@ def test_buckets_hold_all_gradients_and_error_feedback_holds_them_twice_more() -
         assert needs("ab", Algorithm.FLAT, wire).residuals == 2 * 4 * ELEMENTS
 
 
+def test_ranks_that_share_memory_have_some_to_spare_for_other_buckets() -> None:
+    for names in ("aa", "aabb"):
+        found = needs(names, Algorithm.HIERARCHICAL, "fp32")
+        assert found.spare == pytest.approx(found.buckets / 16 + (1 << 16), abs=64)
+        owners = of_owners(names)
+        assert owners.spare == pytest.approx(owners.buckets / 16 + (1 << 16), abs=64)
+    assert needs("ab", Algorithm.HIERARCHICAL, "fp32").spare == of_owners("ab").spare == 0
+    assert needs("aa", Algorithm.FLAT, "fp32").spare == 0
+
+
 def test_sparse_wires_send_what_their_messages_hold() -> None:
     top_k = needs("ab", Algorithm.FLAT, "top-k")
     assert top_k.sent == pytest.approx(8 * 0.01 * ELEMENTS, rel=0.05)

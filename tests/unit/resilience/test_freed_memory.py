@@ -10,7 +10,12 @@ import sys
 
 import pytest
 
-from hpctrain.resilience import give_back_freed_memory, give_back_large_pieces, keep_freed_memory
+from hpctrain.resilience import (
+    give_back_freed_memory,
+    give_back_large_pieces,
+    give_back_once,
+    keep_freed_memory,
+)
 from tests.ranks_launcher import REPOSITORY
 
 pytestmark = [
@@ -59,12 +64,41 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
-def printed(program: str, how: str) -> int:
+# Resident bytes after 64 MB have been freed between small pieces that stay; then the page faults of taking and freeing
+# 32 MB again, twice.
+ONCE = """
+import resource, sys, psutil, torch
+from hpctrain.resilience import give_back_once, keep_freed_memory
+assert keep_freed_memory()
+before = psutil.Process().memory_info().rss
+kept, large = [], []
+for _ in range(32):
+    large.append(torch.ones(500_000))
+    kept.append(torch.ones(10_000))
+large.clear()
+if sys.argv[1] == "give back":
+    assert give_back_once()
+print(psutil.Process().memory_info().rss - before)
+for _ in range(20):
+    many = [torch.ones(250_000) for _ in range(32)]
+    many.clear()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+many = [torch.ones(250_000) for _ in range(32)]
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+def all_printed(program: str, how: str) -> list[int]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", program, how], cwd=REPOSITORY, env=environ, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return int(done.stdout)
+    return [int(line) for line in done.stdout.split()]
+
+
+def printed(program: str, how: str) -> int:
+    (found,) = all_printed(program, how)
+    return found
 
 
 def test_a_step_faults_no_page_that_the_one_before_had() -> None:
@@ -77,8 +111,17 @@ def test_large_pieces_are_given_back_if_a_model_gathers_and_frees_its_blocks() -
     assert printed(RESIDENT, "give back") < 10_000_000
 
 
+def test_what_is_free_is_given_back_once_and_kept_later() -> None:
+    resident, _ = all_printed(ONCE, "keep")
+    assert resident > 60_000_000
+    resident, faults = all_printed(ONCE, "give back")
+    assert resident < 10_000_000
+    assert faults < 500
+
+
 def test_the_users_own_settings_count() -> None:
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert not give_back_freed_memory({"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert not give_back_large_pieces({"MALLOC_TRIM_THRESHOLD_": "131072"})
+    assert not give_back_once({"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert not keep_freed_memory({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"})
