@@ -42,7 +42,7 @@ class ReductionNeeds:
     """Bytes of a rank. algorithm: the one that runs.
 
     buckets: the gradients, with gaps and flags. spare: memory for other buckets of the same gradients, which ranks
-    that share memory have besides. wire: copies in the wire format and messages under way, at most.
+    that share memory have besides. wire: copies in the wire format and messages being sent, at most.
     residuals: of error feedback. sent: in messages to other ranks in a step, the mean of the ranks; what ranks of a
     node read from each other's memory is not sent. sent_between_nodes: of it, to other nodes.
     """

@@ -1,1 +1,1 @@
-"""Sums of which each rank keeps a part: for sharded optimizers and gradients, and in place of FSDP2's own."""
+"""Sums that are divided over the ranks: of sharded optimizers and gradients, and of FSDP2 in place of its own."""
