@@ -32,7 +32,7 @@ class ProcessSet:
             raise HorovodValueError("a process set is made of a list of ranks, not of a communicator")
         self.ranks = sorted(ranks)
         if any(not isinstance(rank, int) for rank in self.ranks) or len(set(self.ranks)) < len(self.ranks):
-            raise HorovodValueError(f"a process set is made of different ranks, not of {self.ranks}")
+            raise HorovodValueError(f"a process set is a list of ranks, each only once, not {self.ranks}")
 
     def size(self) -> int | None:
         """Returns the number of ranks; None if the set is not known."""
