@@ -38,7 +38,7 @@ class Increase:
         self._total = 0
 
     def to(self, value: int) -> int:
-        """Returns the increase from the first value to `value`. Correct only if the counter wraps at most once between calls."""
+        """Returns the increase from the first value to `value`, if the counter wraps at most once between calls."""
         step = value - self._last
         if step < 0:
             step = value if self._wraps_after is None else value + self._wraps_after - self._last
