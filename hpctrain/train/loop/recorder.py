@@ -187,7 +187,7 @@ class RunRecorder:
         })  # fmt: skip
 
     def finished(self, quality: Mapping[str, float]) -> None:
-        """Records the end of the run. Call it after the last evaluation and save. quality: the metrics of that evaluation."""
+        """Records the end of the run, after the last evaluation and save. quality: the metrics of that evaluation."""
         self.final_quality = quality
         self._add({"checkpoint": self.clock.lap().get("checkpoint", 0.0)})
 
