@@ -185,9 +185,10 @@ def get_sources(directory: Path, *, tools: Path) -> None:
     """Downloads the sources of what is built on the cluster."""
     versions = pins(requirements(tests=False)) | built_here()
     asked = [f"{name}=={versions[name]}" for name in SOURCES]
-    # pip runs each setup.py for its metadata; Horovod's finds no packaging in an environment of pip's own.
+    # pip runs each setup.py for its metadata, in the folder of the source; Horovod's finds no packaging in an environment
+    # of pip's own.
     options = ["--no-deps", "--no-build-isolation", "--no-binary=:all:"]
-    pip("download", *options, f"--dest={directory}", *asked, PYTHONPATH=str(tools))
+    pip("download", *options, f"--dest={directory}", *asked, PYTHONPATH=str(tools.absolute()))
 
 
 def pip(*words: str, **variables: str) -> None:
