@@ -185,31 +185,31 @@ def get_sources(directory: Path, *, tools: Path) -> None:
     """Downloads the sources of what is built on the cluster."""
     versions = pins(requirements(tests=False)) | built_here()
     asked = [f"{name}=={versions[name]}" for name in SOURCES]
-    # pip runs each setup.py for its metadata, in the folder of the source; Horovod's finds no packaging in an environment
-    # of pip's own.
+    # pip runs each setup.py for its metadata, in the source's own folder; Horovod's finds no packaging in an
+    # environment of pip's own.
     options = ["--no-deps", "--no-build-isolation", "--no-binary=:all:"]
     pip("download", *options, f"--dest={directory}", *asked, PYTHONPATH=str(tools.absolute()))
 
 
 def pip(*words: str, **variables: str) -> None:
     """Runs pip and prints a line for each file that it takes. Raises PackError with what it says if it fails."""
-    process = subprocess.Popen(
+    said = []
+    with subprocess.Popen(
         [*PIP, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | variables,
-    )
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        # "Downloading rich-14.3.3-py3-none-any.whl (310 kB)", "Processing /mirror/rich-14.3.3-py3-none-any.whl"
-        if found := re.match(
-            r"\s*(?:Downloading|Using cached|Processing) (?:.*/)?(\S+\.(?:whl|tar\.gz|zip))\b(.*)", line
-        ):
-            print(f"    {found[1]}{found[2]}", flush=True)
-    if process.wait() != 0:
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            # "Downloading rich-14.3.3-py3-none-any.whl (310 kB)", "Processing /mirror/rich-14.3.3-py3-none-any.whl"
+            if found := re.match(
+                r"\s*(?:Downloading|Using cached|Processing) (?:.*/)?(\S+\.(?:whl|tar\.gz|zip))\b(.*)", line
+            ):
+                print(f"    {found[1]}{found[2]}", flush=True)
+    if process.returncode != 0:
         raise PackError("pip cannot get what is needed:\n" + "".join(said[-20:]))
 
 

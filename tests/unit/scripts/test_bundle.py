@@ -315,3 +315,26 @@ def test_failed_download_shows_what_pip_said(tmp_path: Path) -> None:
     assert "pack_bundle: pip cannot get what is needed:" in done.stderr
     assert "No matching distribution found for setuptools==" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_is_built_with_the_tools_that_were_downloaded_also_below_a_relative_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "tool_of_the_build.py").write_text("NAME = 'needs-a-tool'\n")
+    setup = "import setuptools, tool_of_the_build as tool\nsetuptools.setup(name=tool.NAME, version='1.0')\n"
+    with tarfile.open(tmp_path / "needs_a_tool-1.0.tar.gz", "w:gz") as archive:
+        entry = tarfile.TarInfo("needs_a_tool-1.0/setup.py")
+        entry.size = len(setup)
+        archive.addfile(entry, io.BytesIO(setup.encode()))
+    monkeypatch.chdir(tmp_path)
+    for name, value in (
+        ("PIP_NO_INDEX", "1"),
+        ("PIP_FIND_LINKS", str(tmp_path)),
+        ("PIP_CONFIG_FILE", os.devnull),
+    ):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setattr(pack_bundle, "SOURCES", ("needs-a-tool",))
+    monkeypatch.setattr(pack_bundle, "built_here", lambda: {"needs-a-tool": "1.0"})
+    pack_bundle.get_sources(Path("sources"), tools=Path("tools"))
+    assert [path.name for path in (tmp_path / "sources").iterdir()] == ["needs_a_tool-1.0.tar.gz"]
