@@ -333,7 +333,7 @@ def test_a_source_is_built_with_the_tools_that_were_downloaded_also_below_a_rela
         ("PIP_FIND_LINKS", str(tmp_path)),
         ("PIP_CONFIG_FILE", os.devnull),
     ):
-        monkeypatch.setenv(f"PIP_{name}", value)
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(pack_bundle, "SOURCES", ("needs-a-tool",))
     monkeypatch.setattr(pack_bundle, "built_here", lambda: {"needs-a-tool": "1.0"})
     pack_bundle.get_sources(Path("sources"), tools=Path("tools"))
