@@ -57,6 +57,7 @@ def test_a_users_script_is_typed(tmp_path: Path) -> None:
         cwd=REPOSITORY, capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
-    assert [line.endswith("[arg-type]") and line.startswith(f"{wrong}:") for line in errors] == [True] * 2, (
+    # By name: a message that mypy has kept from an earlier run has that run's folder in it.
+    assert [line.endswith("[arg-type]") and f"{wrong.name}:" in line for line in errors] == [True] * 2, (
         done.stdout + done.stderr
     )
