@@ -36,10 +36,7 @@ def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
     them are used again only in part, and a rank holds much more than it needs. Up to 256 MiB of smaller pieces, and of
     those that were made before, are kept. Returns False, and changes nothing, where `keep_freed_memory` does.
     """
-    if not _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ):
-        return False
-    ctypes.CDLL(None).malloc_trim(0)
-    return True
+    return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ) and give_back_once(environ)
 
 
 def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
@@ -49,14 +46,10 @@ def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
     and pieces of that remain between its tensors which no later step can use. Returns False, and changes nothing, where
     `keep_freed_memory` does.
     """
-    if _set_by_user(environ):
-        return False
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return False
-    trim(0)
-    return True
+    glibc = _glibc(environ)
+    if glibc is not None:
+        glibc.malloc_trim(0)
+    return glibc is not None
 
 
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
@@ -64,21 +57,21 @@ def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
     Returns False, and changes nothing, where `keep_freed_memory` does.
     """
-    if not _set_thresholds(_DEFAULT_BYTES, _DEFAULT_BYTES, environ=environ):
-        return False
-    ctypes.CDLL(None).malloc_trim(0)
-    return True
+    return _set_thresholds(_DEFAULT_BYTES, _DEFAULT_BYTES, environ=environ) and give_back_once(environ)
 
 
 def _set_thresholds(mmap_bytes: int, trim_bytes: int, *, environ: Mapping[str, str]) -> bool:
-    if _set_by_user(environ):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_bytes))
+    glibc = _glibc(environ)
+    return (
+        glibc is not None
+        and bool(glibc.mallopt(_M_MMAP_THRESHOLD, mmap_bytes))
+        and bool(glibc.mallopt(_M_TRIM_THRESHOLD, trim_bytes))
+    )
 
 
-def _set_by_user(environ: Mapping[str, str]) -> bool:
-    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ)
+def _glibc(environ: Mapping[str, str]) -> ctypes.CDLL | None:
+    """Returns the C library; None if it is another than glibc, or the user has set glibc's variables."""
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
+        return None
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None

@@ -7,7 +7,7 @@ that they are held against. A group or pipeline trains on the samples of all of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import torch
@@ -24,6 +24,31 @@ OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}  # of AdamW, also of the other peers
 _DIVISION = 2  # ranks of a tensor group, stages of a pipeline
 
 
+def ordinary_steps(
+    workload: Language,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    ranks: Sequence[int],
+    batch: int,
+) -> Step:
+    """Returns the function that makes a step of forward, backward and update on the samples of `ranks`.
+
+    batch: samples of each rank.
+    """
+    num_ranks = dist.get_world_size()
+
+    def step(number: int) -> Stepped:
+        fields = of_ranks(workload, ranks, number=number, num_ranks=num_ranks, samples=batch)
+        optimizer.zero_grad()
+        loss = workload.task.loss(model, fields)
+        loss.backward()
+        optimizer.step()
+        return Stepped(loss=float(loss.detach()))
+
+    return step
+
+
 def tensor_stepper(workload: Language, *, batch: int) -> Step:
     """Returns the function that makes a step with tensor groups of 2, over which DDP sums. Collective.
 
@@ -35,8 +60,7 @@ def tensor_stepper(workload: Language, *, batch: int) -> Step:
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks // _DIVISION, _DIVISION), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    task = workload.task
-    model: nn.Module = task.build_model()
+    model: nn.Module = workload.task.build_model()
     for block in model.blocks:  # type: ignore[union-attr]
         plan = {
             "attention_in": ColwiseParallel(),
@@ -49,16 +73,7 @@ def tensor_stepper(workload: Language, *, batch: int) -> Step:
         model = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     ranks = _sharing(mesh["dp"].get_local_rank())
-
-    def step(number: int) -> Stepped:
-        fields = of_ranks(workload, ranks, number=number, num_ranks=num_ranks, samples=batch)
-        optimizer.zero_grad()
-        loss = task.loss(model, fields)
-        loss.backward()
-        optimizer.step()
-        return Stepped(loss=float(loss.detach()))
-
-    return step
+    return ordinary_steps(workload, model, optimizer, ranks=ranks, batch=batch)
 
 
 def pipeline_stepper(workload: Language, *, batch: int) -> Step:

@@ -13,9 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from benchmarks.parallel.timed.dividing_peers import OPTIONS, Step, pipeline_stepper, tensor_stepper
-from benchmarks.parallel.timed.waiting import Stepped
-from benchmarks.parallel.workloads import Language, of_ranks
+from benchmarks.parallel.timed.dividing_peers import (
+    OPTIONS,
+    Step,
+    ordinary_steps,
+    pipeline_stepper,
+    tensor_stepper,
+)
+from benchmarks.parallel.workloads import Language
 
 
 def start_gloo() -> tuple[int, int]:
@@ -38,20 +43,9 @@ def stepper(method: str, workload: Language, *, batch: int) -> Step:
     """
     if method in _DIVIDING:
         return _DIVIDING[method](workload, batch=batch)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    task = workload.task
-    model, optimizer = _METHODS[method](task.build_model())
-
-    def step(number: int) -> Stepped:
-        fields = of_ranks(workload, [rank], number=number, num_ranks=num_ranks, samples=batch)
-        optimizer.zero_grad()
-        loss = task.loss(model, fields)
-        loss.backward()
-        optimizer.step()
-        return Stepped(loss=float(loss.detach()))
-
-    return step
+    model, optimizer = _METHODS[method](workload.task.build_model())
+    return ordinary_steps(workload, model, optimizer, ranks=[dist.get_rank()], batch=batch)
 
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
