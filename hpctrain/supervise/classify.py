@@ -1,15 +1,17 @@
 """The failure classifier: from what is known about the end of an attempt to its cause. Pure.
 
-What is certain comes first: a normal end, a stop that was asked for, nodes that do not answer, counters of the
-kernel. Then the text that names a resource (memory, disk). Then who failed first: the rank that says in our own words
-that it ends the run; the rank that a signal has ended; the rank that has exited with a code. The others are ended
-because of it: where srun says `Killed` it names the victim, and by `Terminated`, or after a line that the step is
-being ended, the innocent.
+What is certain comes first: a normal end, a stop that was asked for, nodes that do not answer. Then the text that
+names a resource (memory, disk). Then who failed first: the rank that says in our own words that it ends the run; the
+rank that a signal has ended; the rank that has exited with a code. The others are ended because of it: where srun says
+`Killed` it names the victim, and by `Terminated`, or after a line that the step is being ended, the innocent. The
+kernel's counter of processes that it has ended for want of memory says why a rank was killed, and nothing else: it
+counts those of other jobs on the node too.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,10 +61,14 @@ class Evidence:
 
 def classify(evidence: Evidence) -> Diagnosis:
     """Returns the cause of the attempt's end."""
-    for judge in (_wanted_end, _lost_node, _resources, _who_failed):
+    for judge in (_wanted_end, _lost_node, _resources):
         diagnosis = judge(evidence)
         if diagnosis is not None:
             return diagnosis
+    who_failed = _who_failed(evidence)
+    diagnosis = _by_counter(who_failed, evidence) or who_failed
+    if diagnosis is not None:
+        return diagnosis
     code = evidence.exit_code
     reason = "how the ranks ended is not known" if code is None else f"exit code {code}, and no line says why"
     return Diagnosis(cause=Cause.UNKNOWN, reason=reason)
@@ -134,7 +140,7 @@ def _name_of(name: str, nodes: Sequence[str]) -> str:
 
 
 def _resources(evidence: Evidence) -> Diagnosis | None:
-    """Judges by the first line that says that memory or disk is used up, and by the kernel's counters."""
+    """Judges by the first line that says that memory or disk is used up."""
     for line in evidence.lines:
         if signs.OUT_OF_MEMORY.search(line):
             victim = _first(signs.SRUN_OUT_OF_MEMORY, evidence.lines)
@@ -144,14 +150,24 @@ def _resources(evidence: Evidence) -> Diagnosis | None:
             return Diagnosis(cause=Cause.OUT_OF_MEMORY, reason=line.strip(), nodes=nodes, error=error)
         if signs.DISK_FULL.search(line):
             return Diagnosis(cause=Cause.DISK_FULL, reason=line.strip(), error=_fingerprint(line))
-    if evidence.oom_nodes:
-        names = ", ".join(evidence.oom_nodes)
-        return Diagnosis(
-            cause=Cause.OUT_OF_MEMORY,
-            reason=f"the kernel of {names} has ended processes for want of memory",
-            nodes=tuple(evidence.oom_nodes),
-        )
     return None
+
+
+def _by_counter(found: Diagnosis | None, evidence: Evidence) -> Diagnosis | None:
+    """Returns what the kernel's counter says of a rank that was killed, or that ended without a word; None if something
+    else ended the ranks. found: what the lines say."""
+    says_nothing = found is None or (found.cause is Cause.LOST_RANK and "(SIG" not in found.reason)
+    first = _first_failure(evidence.lines)
+    was_killed = first is not None and first.signal == signal.SIGKILL
+    of_a_killed_process = found is not None and re.search(r"SIGKILL|signal: Killed", found.reason) is not None
+    if not evidence.oom_nodes or not (says_nothing or was_killed or of_a_killed_process):
+        return None
+    names = ", ".join(evidence.oom_nodes)
+    return Diagnosis(
+        cause=Cause.OUT_OF_MEMORY,
+        reason=f"the kernel of {names} has ended processes for want of memory",
+        nodes=tuple(evidence.oom_nodes),
+    )
 
 
 def _who_failed(evidence: Evidence) -> Diagnosis | None:
@@ -234,8 +250,13 @@ def _victim(lines: Sequence[str]) -> RankFailure | None:
                     # It may have been killed with the others before it could end with its code.
                     return replace(failure, exit_code=int(abort_code["code"]), signal=None)
                 return failure
+    return _first_failure(lines)
+
+
+def _first_failure(lines: Sequence[str]) -> RankFailure | None:
+    """Returns the rank that is reported first as failed, before the step is being ended."""
     step_ends = next((index for index, line in enumerate(lines) if signs.STEP_ENDS.search(line)), len(lines))
-    return next((failure for index, failure in failures if index < step_ends), None)
+    return next((failure for index, failure in signs.failures_in(lines) if index < step_ends), None)
 
 
 def _includes(ranks: str, rank: int) -> bool:
