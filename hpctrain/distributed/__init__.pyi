@@ -8,6 +8,7 @@ from .element_shards import (
     is_dense as is_dense,
     memory_order as memory_order,
 )
+from .fully_sharded.overlap import sum_gradients_by as sum_gradients_by
 from .open_groups import (
     group_traffic as group_traffic,
     open_process_group as open_process_group,

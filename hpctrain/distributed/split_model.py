@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm import World, agreed, broadcast_tensors
-from hpctrain.distributed.blocks import repeated_blocks, tied_across
+from hpctrain.distributed.blocks import repeated_blocks
+from hpctrain.distributed.fully_sharded.shard import check_dense, check_shardable, shard_parameters
 from hpctrain.distributed.open_groups import open_process_group
 from hpctrain.distributed.plan import Checkpointing, ParallelPlan
 from hpctrain.distributed.selective_checkpointing import keep_products
@@ -71,7 +72,7 @@ def parallelize(
     if plan.activation_checkpointing != "none":
         checkpoint_activations(model, plan.activation_checkpointing)
     if placement is not None and plan.shard == "parameters":
-        _shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh, offload=plan.offload)
+        shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh, offload=plan.offload)
     mark_sharded(model, plan.shard)
     return opens
 
@@ -83,9 +84,9 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
     if plan.tensor > 1:
         check_tensor_plan(model, plan.tensor_plan, tensor=plan.tensor, sequence=plan.sequence)
     if plan.shard == "parameters":
-        _check_shardable(model)
+        check_shardable(model)
     elif plan.tensor > 1:
-        _check_dense(model)
+        check_dense(model)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,44 +189,3 @@ def _checkpointed(forward: object, *args: object, **kwargs: object) -> object:
 
 def _kept_partly(forward: object, *args: object, **kwargs: object) -> object:
     return _checkpointed(forward, *args, context_fn=keep_products, **kwargs)
-
-
-def _shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
-    """Shards the parameters of each repeated block, and what is left, by FSDP2 over `mesh`. Collective.
-
-    Of a mesh with two axes, `node` and `local`, over the second, with a replica for each index of the first.
-    offload: the parts, their gradients and the optimizer's state are in page-locked host memory, where the optimizer
-    steps. It was never run: see docs/gpu.md.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for module in (*repeated_blocks(model).values(), model):
-        fully_shard(module, mesh=mesh, offload_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss carries the weight (ADR 5): gradients are summed, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _check_shardable(model: nn.Module) -> None:
-    """Raises UsageError for what FSDP2 cannot shard, or would train wrongly."""
-    for known, name in tied_across(model, repeated_blocks(model)):
-        raise UsageError(
-            f"{known} and {name} are one parameter, in different blocks, which are sharded apart: untie them, or leave "
-            "shard = 'parameters' out"
-        )
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise UsageError(f"{name} has no dimension along which it can be sharded: give it the shape (1,)")
-    _check_dense(model)
-
-
-def _check_dense(model: nn.Module) -> None:
-    """Raises UsageError for a module that makes sparse gradients."""
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False):
-            raise UsageError(
-                f"{name} makes sparse gradients, which cannot be sharded: make it with sparse=False"
-            )

@@ -5,7 +5,7 @@ with every MPI, including those without device support.
 
 Half types have no MPI type. They are sent as 16-bit integers: an all-to-all of slices, a float32 sum in rank
 order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce. Groups
-that poll sum large buffers of the other types in the same way.
+that poll sum other types in the same way, and send large buffers in a ring (`mpi_ring.py`).
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
 in MPICH, section 4.5 (reduce-scatter followed by all-gather).
@@ -21,6 +21,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from hpctrain.comm.backends.mpi_messages.pieces import piece_bytes, pieces
+from hpctrain.comm.backends.mpi_messages.ring import MessageRing
 from hpctrain.comm.interface.attributes import Attributes
 from hpctrain.comm.interface.buffer_checks import (
     HALF_TYPES,
@@ -47,6 +49,8 @@ from hpctrain.storage import split_evenly
 ALL_TO_ALL_TAG = 1
 # From this size on a group that polls sums slices itself: the messages of smaller buffers cost more than their bytes.
 _SLICED_BYTES = 1 << 16
+# From this size of a rank's part on it sends to the next rank only: smaller ones would cost less than a ring's steps.
+_RING_BYTES = 1 << 16
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -56,6 +60,11 @@ def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         tensor = tensor.view(torch.int16)
     array: np.ndarray[Any, Any] = tensor.numpy()
     return array
+
+
+def _is_exact(buffer: torch.Tensor) -> bool:
+    """Returns False for half types: each addition in a ring would round them."""
+    return buffer.dtype not in HALF_TYPES
 
 
 def make_collective_files(mpi: Any, members: Sequence[int]) -> CollectiveFiles:
@@ -74,7 +83,7 @@ def make_collective_files(mpi: Any, members: Sequence[int]) -> CollectiveFiles:
 
 @final
 class MpiGroup(Attributes):
-    """Collective operations over one MPI communicator.
+    """Collective operations over one MPI communicator. The constructor is collective over it.
 
     comm: of mpi4py, used by this object only. polls: waits by asking from time to time whether an operation has ended,
     so that another thread can use the core, which MPI's own waits keep busy.
@@ -94,6 +103,8 @@ class MpiGroup(Attributes):
         self._rank = comm.Get_rank()
         self._chunk_elems = max(chunk_elems, len(members))
         self._mpi = sys.modules["mpi4py.MPI"]
+        self._piece_bytes = piece_bytes(self._mpi, comm) if len(members) > 1 else None
+        self._ring = MessageRing(comm, piece_bytes=self._piece_bytes) if polls and len(members) > 1 else None
 
     @property
     def backend(self) -> str:
@@ -134,7 +145,9 @@ class MpiGroup(Attributes):
             for chunk in host.split(self._chunk_elems):
                 if chunk.numel() == 0:
                     continue  # torch splits an empty tensor into one empty chunk
-                if op is ReduceOp.SUM and self._sums_slices(chunk):
+                if self._ring is not None and self.num_ranks == 2 and op is ReduceOp.SUM and _is_exact(chunk):
+                    self._ring.sum_of_two(_view(chunk))
+                elif op is ReduceOp.SUM and self._sums_slices(chunk):
                     counts = split_evenly(chunk.numel(), num_parts=self.num_ranks)
                     self._gather_into(chunk, part=self._sum_slices(chunk, counts=counts), counts=counts)
                 elif chunk.dtype not in HALF_TYPES:
@@ -202,22 +215,23 @@ class MpiGroup(Attributes):
         host = to_host(buffer)
         received = torch.empty(sum(receive_counts), dtype=buffer.dtype)
         incoming, outgoing = received.split(list(receive_counts)), host.split(list(send_counts))
+        most = self._chunk_elems
+        if self._piece_bytes is not None:
+            most = max(1, min(most, self._piece_bytes // buffer.element_size()))
         requests: list[Any] = []
         with self._reported("all_to_all"):
             # In order of distance, so that not all ranks send to rank 0 at once.
             for distance in range(1, self.num_ranks):
                 source = (self.rank - distance) % self.num_ranks
                 requests += [
-                    self._comm.Irecv(_view(piece), source=source, tag=ALL_TO_ALL_TAG)
-                    for piece in incoming[source].split(self._chunk_elems)
-                    if piece.numel()
+                    self._comm.Irecv(_view(incoming[source][piece]), source=source, tag=ALL_TO_ALL_TAG)
+                    for piece in pieces(incoming[source].numel(), most=most)
                 ]
             for distance in range(1, self.num_ranks):
                 to = (self.rank + distance) % self.num_ranks
                 requests += [
-                    self._comm.Isend(_view(piece), dest=to, tag=ALL_TO_ALL_TAG)
-                    for piece in outgoing[to].split(self._chunk_elems)
-                    if piece.numel()
+                    self._comm.Isend(_view(outgoing[to][piece]), dest=to, tag=ALL_TO_ALL_TAG)
+                    for piece in pieces(outgoing[to].numel(), most=most)
                 ]
             incoming[self.rank].copy_(outgoing[self.rank])
             if self._polls:
@@ -255,6 +269,8 @@ class MpiGroup(Attributes):
 
     def _sum_slices(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         """Returns the sum over the ranks of this rank's slice of `buffer`, shape (counts[rank],)."""
+        if self._ring is not None and _is_exact(buffer) and self._fits_ring(buffer):
+            return torch.from_numpy(self._ring.reduce_scatter(_view(buffer), counts=counts))
         width = counts[self.rank]
         received = torch.empty(self.num_ranks * width, dtype=buffer.dtype)
         self._call(
@@ -265,4 +281,12 @@ class MpiGroup(Attributes):
         return sum_in_order(list(received.view(self.num_ranks, width).unbind()))
 
     def _gather_into(self, whole: torch.Tensor, *, part: torch.Tensor, counts: Sequence[int]) -> None:
-        self._call("Allgatherv", _view(part), [_view(whole), (list(counts), offsets_of(counts)[:-1])])
+        if self._ring is not None and self._fits_ring(whole):
+            whole.split(list(counts))[self.rank].copy_(part)
+            self._ring.gather(_view(whole), counts=counts)
+        else:
+            self._call("Allgatherv", _view(part), [_view(whole), (list(counts), offsets_of(counts)[:-1])])
+
+    def _fits_ring(self, whole: torch.Tensor) -> bool:
+        """Returns True if the parts of `whole` are large enough to be sent in a ring. The same on every rank."""
+        return whole.numel() * whole.element_size() >= self.num_ranks * _RING_BYTES

@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from hpctrain.comm.backends.mpi_messages.pieces import piece_bytes, pieces
 from hpctrain.comm.interface.polling import poll_until
 from hpctrain.comm.interface.transport import Pending
 from hpctrain.errors import CommunicationError
@@ -38,6 +39,8 @@ class MpiTransport:
         self._node = comm.Split(topology.node_of(self._rank), key=self._rank)
         self._windows: list[Any] = []
         self._byte = mpi.BYTE
+        # Equal on every rank: messages between two ranks with one tag arrive in the order in which they were sent.
+        self._piece_bytes = piece_bytes(mpi, comm)
 
     @property
     def rank(self) -> int:
@@ -56,15 +59,22 @@ class MpiTransport:
 
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
         with self._reported(f"send to rank {to}"):
-            return self._comm.Isend([buffer.numpy(), self._byte], to, tag)
+            array = buffer.numpy()
+            return [self._comm.Isend([array[piece], self._byte], to, tag) for piece in self._pieces(array)]
 
     def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
         with self._reported(f"receive from rank {source}"):
-            return self._comm.Irecv([buffer.numpy(), self._byte], source, tag)
+            array = buffer.numpy()
+            return [
+                self._comm.Irecv([array[piece], self._byte], source, tag) for piece in self._pieces(array)
+            ]
+
+    def _pieces(self, array: Any) -> Iterator[slice]:
+        return pieces(len(array), most=self._piece_bytes)
 
     def all_done(self, pending: Sequence[Pending]) -> bool:
         with self._reported("messages"):
-            return bool(self._mpi.Request.Testall(pending))
+            return bool(self._mpi.Request.Testall([request for message in pending for request in message]))
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
         with self._reported("shared memory"):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from hpctrain.comm import Traffic, World, make_two_level
-from hpctrain.distributed import CommunicatorGroup, group_traffic, is_sharded_tensor
+from hpctrain.distributed import (
+    CollectiveWork,
+    CommunicatorGroup,
+    OperationThread,
+    group_traffic,
+    is_sharded_tensor,
+    sum_gradients_by,
+)
 from hpctrain.errors import UsageError
 from hpctrain.reduce.codecs.codec import Codec
 from hpctrain.reduce.codecs.registry import codec_named
@@ -50,7 +57,7 @@ def reduce_gradients_by(
         _encode_between_nodes(mesh, algorithm=algorithm, codec=codec)
     elif algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
         levels = traffic.counted_levels(make_two_level(world, topology))
-        _set_reduce_scatter(model, TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter)
+        _sum_behind(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
     else:
         if algorithm == "hierarchical":
             note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
@@ -59,7 +66,7 @@ def reduce_gradients_by(
         def sums(values: torch.Tensor, *, out: torch.Tensor) -> None:
             flat.reduce_scatter(values, counts=[out.numel()] * num_ranks, out=out)
 
-        _set_reduce_scatter(model, sums)
+        _sum_behind(sums, model)
 
 
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
@@ -113,40 +120,17 @@ def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
     group.sum_by(lambda comm: RankOrderSum(comm, codec=codec).all_reduce)
 
 
-def _set_reduce_scatter(model: torch.nn.Module, sums: Sums) -> None:
-    from torch.distributed.fsdp import FSDPModule
+def _sum_behind(sums: Sums, model: torch.nn.Module) -> None:
+    """Has the gradients summed by `sums` on a thread, while backward runs."""
+    thread = OperationThread("hpctrain-sharded-sums")
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Checked by its calls, not by its class, whose home is private.
-            module.set_custom_reduce_scatter(_ReduceScatter(sums))  # type: ignore[arg-type]
+    def start(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> CollectiveWork:
+        return thread.run(lambda: sums(values, out=out), [out], behind=True)
+
+    sum_gradients_by(start, model)
 
 
 class Sums(Protocol):
-    """Writes this rank's part, `out`, of the sum of `values` over the ranks."""
+    """Writes this rank's part, `out`, of the sum of `values` over the ranks. Collective; blocks."""
 
     def __call__(self, values: torch.Tensor, *, out: torch.Tensor) -> None: ...
-
-
-@final
-class _ReduceScatter:
-    """What FSDP2 calls with the gradients of a group of parameters; its `ReduceScatter`."""
-
-    def __init__(self, sums: Sums) -> None:
-        self._sums = sums
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sums `input_tensor`, shape (num_ranks * n,), into `output_tensor`, shape (n,). Collective; blocks."""
-        if op != torch.distributed.ReduceOp.SUM:
-            raise UsageError(f"FSDP2 asks for {op}: gradients of this model are summed, set no divide factor")
-        self._sums(input_tensor, out=output_tensor)

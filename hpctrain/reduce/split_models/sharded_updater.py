@@ -83,6 +83,7 @@ class ShardedUpdater:
             agreed(comm, partial(check_stage, optimizer, self._parameters), os_error=UsageError)
             self._shares = StageShares(optimizer, self._parameters, replicas=self._replicas)
         self._weighted = False
+        self._syncing = True
         self._closed = False
 
     @property
@@ -105,7 +106,12 @@ class ShardedUpdater:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
             )
-        self.scaled(loss, weight=weight).backward()
+        scaled = self.scaled(loss, weight=weight)
+        if self._tensor is not None and last and self._syncing:
+            with self._tensor.during_backward():
+                scaled.backward()
+        else:
+            scaled.backward()
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
         """Returns the loss with weight and loss scale, for a backward that runs elsewhere, as a pipeline's does."""
@@ -116,11 +122,13 @@ class ShardedUpdater:
     def no_sync(self) -> Iterator[None]:
         """See `Updater.no_sync`. Whole gradients are kept until the next backward outside."""
         by_fsdp = hasattr(self._model, "set_requires_gradient_sync")
+        before, self._syncing = self._syncing, False
         if by_fsdp:
             self._model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
+            self._syncing = before
             if by_fsdp:
                 self._model.set_requires_gradient_sync(True)
 
@@ -128,6 +136,8 @@ class ShardedUpdater:
         """See `Updater.zero_grad`."""
         if self._shares is not None:
             self._shares.drop_gradients()
+        if self._tensor is not None:
+            self._tensor.forget()
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
@@ -203,6 +213,8 @@ class ShardedUpdater:
         """See `Updater.close`. An optimizer in shares gets the model's parameters back, without state."""
         if self._shares is not None and not self._closed:
             self._shares.release()
+        if self._tensor is not None:
+            self._tensor.close()
         self._closed = True
         return True
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -16,6 +16,7 @@ from hpctrain.distributed import (
     replicated_over_tensor_ranks,
     sharded_as,
 )
+from hpctrain.reduce.split_models.early_sums import EarlySums, in_buckets
 
 _BUCKET_BYTES = 25_000_000
 
@@ -31,15 +32,43 @@ class TensorGradients:
     def __init__(self, parameters: Sequence[torch.Tensor], *, split: TensorSplit) -> None:
         self._parameters = list(parameters)
         self._split = split
+        self._sums: EarlySums | None = None
+        data = split.data_group()
+        if data is not None:
+            # Those of split layers first: what a layer on a part of the sequence leaves has to wait for `complete`.
+            last_first = self._parameters[::-1]
+            ordered = sorted(last_first, key=replicated_over_tensor_ranks)
+            self._sums = EarlySums(ordered, group=data, is_ready=_is_complete)
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Begins sums over the data-parallel ranks within the last backward of a step.
+
+        Raises UsageError for another one before `complete`.
+        """
+        if self._sums is None:
+            yield
+        else:
+            with self._sums.during_backward():
+                yield
+
+    def forget(self) -> None:
+        """Ends sums of a step that is not made. Collective if a backward has begun some."""
+        if self._sums is not None:
+            self._sums.forget()
+
+    def close(self) -> None:
+        if self._sums is not None:
+            self._sums.close()
 
     def complete(self) -> None:
-        """Sums shares of parts of the sequence over the tensor group, and all over the data-parallel ranks, unless
-        FSDP2 has. Collective.
+        """Sums shares of parts of the sequence over the tensor group, and over the data-parallel ranks what
+        `during_backward` has not, unless FSDP2 has. Collective.
 
         What a tensor group holds alike is then averaged over the group. Its ranks have computed the same numbers, but
         perhaps not the same bits, and would drift apart.
         """
-        data, tensor = self._split.data_group(), self._split.tensor_group()
+        tensor = self._split.tensor_group()
         # A layer on a part of the sequence has a DTensor gradient whose placement says so, with FSDP2 already a sum.
         shares = [p for p in self._parameters if _is_share(p.grad)]
         _all_reduce([local_part(p.grad) for p in shares], group=tensor)
@@ -47,11 +76,10 @@ class TensorGradients:
             parameter.grad = sharded_as(local_part(parameter.grad), like=parameter)
         for parameter in self._parameters:
             grad: Any = parameter.grad
-            if is_sharded_tensor(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+            if not _is_complete(parameter):
                 parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        if data is not None:
-            self._fill_absent(data)
-            _all_reduce([local_part(p.grad) for p in self._parameters if p.grad is not None], group=data)
+        if self._sums is not None:
+            self._sums.finish()
         alike = [p.grad for p in self._parameters if p.grad is not None and replicated_over_tensor_ranks(p)]
         # Divided before: the sum of several ranks' gradients may overflow where one does not.
         _all_reduce([local_part(g) for g in alike], group=tensor, factor=1.0 / self._split.num_tensor_ranks)
@@ -60,16 +88,10 @@ class TensorGradients:
         """Returns True on one of the ranks that hold this part of a gradient: exactly one rank for each element."""
         return is_first_replica(gradient) if is_sharded_tensor(gradient) else self._split.is_first
 
-    def _fill_absent(self, group: Any) -> None:
-        """Makes zeros of a gradient that another rank has and this one does not, as without samples. Collective."""
-        from torch.distributed import all_reduce
 
-        device = self._parameters[0].device
-        used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32, device=device)
-        all_reduce(used, group=group)
-        for parameter, count in zip(self._parameters, used.tolist(), strict=True):
-            if count and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+def _is_complete(parameter: Any) -> bool:
+    """Returns False if the gradient is still to be summed, or moved, within the tensor group."""
+    return not is_sharded_tensor(parameter.grad) or parameter.grad.placements == parameter.placements
 
 
 def _is_share(gradient: Any) -> bool:
@@ -84,21 +106,11 @@ def _all_reduce(tensors: Sequence[torch.Tensor], *, group: Any, factor: float = 
     """
     from torch.distributed import all_reduce
 
-    for bucket in _buckets(tensors):
+    for indices in in_buckets(tensors, num_bytes=_BUCKET_BYTES):
+        bucket = [tensors[index] for index in indices]
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         if factor != 1.0:
             flat.mul_(factor)
         all_reduce(flat, group=group)
         for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors, those of one dtype together, in lists of at least `_BUCKET_BYTES` but the last of a dtype."""
-    waiting: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        bucket = waiting[tensor.dtype]
-        bucket.append(tensor)
-        if sum(t.numel() * t.element_size() for t in bucket) >= _BUCKET_BYTES:
-            yield waiting.pop(tensor.dtype)
-    yield from waiting.values()

@@ -245,12 +245,12 @@ def _whole_blocks(model: ModelSizes) -> tuple[int, int]:
     """Returns the bytes of parameters, and of gradients, that FSDP2 holds whole at most in backward.
 
     What is in no block stays whole from forward on, and gets its gradients until backward ends. Of a block there are
-    the parameters and gradients, and the parameters of the next one, or the gradients once more, in the buffer that is
-    sent.
+    the parameters and gradients, the parameters of the next one, and the gradients of the one before, in the buffer
+    that is sent.
     """
     blocks = model.blocks()
     rest, rest_trained = blocks.pop("", (0, 0))
     if not blocks:
         return rest, max(rest, rest_trained)
     largest = max(whole for whole, _ in blocks.values())
-    return rest + 2 * largest, rest_trained + max(trained for _, trained in blocks.values())
+    return rest + 3 * largest, rest_trained + max(trained for _, trained in blocks.values())

@@ -76,6 +76,12 @@ def reductions() -> None:
         part = torch.empty(70_001, dtype=dtype)
         dist.reduce_scatter_tensor(part, whole * (rank + 1))
         check(part, mine[rank * 70_001 : (rank + 1) * 70_001], f"large reduce_scatter {dtype}")
+    # In a ring, in several pieces and none.
+    counts = [300_000 * r + 7 * (r > 0) for r in range(size)]
+    outputs = [torch.full((count,), float(rank + 1)) for count in counts]
+    part = torch.empty(counts[rank])
+    dist.reduce_scatter(part, outputs)
+    check(part, torch.full_like(part, size * (size + 1) / 2), "uneven reduce_scatter in a ring")
     indices = torch.tensor([[0, rank]])
     sparse = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (size, 3))
     dist.all_reduce(sparse)
@@ -122,6 +128,11 @@ def movements() -> None:
         output = torch.empty(sum(rows), 2, dtype=dtype)
         dist.all_to_all_single(output, torch.cat(sent), rows, rows)
         check(output, torch.cat(taken), f"all_to_all_single {dtype}")
+    counts = [300_000 * r + 7 * (r > 0) for r in range(size)]
+    gathered = [torch.empty(count, dtype=torch.int32) for count in counts]
+    dist.all_gather(gathered, torch.arange(counts[rank], dtype=torch.int32) + rank)
+    for r, found in enumerate(gathered):
+        check(found, torch.arange(counts[r], dtype=torch.int32) + r, "uneven all_gather in a ring")
     objects: list[object] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(size)]

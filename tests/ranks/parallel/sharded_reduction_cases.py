@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from hpctrain import ParallelPlan, Position
-from hpctrain.comm import World
-from hpctrain.distributed import group_traffic
+from hpctrain.comm import Collective, World
+from hpctrain.distributed import CollectiveWork, OperationThread, group_traffic, sum_gradients_by
 from hpctrain.errors import DataError, UsageError
 from hpctrain.run import Session
 from hpctrain.train.task.task import Fields
@@ -124,6 +125,44 @@ def refused_own_sharding(session: Session) -> str:
     return refusal(lambda: session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
+def slow_sums(session: Session) -> dict[str, Any]:
+    """Two plain backwards while sums take 50 ms: the gradients that they leave, and how many sums had ended when each
+    began. At the end what one process computes."""
+    size = session.num_ranks
+    model = session.parallelize(wide_model(), ParallelPlan(shard="parameters"))
+    comm, thread = session.world.duplicate(), OperationThread("slow")
+    begun: list[int] = []
+    ended: list[bool] = []
+
+    def start(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> CollectiveWork:
+        begun.append(len(ended))
+
+        def add() -> None:
+            time.sleep(0.05)
+            out.copy_(comm.reduce_scatter(values, counts=[out.numel()] * size))
+            ended.append(True)
+
+        return thread.run(add, [out], behind=True)
+
+    sum_gradients_by(start, model)
+    inputs = [torch.randn(4, 96, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    found: dict[str, Any] = {"begun": begun}
+    for name in ("once", "twice"):
+        model(inputs[session.rank]).square().mean().backward()
+        local = [p.grad.to_local().clone() for p in model.parameters()]  # before anything else waits
+        found[name] = [gathered(comm, part).tolist() for part in local]
+    alone = wide_model()
+    sum(alone(values).square().mean() for values in inputs).backward()
+    found["alone"] = [p.grad.flatten().tolist() for p in alone.parameters() if p.grad is not None]
+    return found
+
+
+def gathered(comm: Collective, part: torch.Tensor) -> torch.Tensor:
+    """Returns the elements of all ranks' parts, shape (n,)."""
+    counts = comm.all_gather(torch.tensor([part.numel()]), counts=[1] * comm.num_ranks).tolist()
+    return comm.all_gather(part.flatten(), counts=counts)
+
+
 def load_after_evaluation(session: Session, directory: Path) -> list[float]:
     """Losses of an own loop: twice the same step, from a state that was loaded after an evaluation in between."""
     model = session.parallelize(wide_model(), ParallelPlan(shard="parameters"))
@@ -169,6 +208,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         session = session_over(world, nodes=NODES[size])
         if size == 3:
             found["after evaluation"] = load_after_evaluation(session, where / "own")
+            found["slow sums"] = slow_sums(session)
         first = where / "1-fp64-none" / "checkpoints"
         found["from weights"] = train(
             world, where, f"{size}-from-weights", WORLD if size == 3 else {}, steps=3,

@@ -105,6 +105,14 @@ def test_what_cannot_be_done_is_refused_on_all_ranks(launches: dict[int, list[di
             assert "FSDP or DTensor has split this model" in own
 
 
+def test_backward_ends_with_its_sums(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in (launch["slow sums"] for launch in launches[3]):
+        assert found["begun"] == list(range(6))  # one at a time, three in each backward
+        for once, twice, alone in zip(found["once"], found["twice"], found["alone"], strict=True):
+            np.testing.assert_allclose(once, alone, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(twice, 2 * np.array(alone), rtol=1e-4, atol=1e-7)
+
+
 def test_a_state_is_loaded_after_an_evaluation(launches: dict[int, list[dict[str, Any]]]) -> None:
     for found in launches[3]:
         losses = found["after evaluation"]

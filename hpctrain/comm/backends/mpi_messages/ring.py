@@ -1,0 +1,116 @@
+"""All-gather, reduce-scatter and sums of MPI messages in a ring. `hpctrain.comm.backends.mpi_group` passes the
+communicator.
+
+Each rank sends to the next one only. Of ranks that follow each other on a node one sends to another node, so that each
+element leaves a node once, and no link has to take what several ranks send at the same time. A rank passes on each
+piece as soon as it has arrived.
+
+Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hpctrain.comm.backends.mpi_messages.pieces import pieces
+from hpctrain.comm.interface.buffer_checks import offsets_of
+from hpctrain.comm.interface.polling import poll_until
+
+Array = np.ndarray[Any, Any]
+
+_TAG = 2
+_PIECE_BYTES = 1 << 18  # if `piece_bytes` sets no limit
+
+
+@final
+class MessageRing:
+    """The ranks of `comm`, of mpi4py, more than one, each of which sends to the next.
+
+    piece_bytes: the most of a message; None: 256 KiB, so that pieces can be passed on. All methods are collective.
+    """
+
+    def __init__(self, comm: Any, *, piece_bytes: int | None) -> None:
+        self._comm = comm
+        self._piece_bytes = piece_bytes or _PIECE_BYTES
+        self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
+        self._next, self._previous = (self._rank + 1) % self._num_ranks, (self._rank - 1) % self._num_ranks
+
+    def gather(self, whole: Array, *, counts: Sequence[int]) -> None:
+        """Fills `whole`, shape (sum(counts),), with the parts of all ranks; this rank's must be in its place.
+
+        Bytes sent: all parts but that of the next rank.
+        """
+        arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
+        receiving = [self._receive(whole[piece]) for _, piece in arriving]
+        own = self._slices([self._rank], counts=counts, itemsize=whole.itemsize)
+        sending = [self._send(whole[piece]) for _, piece in own]
+        for (owner, piece), request in zip(arriving, receiving, strict=True):
+            poll_until(request.Test)
+            if owner != self._next:
+                sending.append(self._send(whole[piece]))
+        _finish(sending)
+
+    def reduce_scatter(self, values: Array, *, counts: Sequence[int]) -> Array:
+        """Returns the sum over the ranks of this rank's slice of `values`, shape (counts[rank],).
+
+        values: shape (sum(counts),), not changed. The values of slice r are added up from rank r + 1 on. Bytes sent:
+        all slices but the own one. Memory: of all slices but that of the rank before.
+        """
+        arriving = list(self._slices(self._before(self._previous), counts=counts, itemsize=values.itemsize))
+        partial = [np.empty(piece.stop - piece.start, values.dtype) for _, piece in arriving]
+        receiving = [self._receive(array) for array in partial]
+        first = self._slices([self._previous], counts=counts, itemsize=values.itemsize)
+        sending = [self._send(values[piece]) for _, piece in first]
+        total = np.empty(counts[self._rank], values.dtype)
+        begin = offsets_of(counts)[self._rank]
+        for (owner, piece), array, request in zip(arriving, partial, receiving, strict=True):
+            poll_until(request.Test)
+            if owner == self._rank:
+                np.add(array, values[piece], out=total[piece.start - begin : piece.stop - begin])
+            else:
+                array += values[piece]
+                sending.append(self._send(array))
+        _finish(sending)
+        return total
+
+    def sum_of_two(self, values: Array) -> None:
+        """Replaces `values`, shape (n,), by their sum over the two ranks.
+
+        Each sends all of its values: as many bytes as by `reduce_scatter` and `gather`, in one step.
+        """
+        whole = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
+        arriving = [np.empty(piece.stop - piece.start, values.dtype) for piece in whole]
+        receiving = [self._receive(array) for array in arriving]
+        sending = [self._send(values[piece]) for piece in whole]
+        for piece, array, received, sent in zip(whole, arriving, receiving, sending, strict=True):
+            poll_until(received.Test)
+            poll_until(sent.Test)
+            values[piece] += array
+
+    def _before(self, rank: int) -> list[int]:
+        """Returns the ranks before `rank`, the next one first: whose slices arrive one after another."""
+        return [(rank - step) % self._num_ranks for step in range(1, self._num_ranks)]
+
+    def _slices(
+        self, owners: Sequence[int], *, counts: Sequence[int], itemsize: int
+    ) -> Iterator[tuple[int, slice]]:
+        """Yields each owner's slice of the whole, in pieces."""
+        offsets = offsets_of(counts)
+        for owner in owners:
+            for piece in pieces(counts[owner], most=max(1, self._piece_bytes // itemsize)):
+                yield owner, slice(offsets[owner] + piece.start, offsets[owner] + piece.stop)
+
+    def _send(self, array: Array) -> Any:
+        return self._comm.Isend(array, self._next, _TAG)
+
+    def _receive(self, array: Array) -> Any:
+        return self._comm.Irecv(array, self._previous, _TAG)
+
+
+def _finish(sending: Sequence[Any]) -> None:
+    """Waits until all messages have left."""
+    for request in sending:
+        poll_until(request.Test)

@@ -1,0 +1,58 @@
+"""Shards parameters by FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hpctrain.distributed.blocks import repeated_blocks, tied_across
+from hpctrain.distributed.fully_sharded.overlap import overlap_communication
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
+    """Shards the parameters of each repeated block, and what is left, by FSDP2 over `mesh`. Collective.
+
+    Of a mesh with two axes, `node` and `local`, over the second, with a replica for each index of the first.
+    offload: the parts, their gradients and the optimizer's state are in page-locked host memory, where the optimizer
+    steps. It was never run: see docs/gpu.md.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    blocks = repeated_blocks(model)
+    for module in (*blocks.values(), model):
+        fully_shard(module, mesh=mesh, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss carries the weight (ADR 5): gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if mesh.device_type == "cpu":
+        overlap_communication(model, blocks, num_axes=mesh.ndim)
+
+
+def check_shardable(model: nn.Module) -> None:
+    """Raises UsageError for what FSDP2 cannot shard, or would train wrongly."""
+    for known, name in tied_across(model, repeated_blocks(model)):
+        raise UsageError(
+            f"{known} and {name} are one parameter, in different blocks, which are sharded apart: untie them, or leave "
+            "shard = 'parameters' out"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UsageError(f"{name} has no dimension along which it can be sharded: give it the shape (1,)")
+    check_dense(model)
+
+
+def check_dense(model: nn.Module) -> None:
+    """Raises UsageError for a module that makes sparse gradients."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise UsageError(
+                f"{name} makes sparse gradients, which cannot be sharded: make it with sparse=False"
+            )

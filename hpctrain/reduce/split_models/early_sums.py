@@ -1,0 +1,147 @@
+"""Sums gradients over the ranks of a process group, bucket by bucket, while backward computes others."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+
+from hpctrain.distributed import local_part
+from hpctrain.errors import UsageError
+
+_BUCKET_BYTES = 4_000_000
+_MOST_RUNNING = 2  # buckets that are being summed, and held twice
+
+
+@final
+class EarlySums:
+    """The sums of one model's gradients over `group`. Ranks begin the same buckets in the same order.
+
+    parameters: in the order in which their gradients are expected, the same on every rank. is_ready: whether a gradient
+    can be summed as backward leaves it; from the first that cannot on, all are summed by `finish`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        group: Any,
+        is_ready: Callable[[torch.Tensor], bool],
+    ) -> None:
+        self._parameters = list(parameters)
+        self._group = group
+        self._is_ready = is_ready
+        self._buckets = list(in_buckets(self._parameters, num_bytes=_BUCKET_BYTES))
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._running: deque[tuple[list[int], torch.Tensor, Any]] = deque()
+        self._watching = False
+        self._reset()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Begins sums of gradients that are complete, in the last backward of a step. Raises UsageError for another one
+        before `finish`."""
+        if self._num_begun:
+            raise UsageError(
+                "backward ran twice before step(): the first gradients are being summed already. Pass last=False to "
+                "all but the last backward of a step"
+            )
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    def finish(self) -> None:
+        """Sums what was not yet, and waits for all. Collective over the group.
+
+        A gradient that only other ranks have counts as zeros; one that no rank has stays None.
+        """
+        while self._num_begun < len(self._buckets):
+            self._begin_next()
+        while self._running:
+            self._end_first()
+        device = self._parameters[0].device
+        used = torch.tensor(self._had, dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(used, group=self._group)
+        for parameter, count in zip(self._parameters, used.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+        self._reset()
+
+    def forget(self) -> None:
+        """Ends sums of a step that is not made. Collective if a backward has begun some."""
+        if self._num_begun:
+            self.finish()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # ------------------------------------------------------------------ implementation
+
+    def _reset(self) -> None:
+        self._num_begun = 0
+        self._waiting_for = list(map(len, self._buckets))
+        self._blocked = False
+        self._had = [False] * len(self._parameters)
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            if not self._watching:
+                return
+            self._blocked = self._blocked or not self._is_ready(parameter)
+            self._waiting_for[self._bucket_of[index]] -= 1
+            while (
+                not self._blocked
+                and self._num_begun < len(self._buckets)
+                and self._waiting_for[self._num_begun] == 0
+            ):
+                self._begin_next()
+
+        return gradient_is_there
+
+    def _begin_next(self) -> None:
+        bucket = self._buckets[self._num_begun]
+        self._num_begun += 1
+        while len(self._running) >= _MOST_RUNNING:
+            self._end_first()
+        parts = []
+        for index in bucket:
+            parameter = self._parameters[index]
+            self._had[index] = parameter.grad is not None
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parts.append(local_part(parameter.grad).reshape(-1))
+        flat = torch.cat(parts)
+        work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
+        self._running.append((bucket, flat, work))
+
+    def _end_first(self) -> None:
+        bucket, flat, work = self._running.popleft()
+        work.wait()
+        gradients = [local_part(self._parameters[index].grad) for index in bucket]
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view(gradient.shape))
+
+
+def in_buckets(tensors: Sequence[torch.Tensor], *, num_bytes: int) -> Iterator[list[int]]:
+    """Yields the indices of the tensors, those of one dtype together, in lists of at least `num_bytes` but the last of
+    a dtype. Of a DTensor this rank's part counts."""
+    waiting: dict[torch.dtype, list[int]] = defaultdict(list)
+    sizes: dict[torch.dtype, int] = defaultdict(int)
+    for index, part in enumerate(map(local_part, tensors)):
+        waiting[part.dtype].append(index)
+        sizes[part.dtype] += part.numel() * part.element_size()
+        if sizes[part.dtype] >= num_bytes:
+            yield waiting.pop(part.dtype)
+            del sizes[part.dtype]
+    yield from waiting.values()
