@@ -18,11 +18,11 @@ from hpctrain.distributed import (
     put_in_pipeline,
     replicated_over_tensor_ranks,
 )
-from hpctrain.reduce import ShardedUpdater
+from hpctrain.reduce import AUTO, ShardedUpdater
 from hpctrain.run import Session
 from hpctrain.train import PipelineRunner
 
-# Fixed, not `auto`, so that every launch reduces in the same way.
+# Fixed, so that every launch reduces whole gradients in the same way; sharded parameters by the default.
 ALGORITHM = "hierarchical"
 
 
@@ -71,7 +71,8 @@ class Training:
         self._rows = -(-of_rank // plan.micro_batches)
         self.counts = self._counted(num_parameters, in_stages=plan.pipeline > 1)
         self.exposed_s = 0.0
-        self._updater = session.updater(self.model, self.optimizer, algorithm=ALGORITHM, wire=wire)
+        algorithm = AUTO if plan.shard == "parameters" else ALGORITHM
+        self._updater = session.updater(self.model, self.optimizer, algorithm=algorithm, wire=wire)
         self._stages = self._runner_of_stages(dtype) if plan.pipeline > 1 else None
 
     def _put_in_stages(self, plan: ParallelPlan) -> torch.optim.Optimizer:

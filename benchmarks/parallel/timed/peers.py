@@ -77,8 +77,10 @@ def _fsdp2(model: nn.Module) -> Made:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:  # type: ignore[union-attr]
+    *others, last = model.blocks  # type: ignore[union-attr,misc]
+    for block in others:
         fully_shard(block, mesh=mesh)
+    fully_shard(last, mesh=mesh, reshard_after_forward=False)  # backward needs it at once
     fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), **OPTIONS)
 

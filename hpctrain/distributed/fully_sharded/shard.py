@@ -25,8 +25,10 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = Fals
 
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     blocks = repeated_blocks(model)
-    for module in (*blocks.values(), model):
-        fully_shard(module, mesh=mesh, offload_policy=policy)
+    for number, block in enumerate(blocks.values(), start=1):
+        # Backward begins with the last one, which would be gathered again at once.
+        fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=number < len(blocks))
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss carries the weight (ADR 5): gradients are summed, not averaged.

@@ -12,7 +12,9 @@ import torch
 from hpctrain.distributed import local_part
 from hpctrain.errors import UsageError
 
-_BUCKET_BYTES = 4_000_000
+# A bucket: an eighth of the gradients, within these bounds. The last one's sum begins when backward has ended.
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1_000_000, 25_000_000
+_PARTS = 8
 _MOST_RUNNING = 2  # buckets that are being summed, and held twice
 
 
@@ -34,7 +36,9 @@ class EarlySums:
         self._parameters = list(parameters)
         self._group = group
         self._is_ready = is_ready
-        self._buckets = list(in_buckets(self._parameters, num_bytes=_BUCKET_BYTES))
+        total = sum(local_part(p).numel() * p.element_size() for p in self._parameters)
+        num_bytes = min(max(total // _PARTS, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
+        self._buckets = list(in_buckets(self._parameters, num_bytes=num_bytes))
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._running: deque[tuple[list[int], torch.Tensor, Any]] = deque()
         self._watching = False

@@ -34,13 +34,15 @@ def sent_in_a_step(plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micr
 def _of_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
     """Sharded parameters, in a micro-batch.
 
-    Blocks are gathered in forward and in backward, and the rest in forward, and all gradients are reduced.
+    Blocks are gathered in forward and, but for the last one, in backward, and the rest in forward; all gradients are
+    reduced.
     """
     topology, local = run.topology, model.part(plan.tensor)
     mesh = ParallelMesh.plan(topology, tensor=plan.tensor)
     blocks = local.blocks()
     rest, _ = blocks.pop("", (0, 0))
-    whole = rest + 2 * sum(size for size, _ in blocks.values())
+    sizes = [size for size, _ in blocks.values()]
+    whole = rest + 2 * sum(sizes) - sum(sizes[-1:])
     gradients = sum(p.num_bytes for p in local.trained)
     within_node = plan.shard_within == "node"
     ranks = mesh.data_grid()[0] if within_node else mesh.data_ranks()
