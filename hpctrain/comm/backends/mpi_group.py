@@ -51,6 +51,8 @@ ALL_TO_ALL_TAG = 1
 _SLICED_BYTES = 1 << 16
 # From this size of a rank's part on it sends to the next rank only: smaller ones would cost less than a ring's steps.
 _RING_BYTES = 1 << 16
+# Of an exchange in pieces as many bytes of each pair of ranks are sent at once: MPI keeps the memory of what waits.
+_EXCHANGED_BYTES = 1 << 22
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -215,30 +217,41 @@ class MpiGroup(Attributes):
         host = to_host(buffer)
         received = torch.empty(sum(receive_counts), dtype=buffer.dtype)
         incoming, outgoing = received.split(list(receive_counts)), host.split(list(send_counts))
-        most = self._chunk_elems
+        incoming[self.rank].copy_(outgoing[self.rank])
+        size, longest = buffer.element_size(), max(*send_counts, *receive_counts, 0)
+        most, in_turn = self._chunk_elems, max(1, longest)
         if self._piece_bytes is not None:
-            most = max(1, min(most, self._piece_bytes // buffer.element_size()))
-        requests: list[Any] = []
+            most, in_turn = max(1, min(most, self._piece_bytes // size)), _EXCHANGED_BYTES // size
         with self._reported("all_to_all"):
-            # In order of distance, so that not all ranks send to rank 0 at once.
-            for distance in range(1, self.num_ranks):
-                source = (self.rank - distance) % self.num_ranks
-                requests += [
-                    self._comm.Irecv(_view(incoming[source][piece]), source=source, tag=ALL_TO_ALL_TAG)
-                    for piece in pieces(incoming[source].numel(), most=most)
-                ]
-            for distance in range(1, self.num_ranks):
-                to = (self.rank + distance) % self.num_ranks
-                requests += [
-                    self._comm.Isend(_view(outgoing[to][piece]), dest=to, tag=ALL_TO_ALL_TAG)
-                    for piece in pieces(outgoing[to].numel(), most=most)
-                ]
-            incoming[self.rank].copy_(outgoing[self.rank])
-            if self._polls:
-                poll_until(lambda: self._mpi.Request.Testall(requests))
-            else:
-                self._mpi.Request.Waitall(requests)
+            for begin in range(0, longest, in_turn):
+                turn = slice(begin, begin + in_turn)
+                self._exchange(
+                    [part[turn] for part in incoming], [part[turn] for part in outgoing], most=most
+                )
         return received.to(buffer.device)
+
+    def _exchange(
+        self, incoming: Sequence[torch.Tensor], outgoing: Sequence[torch.Tensor], *, most: int
+    ) -> None:
+        """Sends each other rank its slice, and receives theirs, in messages of at most `most` elements."""
+        requests: list[Any] = []
+        # In order of distance, so that not all ranks send to rank 0 at once.
+        for distance in range(1, self.num_ranks):
+            source = (self.rank - distance) % self.num_ranks
+            requests += [
+                self._comm.Irecv(_view(incoming[source][piece]), source=source, tag=ALL_TO_ALL_TAG)
+                for piece in pieces(incoming[source].numel(), most=most)
+            ]
+        for distance in range(1, self.num_ranks):
+            to = (self.rank + distance) % self.num_ranks
+            requests += [
+                self._comm.Isend(_view(outgoing[to][piece]), dest=to, tag=ALL_TO_ALL_TAG)
+                for piece in pieces(outgoing[to].numel(), most=most)
+            ]
+        if self._polls:
+            poll_until(lambda: self._mpi.Request.Testall(requests))
+        else:
+            self._mpi.Request.Waitall(requests)
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         check_buffer(buffer, operation="broadcast", rank=self.rank)

@@ -10,7 +10,8 @@ Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -23,6 +24,7 @@ Array = np.ndarray[Any, Any]
 
 _TAG = 2
 _PIECE_BYTES = 1 << 18  # if `piece_bytes` sets no limit
+_MOST_AHEAD = 32  # pieces that are sent before any has arrived
 
 
 @final
@@ -46,12 +48,11 @@ class MessageRing:
         arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
         receiving = [self._receive(whole[piece]) for _, piece in arriving]
         own = self._slices([self._rank], counts=counts, itemsize=whole.itemsize)
-        sending = [self._send(whole[piece]) for _, piece in own]
+        leaving = _Leaving(self._send, [whole[piece] for _, piece in own])
         for (owner, piece), request in zip(arriving, receiving, strict=True):
             poll_until(request.Test)
-            if owner != self._next:
-                sending.append(self._send(whole[piece]))
-        _finish(sending)
+            leaving.advance(whole[piece] if owner != self._next else None)
+        leaving.finish()
 
     def reduce_scatter(self, values: Array, *, counts: Sequence[int]) -> Array:
         """Returns the sum over the ranks of this rank's slice of `values`, shape (counts[rank],).
@@ -63,17 +64,18 @@ class MessageRing:
         partial = [np.empty(piece.stop - piece.start, values.dtype) for _, piece in arriving]
         receiving = [self._receive(array) for array in partial]
         first = self._slices([self._previous], counts=counts, itemsize=values.itemsize)
-        sending = [self._send(values[piece]) for _, piece in first]
+        leaving = _Leaving(self._send, [values[piece] for _, piece in first])
         total = np.empty(counts[self._rank], values.dtype)
         begin = offsets_of(counts)[self._rank]
         for (owner, piece), array, request in zip(arriving, partial, receiving, strict=True):
             poll_until(request.Test)
             if owner == self._rank:
                 np.add(array, values[piece], out=total[piece.start - begin : piece.stop - begin])
+                leaving.advance(None)
             else:
                 array += values[piece]
-                sending.append(self._send(array))
-        _finish(sending)
+                leaving.advance(array)
+        leaving.finish()
         return total
 
     def sum_of_two(self, values: Array) -> None:
@@ -110,7 +112,27 @@ class MessageRing:
         return self._comm.Irecv(array, self._previous, _TAG)
 
 
-def _finish(sending: Sequence[Any]) -> None:
-    """Waits until all messages have left."""
-    for request in sending:
-        poll_until(request.Test)
+@final
+class _Leaving:
+    """Pieces to be sent in their order: some at once, then one for each that arrives, as the links work equally fast.
+
+    MPI copies messages below its eager limit when they are sent, and does not give that memory back.
+    """
+
+    def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array]) -> None:
+        self._send = send
+        self._sent = [send(array) for array in arrays[:_MOST_AHEAD]]
+        self._waiting = deque(arrays[_MOST_AHEAD:])
+
+    def advance(self, array: Array | None) -> None:
+        """Notes that a piece has arrived. array: to be sent after all others."""
+        if array is not None:
+            self._waiting.append(array)
+        if self._waiting:
+            self._sent.append(self._send(self._waiting.popleft()))
+
+    def finish(self) -> None:
+        """Sends the rest, and waits until all pieces have left."""
+        self._sent += map(self._send, self._waiting)
+        for request in self._sent:
+            poll_until(request.Test)
