@@ -18,6 +18,7 @@ BITS = {"fp32": 32, "fp16": 16, "int8": 8}
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """Numbers of a model's parameters. split: of them, those of which each rank of a tensor group holds a part.
+    gathered_once: of them, the last block and what is in no block, which FSDP2 gathers in forward only.
 
     Of a pipeline also, largest_stage: parameters of the rank that has most; border: values that a rank gives to the
     next stage in a step, and gets back as gradients.
@@ -25,6 +26,7 @@ class Counts:
 
     parameters: int
     split: int = 0
+    gathered_once: int = 0
     largest_stage: int = 0
     border: int = 0
 
@@ -101,7 +103,10 @@ class Layout:
                 self.sent(num_nodes // self.pipeline, bits) * counts.largest_stage + borders * counts.border
             )
         of_node = counts.split + self.tensor * (counts.parameters - counts.split)
-        return 4 * self.sent(num_nodes, bits) * of_node
+        sent = self.sent(num_nodes, bits)
+        if self.sent is _gathered_twice:
+            sent -= _gathered(num_nodes) * counts.gathered_once / counts.parameters
+        return 4 * sent * of_node
 
 
 def arrangements(layouts: Iterable[Layout], *, num_ranks: int) -> dict[int, list[str]]:
@@ -125,14 +130,19 @@ def _all_reduced(num: int, bits: int) -> float:
     return 2 * (num - 1) / num * bits / 32
 
 
+def _gathered(num: int) -> float:
+    """Of parameters, always in float32. As many bytes as reducing gradients to their owners in float32."""
+    return (num - 1) / num
+
+
 def _gathered_once(num: int, bits: int) -> float:
-    """Gradients are reduced to their owners, parameters, always in float32, are gathered after the update."""
-    return (num - 1) / num * (1 + bits / 32)
+    """Gradients are reduced to their owners, parameters are gathered after the update."""
+    return _gathered(num) * (1 + bits / 32)
 
 
 def _gathered_twice(num: int, bits: int) -> float:
     """Parameters are gathered for forward and for backward, gradients are reduced to their owners."""
-    return (num - 1) / num * (2 + bits / 32)
+    return _gathered(num) * (2 + bits / 32)
 
 
 ALL_WIRES = ("fp32", "fp16", "int8")

@@ -16,6 +16,7 @@ from hpctrain.distributed import (
     is_sharded_tensor,
     pipeline_of,
     put_in_pipeline,
+    repeated_blocks,
     replicated_over_tensor_ranks,
 )
 from hpctrain.reduce import AUTO, ShardedUpdater
@@ -34,6 +35,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor that may be sharded with all its elements. Collective if it is."""
     found: torch.Tensor = tensor.full_tensor() if is_sharded_tensor(tensor) else tensor  # type: ignore[attr-defined]
     return found.detach()
+
+
+def _gathered_once(model: torch.nn.Module) -> int:
+    """Returns the elements of the last block and of what is in no block."""
+    *others, _ = repeated_blocks(model).values() or [model]
+    return sum(p.numel() for p in model.parameters()) - sum(p.numel() for block in others for p in block.parameters())
 
 
 class Training:
@@ -96,7 +103,7 @@ class Training:
         """num_parameters: of the whole model. Collective."""
         if not in_stages:
             split = [p.numel() for p in self.model.parameters() if not replicated_over_tensor_ranks(p)]
-            return Counts(parameters=num_parameters, split=sum(split))
+            return Counts(parameters=num_parameters, split=sum(split), gathered_once=_gathered_once(self.model))
         assert isinstance(self._workload, Language)
         own = sum(parameter.numel() for parameter in self.model.parameters())
         return Counts(

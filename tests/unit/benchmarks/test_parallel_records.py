@@ -50,7 +50,10 @@ def test_the_formulas_of_the_layouts(num: int) -> None:
             [2 * once, 1.5 * once, 1.25 * once]
         )
     assert sent(PARAMETERS, num_nodes=num) == pytest.approx(3 * once)
+    fifth = Counts(parameters=P, gathered_once=P // 5)  # is not gathered for backward
+    assert PARAMETERS.sent_bytes(fifth, num_nodes=num, bits=32) / P / 4 == pytest.approx(2.8 * once)
     assert sent(NODE, num_nodes=num) == pytest.approx(2 * once)
+    assert NODE.sent_bytes(fifth, num_nodes=num, bits=32) / P / 4 == pytest.approx(2 * once)
 
 
 def test_what_a_tensor_group_does_not_split_each_of_its_ranks_holds_and_sends() -> None:
