@@ -40,7 +40,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def _gathered_once(model: torch.nn.Module) -> int:
     """Returns the elements of the last block and of what is in no block."""
     *others, _ = repeated_blocks(model).values() or [model]
-    return sum(p.numel() for p in model.parameters()) - sum(p.numel() for block in others for p in block.parameters())
+    return sum(p.numel() for p in model.parameters()) - sum(
+        p.numel() for block in others for p in block.parameters()
+    )
 
 
 class Training:
@@ -103,7 +105,9 @@ class Training:
         """num_parameters: of the whole model. Collective."""
         if not in_stages:
             split = [p.numel() for p in self.model.parameters() if not replicated_over_tensor_ranks(p)]
-            return Counts(parameters=num_parameters, split=sum(split), gathered_once=_gathered_once(self.model))
+            return Counts(
+                parameters=num_parameters, split=sum(split), gathered_once=_gathered_once(self.model)
+            )
         assert isinstance(self._workload, Language)
         own = sum(parameter.numel() for parameter in self.model.parameters())
         return Counts(

@@ -5,7 +5,7 @@ with every MPI, including those without device support.
 
 Half types have no MPI type. They are sent as 16-bit integers: an all-to-all of slices, a float32 sum in rank
 order at each slice's owner, one rounding, and an all-gather. That sends as many bytes as a ring all-reduce. Groups
-that poll sum other types in the same way, and send large buffers in a ring (`mpi_ring.py`).
+that poll sum other types in the same way, and send large buffers in a ring (`mpi_messages/ring.py`).
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations
 in MPICH, section 4.5 (reduce-scatter followed by all-gather).
@@ -45,13 +45,13 @@ from hpctrain.comm.interface.polling import poll_until
 from hpctrain.errors import CommunicationError
 from hpctrain.storage import split_evenly
 
-# all_to_all sends the only point-to-point messages of a group's communicator, so one tag suffices.
+# Rings have another tag; of one operation at a time messages between two ranks arrive in order, so one suffices.
 ALL_TO_ALL_TAG = 1
 # From this size on a group that polls sums slices itself: the messages of smaller buffers cost more than their bytes.
 _SLICED_BYTES = 1 << 16
 # From this size of a rank's part on it sends to the next rank only: smaller ones would cost less than a ring's steps.
 _RING_BYTES = 1 << 16
-# Of an exchange in pieces as many bytes of each pair of ranks are sent at once: MPI keeps the memory of what waits.
+# Most bytes that a rank sends another at a time, in pieces: MPI copies what waits, and keeps that memory.
 _EXCHANGED_BYTES = 1 << 22
 
 

@@ -36,12 +36,37 @@ def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, 
     """
     gather = _Gather()
     modules: list[Any] = [model, *blocks.values()]
-    for module, following in itertools.pairwise(modules):
-        module.set_modules_to_forward_prefetch([following])
     for module in modules:
         module.set_custom_all_gather(gather)
+    _gather_ahead(modules)
     if num_axes == 1:
         sum_gradients_by(_start_group_sum, model)
+
+
+def _gather_ahead(modules: Sequence[Any]) -> None:
+    """Has each of `modules`, the model and its blocks, gather the next one's parameters before its own forward.
+
+    What was gathered for a block that did not run is dropped at the end of the model's forward: parameters may be
+    loaded before the next one.
+    """
+    unused: dict[int, Any] = {}
+
+    def runs(module: Any, following: Any) -> None:
+        unused.pop(id(module), None)
+        if following is not None:
+            unused[id(following)] = following
+
+    def drop(*_: Any) -> None:
+        for block in unused.values():
+            block.unshard()  # ends what has begun
+            block.reshard()
+        unused.clear()
+
+    for module, following in itertools.zip_longest(modules, modules[1:]):
+        if following is not None:
+            module.set_modules_to_forward_prefetch([following])
+        module.register_forward_pre_hook(lambda module, _, following=following: runs(module, following))
+    modules[0].register_forward_hook(drop)
 
 
 def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
@@ -53,9 +78,10 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     unfinished = _Unfinished()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.reshard()  # after a forward without backward some are whole
+    for module in sharded:
         within = [
             inner for inner in module.modules() if isinstance(inner, FSDPModule) and inner is not module
         ]

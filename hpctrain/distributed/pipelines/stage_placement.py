@@ -69,8 +69,9 @@ def put_in_pipeline(
     }
     # Every rank takes part in making every group, in this order.
     groups = [torch.distributed.new_group(list(each), sort_ranks=False) for each in ranks.pipelines]
-    replicas = world.open_group(next(each for each in ranks.stages if world.rank in each))
-    assert replicas is not None  # where there are process groups there is this one
+    opened = world.open_group(next(each for each in ranks.stages if world.rank in each))
+    replicas = opened[0] if opened is not None else world.split(ranks.stages)
+    assert replicas is not None  # every rank has a stage
     place = next(i for i, each in enumerate(ranks.pipelines) if world.rank in each)
     mesh = ranks.mesh(device) if plan.tensor > 1 or plan.shard == "parameters" else None
     if mesh is not None and plan.tensor > 1:
@@ -81,7 +82,7 @@ def put_in_pipeline(
     own = [number for number in range(stages.num_stages) if number % plan.pipeline == mine]
     release_others(model, stages, own=own)
     pipeline = Pipeline(
-        model, stages, state=state, world=world, pipelines=ranks.pipelines, group=groups[place], replicas=replicas[0],
+        model, stages, state=state, world=world, pipelines=ranks.pipelines, group=groups[place], replicas=replicas,
         plan=plan, device=device,
     )  # fmt: skip
     if mesh is not None and plan.shard == "parameters":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from hpctrain.comm import Traffic, World, make_two_level
+from hpctrain.comm import Collective, Traffic, World, make_two_level
 from hpctrain.distributed import (
     CollectiveWork,
     CommunicatorGroup,
@@ -56,12 +57,15 @@ def reduce_gradients_by(
     if mesh.ndim == 2:
         _encode_between_nodes(mesh, algorithm=algorithm, codec=codec)
     elif algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
-        levels = traffic.counted_levels(make_two_level(world, topology))
+        levels = make_two_level(world, topology)
+        cross = _polling(world, levels.cross) if levels.cross is not None else None
+        levels = traffic.counted_levels(replace(levels, local=_polling(world, levels.local), cross=cross))
         _sum_behind(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
     else:
         if algorithm == "hierarchical":
             note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
-        flat, num_ranks = RankOrderSum(traffic.counted(world.duplicate()), codec=codec), topology.num_ranks
+        num_ranks = topology.num_ranks
+        flat = RankOrderSum(traffic.counted(_polling(world, world.duplicate())), codec=codec)
 
         def sums(values: torch.Tensor, *, out: torch.Tensor) -> None:
             flat.reduce_scatter(values, counts=[out.numel()] * num_ranks, out=out)
@@ -118,6 +122,13 @@ def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
             agreed=True,
         )
     group.sum_by(lambda comm: RankOrderSum(comm, codec=codec).all_reduce)
+
+
+def _polling(world: World, comm: Collective) -> Collective:
+    """Returns a communicator of the ranks of `comm` that leaves the core to backward while it waits; `comm` itself if
+    there is none. Collective over these ranks."""
+    opened = world.open_group(comm.members)
+    return opened[0] if opened is not None else comm
 
 
 def _sum_behind(sums: Sums, model: torch.nn.Module) -> None:

@@ -23,7 +23,7 @@ class EarlySums:
     """The sums of one model's gradients over `group`. Ranks begin the same buckets in the same order.
 
     parameters: in the order in which their gradients are expected, the same on every rank. is_ready: whether a gradient
-    can be summed as backward leaves it; from the first that cannot on, all are summed by `finish`.
+    can be summed as backward leaves it; those that cannot, and all that follow in this order, are summed by `finish`.
     """
 
     def __init__(
@@ -50,14 +50,10 @@ class EarlySums:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Begins sums of gradients that are complete, in the last backward of a step. Raises UsageError for another one
-        before `finish`."""
-        if self._num_begun:
-            raise UsageError(
-                "backward ran twice before step(): the first gradients are being summed already. Pass last=False to "
-                "all but the last backward of a step"
-            )
-        self._watching = True
+        """Begins sums of gradients that are complete, in the last backward of a step. Raises UsageError for a backward
+        after it, before `finish`; every rank calls it equally often."""
+        self._check_last()
+        self._watching = self._had_last = True
         try:
             yield
         finally:
@@ -81,8 +77,8 @@ class EarlySums:
         self._reset()
 
     def forget(self) -> None:
-        """Ends sums of a step that is not made. Collective if a backward has begun some."""
-        if self._num_begun:
+        """Ends sums of a step that is not made. Collective after `during_backward`."""
+        if self._had_last:
             self.finish()
 
     def close(self) -> None:
@@ -95,20 +91,25 @@ class EarlySums:
     def _reset(self) -> None:
         self._num_begun = 0
         self._waiting_for = list(map(len, self._buckets))
-        self._blocked = False
+        self._had_last = False
         self._had = [False] * len(self._parameters)
+
+    def _check_last(self) -> None:
+        if self._had_last:
+            raise UsageError(
+                "backward ran twice before step(): the first gradients are being summed already. Pass last=False to "
+                "all but the last backward of a step"
+            )
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_there(parameter: torch.Tensor) -> None:
             if not self._watching:
+                self._check_last()
                 return
-            self._blocked = self._blocked or not self._is_ready(parameter)
+            if not self._is_ready(parameter):
+                return
             self._waiting_for[self._bucket_of[index]] -= 1
-            while (
-                not self._blocked
-                and self._num_begun < len(self._buckets)
-                and self._waiting_for[self._num_begun] == 0
-            ):
+            while self._num_begun < len(self._buckets) and self._waiting_for[self._num_begun] == 0:
                 self._begin_next()
 
         return gradient_is_there

@@ -133,7 +133,7 @@ class ShardedUpdater:
                 self._model.set_requires_gradient_sync(True)
 
     def zero_grad(self) -> None:
-        """See `Updater.zero_grad`."""
+        """See `Updater.zero_grad`. Between `backward` and `step` collective, if layers are split."""
         if self._shares is not None:
             self._shares.drop_gradients()
         if self._tensor is not None:

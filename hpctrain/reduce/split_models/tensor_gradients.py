@@ -53,7 +53,7 @@ class TensorGradients:
                 yield
 
     def forget(self) -> None:
-        """Ends sums of a step that is not made. Collective if a backward has begun some."""
+        """Ends sums of a step that is not made. Collective after `during_backward`."""
         if self._sums is not None:
             self._sums.forget()
 

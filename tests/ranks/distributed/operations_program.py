@@ -78,10 +78,11 @@ def reductions() -> None:
         check(part, mine[rank * 70_001 : (rank + 1) * 70_001], f"large reduce_scatter {dtype}")
     # In a ring, in several pieces and none.
     counts = [300_000 * r + 7 * (r > 0) for r in range(size)]
-    outputs = [torch.full((count,), float(rank + 1)) for count in counts]
+    outputs = [(torch.arange(count) % 1009).float() * (rank + 1) + r for r, count in enumerate(counts)]
     part = torch.empty(counts[rank])
     dist.reduce_scatter(part, outputs)
-    check(part, torch.full_like(part, size * (size + 1) / 2), "uneven reduce_scatter in a ring")
+    expected = (torch.arange(counts[rank]) % 1009) * (size * (size + 1) / 2) + size * rank
+    check(part, expected.float(), "uneven reduce_scatter in a ring")
     indices = torch.tensor([[0, rank]])
     sparse = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (size, 3))
     dist.all_reduce(sparse)
@@ -182,6 +183,37 @@ def messages() -> None:
         dist.send(torch.tensor([float(rank)]), 0, tag=9)
 
 
+def messages_of_a_transport(session: hpctrain.Session) -> None:
+    """Messages with one tag between each two ranks, of lengths around that of a piece, arrive whole and in order."""
+    transport = session.world.transport(session.topology)
+    if transport is None:
+        return
+    rank, size = session.rank, session.num_ranks
+    lengths = [1, 999, 1000, 1001, 54_321]
+
+    def content(source: int, to: int, length: int) -> torch.Tensor:
+        return ((torch.arange(length) * (3 * source + to + 1)) % 251).to(torch.uint8)
+
+    others = [other for other in range(size) if other != rank]
+    arriving = {(other, n): torch.zeros(n, dtype=torch.uint8) for other in others for n in lengths}
+    pending = [transport.receive(buffer, source=other, tag=3) for (other, _), buffer in arriving.items()]
+    pending += [transport.send(content(rank, other, n), to=other, tag=3) for other in others for n in lengths]
+    while not transport.all_done(pending):
+        time.sleep(1e-4)
+    for (other, n), buffer in arriving.items():
+        check(buffer, content(other, rank, n), f"{n} bytes from rank {other}")
+    transport.close()
+
+
+def in_small_pieces() -> None:
+    """Has messages travel as between hosts over TCP, in pieces of 1,000 bytes."""
+    from hpctrain.comm.backends import mpi_group, mpi_transport
+
+    for module in (mpi_group, mpi_transport):
+        module.piece_bytes = lambda mpi, comm: 1000  # type: ignore[attr-defined]
+    mpi_group._EXCHANGED_BYTES = 5000
+
+
 def groups() -> None:
     """Groups of some ranks, made while others do other things; the same ranks twice; in another order."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -226,10 +258,13 @@ if __name__ == "__main__":
         if session.rank == 1:
             time.sleep(3600)
         dist.all_reduce(torch.ones(3))
+    if sys.argv[1:2] == ["pieces"]:
+        in_small_pieces()
     session = hpctrain.init_process_group(timeout_s=300)
     if sys.argv[1:2] == ["mismatch"]:
         dist.all_reduce(torch.ones(3 + session.rank))
     for case in (reductions, movements, messages, groups, refusals):
         case()
+    messages_of_a_transport(session)
     dist.destroy_process_group()
     print(f"rank {session.rank} has seen everything", flush=True)

@@ -24,6 +24,12 @@ def test_every_operation_has_its_result(num_ranks: int) -> None:
     assert done.stdout.count("has seen everything") == num_ranks
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_operation_has_its_result_in_pieces_as_between_hosts(num_ranks: int) -> None:
+    done = run_command(num_ranks, [*OPERATIONS, "pieces"], expect=0, timeout_s=300)
+    assert done.stdout.count("has seen everything") == num_ranks
+
+
 def test_ranks_with_other_tensors_are_named() -> None:
     done = run_command(2, [*OPERATIONS, "mismatch"], timeout_s=300)
     assert done.returncode == ExitCode.COMMUNICATION, done.stderr

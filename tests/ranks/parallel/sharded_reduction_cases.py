@@ -12,7 +12,13 @@ from torch import nn
 
 from hpctrain import ParallelPlan, Position
 from hpctrain.comm import Collective, World
-from hpctrain.distributed import CollectiveWork, OperationThread, group_traffic, sum_gradients_by
+from hpctrain.distributed import (
+    CollectiveWork,
+    OperationThread,
+    group_traffic,
+    local_part,
+    sum_gradients_by,
+)
 from hpctrain.errors import DataError, UsageError
 from hpctrain.run import Session
 from hpctrain.train.task.task import Fields
@@ -144,6 +150,8 @@ def slow_sums(session: Session) -> dict[str, Any]:
 
         return thread.run(add, [out], behind=True)
 
+    with torch.no_grad():
+        model(torch.zeros(1, 96))  # FSDP2 keeps some parameters whole
     sum_gradients_by(start, model)
     inputs = [torch.randn(4, 96, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     found: dict[str, Any] = {"begun": begun}
@@ -154,6 +162,37 @@ def slow_sums(session: Session) -> dict[str, Any]:
     alone = wide_model()
     sum(alone(values).square().mean() for values in inputs).backward()
     found["alone"] = [p.grad.flatten().tolist() for p in alone.parameters() if p.grad is not None]
+    return found
+
+
+class Backwards(nn.Module):
+    """Calls its blocks in reverse: the first to run is gathered ahead once more when the second runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in reversed(self.blocks):
+            hidden = block(hidden)
+        return hidden
+
+
+def changed_between_forwards(session: Session) -> list[list[float]]:
+    """Outputs without gradients after the parameters were doubled, sharded and in one process."""
+    found = []
+    inputs = torch.randn(2, 96, generator=torch.Generator().manual_seed(4))
+    for shards in (True, False):
+        torch.manual_seed(6)
+        model: nn.Module = Backwards()
+        if shards:
+            session.parallelize(model, ParallelPlan(shard="parameters"))
+        parameters = list(model.parameters())
+        with torch.no_grad():
+            model(inputs)
+            for parameter in parameters:
+                local_part(parameter).mul_(2)
+            found.append(model(inputs).flatten().tolist())
     return found
 
 
@@ -209,6 +248,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         if size == 3:
             found["after evaluation"] = load_after_evaluation(session, where / "own")
             found["slow sums"] = slow_sums(session)
+            found["changed"] = changed_between_forwards(session)
         first = where / "1-fp64-none" / "checkpoints"
         found["from weights"] = train(
             world, where, f"{size}-from-weights", WORLD if size == 3 else {}, steps=3,

@@ -11,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from hpctrain.comm import World, all_gather_json
 from hpctrain.distributed import ParallelPlan, local_part
 from hpctrain.errors import UsageError
+from hpctrain.reduce.split_models import early_sums
 from hpctrain.tasks.characters import Characters
 from hpctrain.train import Fields, Position
 from tests.ranks.parallel.parallel_cases import LATER, train
@@ -94,6 +95,7 @@ def run(world: World, where: Path, name: str, layout: dict[str, Any], **more: An
 
 def trained(world: World, directory: str) -> dict[str, Any]:
     """Trains in all layouts of so many ranks; 4 ranks continue what fewer have saved."""
+    early_sums._LEAST_BUCKET_BYTES = 1  # so that these small models have several buckets
     where, size = Path(directory), world.num_ranks
     found = {name: run(world, where, f"{size}-{name}", layout) for name, layout in LAYOUTS[size].items()}
     if size == 1:
@@ -112,6 +114,7 @@ def trained(world: World, directory: str) -> dict[str, Any]:
         found["parts"] = parts_of_the_sequence(world)
     if size == 4:
         found |= continued(world, directory)
+        found["abandoned"] = abandoned_step(world)
         found["own loop"] = own_loop(world, where, tensor=2, name="2-own")
     return found
 
@@ -157,6 +160,30 @@ def own_loop(world: World, where: Path, *, tensor: int, name: str) -> dict[str, 
     norms = [local_part(p.detach()) for n, p in model.named_parameters() if n.endswith("norm.weight")]
     alike = all_gather_json(world, [part.tolist() for part in norms])
     return {"steps": steps, "drawn": drawn, "alike": all(found == alike[0] for found in alike)}
+
+
+def abandoned_step(world: World) -> dict[str, Any]:
+    """Norms of a step after one that was given up with its sums begun, and of one that is the first; what is said of
+    another backward after the last."""
+    session, task = session_over(world, nodes=["a", "a", "b", "b"]), Sentences()
+    tokens = torch.arange(20).view(4, 5) * (1 + session.axes.data.index) % 10
+    norms, refused = [], []
+    for gives_up in (True, False):
+        torch.manual_seed(1)
+        model = task.build_model().double()
+        session.parallelize(model, ParallelPlan(tensor=2, tensor_plan=task.tensor_plan()))
+        updater = session.updater(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if gives_up:
+            updater.backward(task.loss(model, {"tokens": tokens}), weight=0.5)
+            for last in (True, False):
+                try:
+                    updater.backward(task.loss(model, {"tokens": tokens}), weight=0.5, last=last)
+                except UsageError as error:
+                    refused.append(str(error))
+            updater.zero_grad()
+        updater.backward(task.loss(model, {"tokens": tokens}), weight=0.5)
+        norms.append(updater.step().grad_norm)
+    return {"refused": refused, "norms": norms}
 
 
 def parts_of_the_sequence(world: World) -> dict[str, Any]:

@@ -114,6 +114,12 @@ def test_backward_ends_with_its_sums(launches: dict[int, list[dict[str, Any]]]) 
             np.testing.assert_allclose(twice, 2 * np.array(alone), rtol=1e-4, atol=1e-7)
 
 
+def test_what_was_gathered_ahead_and_not_used_is_dropped(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in launches[3]:
+        sharded, alone = found["changed"]
+        np.testing.assert_allclose(sharded, alone, rtol=1e-5, atol=1e-6)
+
+
 def test_a_state_is_loaded_after_an_evaluation(launches: dict[int, list[dict[str, Any]]]) -> None:
     for found in launches[3]:
         losses = found["after evaluation"]

@@ -122,6 +122,14 @@ def test_samples_are_counted_once(launches: dict[int, list[dict[str, Any]]], dir
     assert [step["global_samples"] for step in records[3][:6]] == [12, 24, 36, 48, 60, 61]
 
 
+def test_a_step_that_is_given_up_leaves_nothing_behind(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in (launch["abandoned"] for launch in launches[4]):
+        after, first = found["norms"]
+        assert after == pytest.approx(first, rel=RELATIVE)
+        assert len(found["refused"]) == 2
+        assert all("backward ran twice before step()" in text for text in found["refused"])
+
+
 def test_an_own_loop_trains_on_the_data_axis(launches: dict[int, list[dict[str, Any]]]) -> None:
     whole = launches[1][0]["own loop"]
     for found in launches[2]:

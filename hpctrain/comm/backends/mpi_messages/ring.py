@@ -83,13 +83,14 @@ class MessageRing:
 
         Each sends all of its values: as many bytes as by `reduce_scatter` and `gather`, in one step.
         """
-        whole = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
-        arriving = [np.empty(piece.stop - piece.start, values.dtype) for piece in whole]
+        own = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
+        arriving = [np.empty(piece.stop - piece.start, values.dtype) for piece in own]
         receiving = [self._receive(array) for array in arriving]
-        sending = [self._send(values[piece]) for piece in whole]
-        for piece, array, received, sent in zip(whole, arriving, receiving, sending, strict=True):
-            poll_until(received.Test)
-            poll_until(sent.Test)
+        leaving = _Leaving(self._send, [values[piece] for piece in own])
+        for number, (piece, array) in enumerate(zip(own, arriving, strict=True)):
+            poll_until(receiving[number].Test)
+            leaving.advance(None)
+            leaving.wait_for(number)
             values[piece] += array
 
     def _before(self, rank: int) -> list[int]:
@@ -130,6 +131,10 @@ class _Leaving:
             self._waiting.append(array)
         if self._waiting:
             self._sent.append(self._send(self._waiting.popleft()))
+
+    def wait_for(self, number: int) -> None:
+        """Waits until piece `number`, which has been sent, has left."""
+        poll_until(self._sent[number].Test)
 
     def finish(self) -> None:
         """Sends the rest, and waits until all pieces have left."""
