@@ -17,7 +17,7 @@ from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, pi
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, ShardedUpdater, Updater
-from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces
+from hpctrain.resilience import RecentTimes, StopPlan, give_back_large_pieces, give_back_once
 from hpctrain.run.compute.pipeline import put_in_stages
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.data import RunData, order_of
@@ -101,6 +101,7 @@ def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) 
                 device=session.device, timeout_s=session.world.limits.settings.timeout_s,
             ):  # fmt: skip
                 session.on_close(end_process_group)
+            give_back_once()  # what the other stages had
             return parts
         model = session.parallelize(parts.model, plan)
     except UsageError as error:

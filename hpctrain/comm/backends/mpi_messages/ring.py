@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
@@ -24,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 _TAG = 2
 _PIECE_BYTES = 1 << 18  # if `piece_bytes` sets no limit
-_MOST_AHEAD = 32  # pieces that are sent before any has arrived
+_AHEAD_BYTES = 1 << 21  # that are sent before any piece has arrived
 
 
 @final
@@ -37,6 +38,7 @@ class MessageRing:
     def __init__(self, comm: Any, *, piece_bytes: int | None) -> None:
         self._comm = comm
         self._piece_bytes = piece_bytes or _PIECE_BYTES
+        self._ahead = max(2, _AHEAD_BYTES // self._piece_bytes)
         self._rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
         self._next, self._previous = (self._rank + 1) % self._num_ranks, (self._rank - 1) % self._num_ranks
 
@@ -48,7 +50,7 @@ class MessageRing:
         arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
         receiving = [self._receive(whole[piece]) for _, piece in arriving]
         own = self._slices([self._rank], counts=counts, itemsize=whole.itemsize)
-        leaving = _Leaving(self._send, [whole[piece] for _, piece in own])
+        leaving = _Leaving(self._send, [whole[piece] for _, piece in own], ahead=self._ahead)
         for (owner, piece), request in zip(arriving, receiving, strict=True):
             poll_until(request.Test)
             leaving.advance(whole[piece] if owner != self._next else None)
@@ -61,10 +63,10 @@ class MessageRing:
         all slices but the own one. Memory: of all slices but that of the rank before.
         """
         arriving = list(self._slices(self._before(self._previous), counts=counts, itemsize=values.itemsize))
-        partial = [np.empty(piece.stop - piece.start, values.dtype) for _, piece in arriving]
+        partial = _room_for([piece for _, piece in arriving], dtype=values.dtype)
         receiving = [self._receive(array) for array in partial]
         first = self._slices([self._previous], counts=counts, itemsize=values.itemsize)
-        leaving = _Leaving(self._send, [values[piece] for _, piece in first])
+        leaving = _Leaving(self._send, [values[piece] for _, piece in first], ahead=self._ahead)
         total = np.empty(counts[self._rank], values.dtype)
         begin = offsets_of(counts)[self._rank]
         for (owner, piece), array, request in zip(arriving, partial, receiving, strict=True):
@@ -84,9 +86,9 @@ class MessageRing:
         Each sends all of its values: as many bytes as by `reduce_scatter` and `gather`, in one step.
         """
         own = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
-        arriving = [np.empty(piece.stop - piece.start, values.dtype) for piece in own]
+        arriving = _room_for(own, dtype=values.dtype)
         receiving = [self._receive(array) for array in arriving]
-        leaving = _Leaving(self._send, [values[piece] for piece in own])
+        leaving = _Leaving(self._send, [values[piece] for piece in own], ahead=self._ahead)
         for number, (piece, array) in enumerate(zip(own, arriving, strict=True)):
             poll_until(receiving[number].Test)
             leaving.advance(None)
@@ -113,17 +115,23 @@ class MessageRing:
         return self._comm.Irecv(array, self._previous, _TAG)
 
 
+def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
+    """Returns an array for each slice, all in one piece of memory, which the system gets back if it is large."""
+    ends = list(accumulate(piece.stop - piece.start for piece in slices))
+    return np.split(np.empty(ends[-1] if ends else 0, dtype), ends[:-1])[: len(ends)]
+
+
 @final
 class _Leaving:
-    """Pieces to be sent in their order: some at once, then one for each that arrives, as the links work equally fast.
+    """Pieces to be sent in their order: `ahead` at once, then one for each that arrives, as links are equally fast.
 
     MPI copies messages below its eager limit when they are sent, and does not give that memory back.
     """
 
-    def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array]) -> None:
+    def __init__(self, send: Callable[[Array], Any], arrays: Sequence[Array], *, ahead: int) -> None:
         self._send = send
-        self._sent = [send(array) for array in arrays[:_MOST_AHEAD]]
-        self._waiting = deque(arrays[_MOST_AHEAD:])
+        self._sent = [send(array) for array in arrays[:ahead]]
+        self._waiting = deque(arrays[ahead:])
 
     def advance(self, array: Array | None) -> None:
         """Notes that a piece has arrived. array: to be sent after all others."""
