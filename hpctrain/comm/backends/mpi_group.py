@@ -219,14 +219,14 @@ class MpiGroup(Attributes):
         incoming, outgoing = received.split(list(receive_counts)), host.split(list(send_counts))
         incoming[self.rank].copy_(outgoing[self.rank])
         size, longest = buffer.element_size(), max(*send_counts, *receive_counts, 0)
-        most, in_turn = self._chunk_elems, max(1, longest)
+        most, at_once = self._chunk_elems, max(1, longest)
         if self._piece_bytes is not None:
-            most, in_turn = max(1, min(most, self._piece_bytes // size)), _EXCHANGED_BYTES // size
+            most, at_once = max(1, min(most, self._piece_bytes // size)), _EXCHANGED_BYTES // size
         with self._reported("all_to_all"):
-            for begin in range(0, longest, in_turn):
-                turn = slice(begin, begin + in_turn)
+            for begin in range(0, longest, at_once):
+                window = slice(begin, begin + at_once)
                 self._exchange(
-                    [part[turn] for part in incoming], [part[turn] for part in outgoing], most=most
+                    [part[window] for part in incoming], [part[window] for part in outgoing], most=most
                 )
         return received.to(buffer.device)
 

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce.contract.bucket_plan import Bucket
 
 
 @final
 class BucketProgress:
-    """Of one step at a time. order: in which the buckets are reduced, the same on every rank; at first the plan's."""
+    """Of one step at a time. buckets: the numbers of the parameters of each.
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._indices = [[slot.parameter for slot in bucket.slots] for bucket in buckets]
+    order: in which the buckets are reduced, the same on every rank; at first that of `buckets`.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
+        self._indices = buckets
         self._bucket_of = {index: number for number, of in enumerate(self._indices) for index in of}
         self.order = list(range(len(buckets)))
         self.begin_step()

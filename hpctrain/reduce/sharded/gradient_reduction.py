@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -58,19 +58,21 @@ def reduce_gradients_by(
         _encode_between_nodes(mesh, algorithm=algorithm, codec=codec)
     elif algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
         levels = make_two_level(world, topology)
-        cross = _polling(world, levels.cross) if levels.cross is not None else None
-        levels = traffic.counted_levels(replace(levels, local=_polling(world, levels.local), cross=cross))
-        _sum_behind(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
+        local = _polling(world, levels.local.members) or levels.local
+        cross = levels.cross and (_polling(world, levels.cross.members) or levels.cross)
+        levels = traffic.counted_levels(replace(levels, local=local, cross=cross))
+        _sum_during_backward(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
     else:
         if algorithm == "hierarchical":
             note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
         num_ranks = topology.num_ranks
-        flat = RankOrderSum(traffic.counted(_polling(world, world.duplicate())), codec=codec)
+        everyone = _polling(world, range(num_ranks)) or world.duplicate()
+        flat = RankOrderSum(traffic.counted(everyone), codec=codec)
 
         def sums(values: torch.Tensor, *, out: torch.Tensor) -> None:
             flat.reduce_scatter(values, counts=[out.numel()] * num_ranks, out=out)
 
-        _sum_behind(sums, model)
+        _sum_during_backward(sums, model)
 
 
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
@@ -124,14 +126,14 @@ def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
     group.sum_by(lambda comm: RankOrderSum(comm, codec=codec).all_reduce)
 
 
-def _polling(world: World, comm: Collective) -> Collective:
-    """Returns a communicator of the ranks of `comm` that leaves the core to backward while it waits; `comm` itself if
-    there is none. Collective over these ranks."""
-    opened = world.open_group(comm.members)
-    return opened[0] if opened is not None else comm
+def _polling(world: World, members: Sequence[int]) -> Collective | None:
+    """Returns a communicator of these world ranks that leaves the core to backward while it waits; None if there is
+    none. Collective over them."""
+    opened = world.open_group(members)
+    return opened[0] if opened is not None else None
 
 
-def _sum_behind(sums: Sums, model: torch.nn.Module) -> None:
+def _sum_during_backward(sums: Sums, model: torch.nn.Module) -> None:
     """Has the gradients summed by `sums` on a thread, while backward runs."""
     thread = OperationThread("hpctrain-sharded-sums")
 

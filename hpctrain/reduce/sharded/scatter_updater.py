@@ -48,7 +48,8 @@ class ScatterUpdater:
         align_elems: shares end at multiples of this within a parameter.
         model: that computes with the parameters. If it has scripted modules, `step` waits for all parameters; it does
             too without `overlap`, and in a process that has compiled something with `torch.compile`.
-        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, crowded: as for `AllReduceUpdater`.
+
+    The other arguments are those of `AllReduceUpdater`.
 
     The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks. A parameter's `.grad` is None
     once its bucket is complete. Buckets follow the reverse order of registration; from the second step on they are
@@ -96,7 +97,7 @@ class ScatterUpdater:
             plan_buckets(specs, bucket_bytes=bucket_bytes), num_ranks=comm.num_ranks, align_elems=align_elems,
             unit_bytes=bucket_bytes if keeps_gradients else -(-bucket_bytes // _UNITS_OF_A_BUCKET),
         )  # fmt: skip
-        self._progress = BucketProgress(self._plan.buckets)
+        self._progress = BucketProgress([[slot.parameter for slot in b.slots] for b in self._plan.buckets])
         self._observed = False  # in which order buckets are complete: in the first step
         self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
         self._owned = OwnedParts(optimizer, self._parameters, plan=self._plan, rank=comm.rank)

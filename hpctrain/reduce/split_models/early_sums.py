@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.distributed import local_part
 from hpctrain.errors import UsageError
+from hpctrain.reduce.sharded.bucket_progress import BucketProgress
 
 # A bucket: a sixteenth of the gradients, within these bounds. The last one's sum begins when backward has ended.
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1_000_000, 25_000_000
@@ -38,9 +39,8 @@ class EarlySums:
         self._is_ready = is_ready
         total = sum(local_part(p).numel() * p.element_size() for p in self._parameters)
         num_bytes = min(max(total // _PARTS, _LEAST_BUCKET_BYTES), _MOST_BUCKET_BYTES)
-        self._buckets = list(in_buckets(self._parameters, num_bytes=num_bytes))
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
-        self._running: deque[tuple[list[int], torch.Tensor, Any]] = deque()
+        self._progress = BucketProgress(list(in_buckets(self._parameters, num_bytes=num_bytes)))
+        self._running: deque[tuple[Sequence[int], torch.Tensor, Any]] = deque()
         self._watching = False
         self._reset()
         self._hooks = [
@@ -64,8 +64,8 @@ class EarlySums:
 
         A gradient that only other ranks have counts as zeros; one that no rank has stays None.
         """
-        while self._num_begun < len(self._buckets):
-            self._begin_next()
+        self._progress.end_backward()
+        self._begin_complete()
         while self._running:
             self._end_first()
         device = self._parameters[0].device
@@ -89,8 +89,7 @@ class EarlySums:
     # ------------------------------------------------------------------ implementation
 
     def _reset(self) -> None:
-        self._num_begun = 0
-        self._waiting_for = list(map(len, self._buckets))
+        self._progress.begin_step()
         self._had_last = False
         self._had = [False] * len(self._parameters)
 
@@ -105,18 +104,16 @@ class EarlySums:
         def gradient_is_there(parameter: torch.Tensor) -> None:
             if not self._watching:
                 self._check_last()
-                return
-            if not self._is_ready(parameter):
-                return
-            self._waiting_for[self._bucket_of[index]] -= 1
-            while self._num_begun < len(self._buckets) and self._waiting_for[self._num_begun] == 0:
-                self._begin_next()
+            elif self._is_ready(parameter) and self._progress.gradient_is_ready(index):
+                self._begin_complete()
 
         return gradient_is_there
 
-    def _begin_next(self) -> None:
-        bucket = self._buckets[self._num_begun]
-        self._num_begun += 1
+    def _begin_complete(self) -> None:
+        for number in self._progress.take_complete():
+            self._begin(self._progress.indices(number))
+
+    def _begin(self, bucket: Sequence[int]) -> None:
         while len(self._running) >= _MOST_RUNNING:
             self._end_first()
         parts = []

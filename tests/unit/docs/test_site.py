@@ -28,10 +28,10 @@ pytestmark = [
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(where)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(where)],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr  # without -q, which hides warnings from --strict
     return where
 
 

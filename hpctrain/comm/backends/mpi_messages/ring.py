@@ -50,11 +50,11 @@ class MessageRing:
         arriving = list(self._slices(self._before(self._rank), counts=counts, itemsize=whole.itemsize))
         receiving = [self._receive(whole[piece]) for _, piece in arriving]
         own = self._slices([self._rank], counts=counts, itemsize=whole.itemsize)
-        leaving = _Leaving(self._send, [whole[piece] for _, piece in own], ahead=self._ahead)
+        queue = _SendQueue(self._send, [whole[piece] for _, piece in own], ahead=self._ahead)
         for (owner, piece), request in zip(arriving, receiving, strict=True):
             poll_until(request.Test)
-            leaving.advance(whole[piece] if owner != self._next else None)
-        leaving.finish()
+            queue.advance(whole[piece] if owner != self._next else None)
+        queue.finish()
 
     def reduce_scatter(self, values: Array, *, counts: Sequence[int]) -> Array:
         """Returns the sum over the ranks of this rank's slice of `values`, shape (counts[rank],).
@@ -66,18 +66,18 @@ class MessageRing:
         partial = _room_for([piece for _, piece in arriving], dtype=values.dtype)
         receiving = [self._receive(array) for array in partial]
         first = self._slices([self._previous], counts=counts, itemsize=values.itemsize)
-        leaving = _Leaving(self._send, [values[piece] for _, piece in first], ahead=self._ahead)
+        queue = _SendQueue(self._send, [values[piece] for _, piece in first], ahead=self._ahead)
         total = np.empty(counts[self._rank], values.dtype)
         begin = offsets_of(counts)[self._rank]
         for (owner, piece), array, request in zip(arriving, partial, receiving, strict=True):
             poll_until(request.Test)
             if owner == self._rank:
                 np.add(array, values[piece], out=total[piece.start - begin : piece.stop - begin])
-                leaving.advance(None)
+                queue.advance(None)
             else:
                 array += values[piece]
-                leaving.advance(array)
-        leaving.finish()
+                queue.advance(array)
+        queue.finish()
         return total
 
     def sum_of_two(self, values: Array) -> None:
@@ -88,11 +88,11 @@ class MessageRing:
         own = [piece for _, piece in self._slices([0], counts=[len(values)], itemsize=values.itemsize)]
         arriving = _room_for(own, dtype=values.dtype)
         receiving = [self._receive(array) for array in arriving]
-        leaving = _Leaving(self._send, [values[piece] for piece in own], ahead=self._ahead)
+        queue = _SendQueue(self._send, [values[piece] for piece in own], ahead=self._ahead)
         for number, (piece, array) in enumerate(zip(own, arriving, strict=True)):
             poll_until(receiving[number].Test)
-            leaving.advance(None)
-            leaving.wait_for(number)
+            queue.advance(None)
+            queue.wait_for(number)
             values[piece] += array
 
     def _before(self, rank: int) -> list[int]:
@@ -122,7 +122,7 @@ def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
 
 
 @final
-class _Leaving:
+class _SendQueue:
     """Pieces to be sent in their order: `ahead` at once, then one for each that arrives, as links are equally fast.
 
     MPI copies messages below its eager limit when they are sent, and does not give that memory back.
