@@ -129,14 +129,20 @@ def memory(session: Session, settings: Settings) -> dict[str, Any]:
 
 
 def _held_bytes(session: Session) -> int:
-    """Returns this process's memory without pages of files; shared pages are divided among their processes. Collective:
-    all ranks have mapped what they share."""
+    """Returns this process's memory without pages of files. Collective.
+
+    What the ranks share is divided among all of them, which are on one host: the kernel divides a page among those
+    that have touched it.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     session.world.barrier()
-    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    rollup = dict(
+        line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if ":" in line
+    )
+    own, shared = (1024 * int(rollup[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
     session.world.barrier()
-    return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return own + sum(all_gather_json(session.world, shared)) // session.num_ranks
 
 
 def _peak_bytes() -> int:

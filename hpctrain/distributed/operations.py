@@ -101,11 +101,25 @@ def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[in
     return functools.reduce(_FROM_ALL_PARTS[op], received.view(comm.num_ranks, mine).unbind())
 
 
-def all_gather(comm: Collective, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-    """Returns the parts of all ranks, each of shape (counts[rank],), in one tensor of shape (sum(counts),)."""
+def all_gather(
+    comm: Collective, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the parts of all ranks, each of shape (counts[rank],), in one tensor of shape (sum(counts),).
+
+    out: that tensor, if there is one; `part` may be this rank's slice of it.
+    """
     size = part.element_size()
-    whole = comm.all_gather(as_bytes(part), counts=[size * count for count in counts])
-    return whole.view(part.dtype)
+    if out is not None and _shares_memory(part, out):
+        place = out.data_ptr() + size * sum(counts[: comm.rank])
+        part = part if part.data_ptr() == place else part.clone()
+    given = None if out is None else as_bytes(out)
+    return comm.all_gather(as_bytes(part), counts=[size * count for count in counts], out=given).view(
+        part.dtype
+    )
+
+
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def exchange(

@@ -206,9 +206,9 @@ class CommunicatorGroup(dist.ProcessGroup):
 
         def gather() -> None:
             for output, part in zip(outputs, inputs, strict=True):
-                counts = [part.numel()] * size
-                # `part` may be a slice of `output`: what is received is copied into it at the end.
-                _fill(output, operations.all_gather(self._comm, _flat(part), counts=counts))
+                flat = _flat(output)
+                operations.all_gather(self._comm, _flat(part), counts=[part.numel()] * size, out=flat)
+                _give_back(flat, output)
 
         return self._start(gather, outputs, opts)
 

@@ -184,6 +184,19 @@ def case_all_gather_puts_unequal_parts_in_rank_order(world: World) -> None:
             expect_equal(part, values_of(world.rank, length=counts[world.rank], dtype=dtype))
 
 
+def case_all_gather_fills_a_tensor_that_is_given_which_may_hold_the_own_part(world: World) -> None:
+    for counts in (*counts_to_try(world.num_ranks), [40_000] * world.num_ranks):
+        wanted = torch.cat([values_of(r, length=n, dtype=torch.float32) for r, n in enumerate(counts)])
+        part = values_of(world.rank, length=counts[world.rank], dtype=torch.float32)
+        apart = torch.full((sum(counts),), -1.0)
+        assert world.all_gather(part, counts=counts, out=apart).data_ptr() == apart.data_ptr()
+        expect_equal(apart, wanted)
+        around = torch.full((sum(counts),), -1.0)
+        own = around.split(list(counts))[world.rank].copy_(part)
+        world.all_gather(own, counts=counts, out=around)
+        expect_equal(around, wanted)
+
+
 def exchanges_to_try(num_ranks: int) -> Sequence[list[list[int]]]:
     """Elements that rank a sends to rank b, as rows a."""
     ranks = range(num_ranks)
@@ -252,6 +265,11 @@ def case_a_buffer_that_is_not_flat_is_refused_before_anything_is_sent(world: Wor
     assert isinstance(
         raised_by(lambda: world.all_gather(torch.zeros(3), counts=[2] * world.num_ranks)), BufferMismatch
     )
+    counts = [2] * world.num_ranks
+    for wrong in (torch.zeros(sum(counts) + 1), torch.zeros(sum(counts), dtype=torch.float64)):
+        assert isinstance(
+            raised_by(partial(world.all_gather, torch.zeros(2), counts=counts, out=wrong)), BufferMismatch
+        )
     assert isinstance(
         raised_by(lambda: world.broadcast(torch.zeros(1), root=world.num_ranks)), BufferMismatch
     )

@@ -19,9 +19,11 @@ from hpctrain.comm.interface.buffer_checks import (
     as_rows,
     check_buffer,
     check_exchange,
+    check_out,
     check_part,
     check_root,
     check_slices,
+    filled,
     gather_bytes,
     offsets_of,
     pack,
@@ -211,11 +213,15 @@ class HorovodGroup(Attributes):
             return buffer.clone()
         return result.view(-1)[: counts[self.rank]].to(buffer.device, buffer.dtype)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
+        check_out(out, part=part, counts=counts, rank=self.rank)
         self._check(part, operation="all_gather")
         if sum(counts) <= self._chunk_elems:
-            return self._gather(part, counts=counts)
+            return filled(out, self._gather(part, counts=counts))
+        # Not `out`: what has arrived must not be written where `part` may be before all of it is sent.
         whole, offsets = part.new_empty(sum(counts)), offsets_of(counts)
         for begins, widths, name_end in self._windows(counts):
             piece = part[begins[self.rank] : begins[self.rank] + widths[self.rank]]
@@ -223,7 +229,7 @@ class HorovodGroup(Attributes):
             for place, received in enumerate(received_all.split(widths)):
                 begin = offsets[place] + begins[place]
                 whole[begin : begin + widths[place]] = received
-        return whole
+        return filled(out, whole)
 
     def _gather(self, part: torch.Tensor, *, counts: Sequence[int], name_end: str = "") -> torch.Tensor:
         """`all_gather` in one Horovod operation."""

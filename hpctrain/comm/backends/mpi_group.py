@@ -29,9 +29,11 @@ from hpctrain.comm.interface.buffer_checks import (
     MAX_CHUNK_ELEMS,
     check_buffer,
     check_exchange,
+    check_out,
     check_part,
     check_root,
     check_slices,
+    filled,
     gather_bytes,
     offsets_of,
     pack,
@@ -184,10 +186,13 @@ class MpiGroup(Attributes):
                     )
         return mine.to(buffer.device)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
+        check_out(out, part=part, counts=counts, rank=self.rank)
         host = to_host(part)
-        whole = torch.empty(sum(counts), dtype=part.dtype)
+        whole = torch.empty(sum(counts), dtype=part.dtype) if out is None else to_host(out)
         offsets = offsets_of(counts)
         with self._reported("all_gather"):
             for begins, widths in windows_of(counts, max_elems=self._chunk_elems):
@@ -200,7 +205,7 @@ class MpiGroup(Attributes):
                 for place, received in enumerate(packed.split(widths)):
                     begin = offsets[place] + begins[place]
                     whole[begin : begin + widths[place]] = received
-        return whole.to(part.device)
+        return whole if whole is out else filled(out, whole.to(part.device))
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
@@ -294,11 +299,14 @@ class MpiGroup(Attributes):
         return sum_in_order(list(received.view(self.num_ranks, width).unbind()))
 
     def _gather_into(self, whole: torch.Tensor, *, part: torch.Tensor, counts: Sequence[int]) -> None:
+        place = whole.split(list(counts))[self.rank]
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
         if self._ring is not None and self._fits_ring(whole):
-            whole.split(list(counts))[self.rank].copy_(part)
             self._ring.gather(_view(whole), counts=counts)
         else:
-            self._call("Allgatherv", _view(part), [_view(whole), (list(counts), offsets_of(counts)[:-1])])
+            whole_of = [_view(whole), (list(counts), offsets_of(counts)[:-1])]
+            self._call("Allgatherv", self._mpi.IN_PLACE, whole_of)
 
     def _fits_ring(self, whole: torch.Tensor) -> bool:
         """Returns True if the parts of `whole` are large enough to be sent in a ring. The same on every rank."""

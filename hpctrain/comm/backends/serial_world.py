@@ -15,6 +15,7 @@ from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_exchange,
     check_groups,
+    check_out,
     check_part,
     check_root,
     check_slices,
@@ -63,9 +64,12 @@ class SerialGroup(Attributes):
         check_slices(buffer, counts=counts, rank=0, num_ranks=1)
         return buffer.clone()
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         check_part(part, counts=counts, rank=0, num_ranks=1)
-        return part.clone()
+        check_out(out, part=part, counts=counts, rank=0)
+        return part.clone() if out is None else out.copy_(part)
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]

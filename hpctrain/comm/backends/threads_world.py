@@ -28,9 +28,11 @@ from hpctrain.comm.interface.buffer_checks import (
     check_buffer,
     check_exchange,
     check_groups,
+    check_out,
     check_part,
     check_root,
     check_slices,
+    filled,
     maximum_of,
     offsets_of,
     sum_in_order,
@@ -105,14 +107,17 @@ class ThreadsGroup(Attributes):
         self._rendezvous.wait()
         return result
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         check_part(part, counts=counts, rank=self.rank, num_ranks=self.num_ranks)
+        check_out(out, part=part, counts=counts, rank=self.rank)
         parts = self._rendezvous.exchange(
             place=self._place, operation=f"all_gather {list(counts)} {part.dtype}", value=part
         )
         result = torch.cat(parts)
         self._rendezvous.wait()
-        return result
+        return filled(out, result)
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]

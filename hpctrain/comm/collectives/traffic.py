@@ -76,9 +76,11 @@ class _CountedGroup(Forwarding):
         self._count(sum(counts) - counts[self.rank], buffer)
         return super().reduce_scatter(buffer, counts=counts)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self._count(sum(counts) - counts[self._next], part)
-        return super().all_gather(part, counts=counts)
+        return super().all_gather(part, counts=counts, out=out)
 
     def broadcast(self, buffer: torch.Tensor, *, root: int) -> None:
         self._count(buffer.numel() if self._next != root else 0, buffer)

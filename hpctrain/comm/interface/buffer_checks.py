@@ -77,6 +77,23 @@ def check_part(part: torch.Tensor, *, counts: Sequence[int], rank: int, num_rank
         )
 
 
+def check_out(out: torch.Tensor | None, *, part: torch.Tensor, counts: Sequence[int], rank: int) -> None:
+    """Raises BufferMismatch unless `out` is None or can take what an all-gather of `part` with `counts` returns."""
+    if out is None:
+        return
+    check_buffer(out, operation="all_gather", rank=rank)
+    if out.numel() != sum(counts) or out.dtype != part.dtype or out.device != part.device:
+        raise BufferMismatch(
+            f"all_gather on rank {rank}: {sum(counts)} elements of {part.dtype} on {part.device} do not fit into a "
+            f"tensor of {out.numel()} elements of {out.dtype} on {out.device}"
+        )
+
+
+def filled(out: torch.Tensor | None, whole: torch.Tensor) -> torch.Tensor:
+    """Returns `out` with the values of `whole`, or `whole` itself if `out` is None."""
+    return whole if out is None else out.copy_(whole)
+
+
 def check_exchange(
     buffer: torch.Tensor,
     *,

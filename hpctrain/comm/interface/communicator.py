@@ -85,8 +85,14 @@ class Collective(Protocol):
         afterwards.
         """
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        """Returns the ranks' `part`s, each shape (counts[rank],), concatenated: shape (sum(counts),)."""
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the ranks' `part`s, each shape (counts[rank],), concatenated: shape (sum(counts),).
+
+        out: a tensor of that shape which is filled and returned, instead of a new one; `part` may be this rank's slice
+        of it, but not overlap it otherwise.
+        """
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]

@@ -42,8 +42,10 @@ class Forwarding(Attributes):
     def reduce_scatter(self, buffer: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
         return self._group.reduce_scatter(buffer, counts=counts)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-        return self._group.all_gather(part, counts=counts)
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._group.all_gather(part, counts=counts, out=out)
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]

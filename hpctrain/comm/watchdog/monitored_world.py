@@ -109,10 +109,12 @@ class MonitoredGroup(Attributes):
         with self._during("reduce_scatter", _describe(buffer), same=_describe_counts(counts)):
             return self._inner.reduce_scatter(buffer, counts=counts)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         whole = f"({sum(counts)} x {_dtype(part)} in all)"
         with self._during("all_gather", whole, same=_describe_counts(counts)):
-            return self._inner.all_gather(part, counts=counts)
+            return self._inner.all_gather(part, counts=counts, out=out)
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]

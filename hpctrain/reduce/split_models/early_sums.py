@@ -13,9 +13,9 @@ from hpctrain.distributed import local_part
 from hpctrain.errors import UsageError
 from hpctrain.reduce.sharded.bucket_progress import BucketProgress
 
-# A bucket: a sixteenth of the gradients, within these bounds. The last one's sum begins when backward has ended.
+# A bucket: a 32nd of the gradients, within these bounds. The last one's sum begins when backward has ended.
 _LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1_000_000, 25_000_000
-_PARTS = 16
+_PARTS = 32
 _MOST_RUNNING = 2  # buckets that are being summed, and held twice
 
 

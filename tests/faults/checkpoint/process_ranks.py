@@ -81,9 +81,12 @@ class SocketWorld(Attributes):
         stacked = torch.stack([torch.frombuffer(bytearray(part), dtype=buffer.dtype) for part in parts])
         buffer.copy_(stacked.sum(0).to(buffer.dtype) if op is ReduceOp.SUM else stacked.max(0).values)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         parts = self.all_gather_bytes(part.numpy().tobytes())
-        return torch.cat([torch.frombuffer(bytearray(p), dtype=part.dtype) for p in parts if p] or [part])
+        whole = torch.cat([torch.frombuffer(bytearray(p), dtype=part.dtype) for p in parts if p] or [part])
+        return whole if out is None else out.copy_(whole)
 
     def split(self, groups: Sequence[Sequence[int]]) -> SocketWorld | None:
         """Groups of one, and the group of all: of the others nothing here has need."""

@@ -83,9 +83,11 @@ class CountingWorld(Forwarding):
         self.received += buffer.nbytes
         self._inner.all_reduce(buffer, op=op)
 
-    def all_gather(self, part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        self, part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.received += sum(counts) * part.itemsize
-        return self._inner.all_gather(part, counts=counts)
+        return self._inner.all_gather(part, counts=counts, out=out)
 
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
