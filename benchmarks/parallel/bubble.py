@@ -8,7 +8,7 @@ weights. With two stages a rank (interleaved, zero-bubble) each sleeps half as l
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ def bubble(session: Session, settings: Mapping[str, Any]) -> list[dict[str, Any]
     """Measures every schedule with each number of micro-batches and each size of a message. Collective.
 
     settings: `micro_batches`, `message_bytes`; `steps` that count; `forward_s`, `backward_s` of a rank and micro-batch.
-    Returns of each: `schedule`, `micro_batches`, `message_bytes`, and `seconds` of each step on the slowest rank.
+    Returns of each: `schedule`, `micro_batches`, `message_bytes`, `seconds` of each step on the slowest rank, and
+    `alone_s`, in which a rank computes these micro-batches without messages, while the others do the same.
     """
     hpctrain.init_process_group(session)
     sleeps = {name: settings[name] for name in ("forward_s", "backward_s")}
@@ -76,7 +77,7 @@ def bubble(session: Session, settings: Mapping[str, Any]) -> list[dict[str, Any]
             "schedule": schedule,
             "micro_batches": micro_batches,
             "message_bytes": message_bytes,
-            "seconds": _seconds(
+            **_measured(
                 schedule, micro_batches=micro_batches, message_bytes=message_bytes, steps=settings["steps"],
                 **sleeps,
             ),
@@ -89,20 +90,21 @@ def bubble(session: Session, settings: Mapping[str, Any]) -> list[dict[str, Any]
     return found
 
 
-def _seconds(
+def _measured(
     schedule: str, *, micro_batches: int, message_bytes: int, steps: int, forward_s: float, backward_s: float
-) -> list[float]:
-    """Returns the seconds of each step after a first that does not count. Collective over the process group."""
+) -> dict[str, Any]:
+    """Returns the `seconds` of each step after a first that does not count, and `alone_s`. Collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     per_rank = 2 if schedule in OF_TWO_STAGES else 1
     width = message_bytes // 4
-    stages = [
-        PipelineStage(
-            SleepingStage(width, forward_s=forward_s / per_rank, backward_s=backward_s / per_rank),
-            number, per_rank * num_ranks, torch.device("cpu"),
-        )
+    modules = {
+        number: SleepingStage(width, forward_s=forward_s / per_rank, backward_s=backward_s / per_rank)
         for number in range(rank, per_rank * num_ranks, num_ranks)
-    ]  # fmt: skip
+    }
+    stages = [
+        PipelineStage(module, number, per_rank * num_ranks, torch.device("cpu"))
+        for number, module in modules.items()
+    ]
     runs = SCHEDULES[schedule](
         stages if per_rank > 1 else stages[0], n_microbatches=micro_batches,
         loss_fn=lambda output, target: (output - target).mean(),
@@ -110,12 +112,28 @@ def _seconds(
     inputs = torch.ones(micro_batches, width)
     arguments = (inputs,) if rank == 0 else ()
     targets = {"target": inputs} if rank == num_ranks - 1 else {}
-    seconds = []
-    for _ in range(steps + 1):
+
+    def alone() -> None:
+        for module in modules.values():
+            for row in inputs.split(1):
+                module(row.requires_grad_()).mean().backward()
+
+    return {
+        "alone_s": min(_on_slowest(alone, times=2)),
+        "seconds": _on_slowest(
+            lambda: runs.step(*arguments, **targets, return_outputs=False), times=steps + 1
+        )[1:],
+    }
+
+
+def _on_slowest(run: Callable[[], object], *, times: int) -> list[float]:
+    """Returns the seconds of each call of `run` on the slowest rank. Collective."""
+    found = []
+    for _ in range(times):
         dist.barrier()
         started = time.perf_counter()
-        runs.step(*arguments, **targets, return_outputs=False)
+        run()
         slowest = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds.append(float(slowest))
-    return seconds[1:]
+        found.append(float(slowest))
+    return found

@@ -156,16 +156,14 @@ def exposed_records(exposed: Mapping[str, Sequence[float]], *, place: str, where
     ]  # fmt: skip
 
 
-def bubble_records(
-    found: Sequence[Mapping[str, Any]], *, num_ranks: int, forward_s: float, backward_s: float
-) -> list[Record]:
-    """found: see `bubble.bubble`. forward_s, backward_s: that a rank computes (sleeps) for a micro-batch."""
+def bubble_records(found: Sequence[Mapping[str, Any]], *, num_ranks: int) -> list[Record]:
+    """found: see `bubble.bubble`."""
 
-    def share(seconds: Sequence[float], micro_batches: int) -> float:
-        return 1 - micro_batches * (forward_s + backward_s) / median(seconds)
+    def share(one: Mapping[str, Any], seconds: float) -> float:
+        return 1 - float(one["alone_s"]) / seconds
 
     measured = {
-        (one["message_bytes"], one["micro_batches"], one["schedule"]): share(one["seconds"], one["micro_batches"])
+        (one["message_bytes"], one["micro_batches"], one["schedule"]): share(one, median(one["seconds"]))
         for one in found
     }  # fmt: skip
     made = []
@@ -183,7 +181,7 @@ def bubble_records(
                 f"{message_bytes // 1024} KiB: part of a step in which a rank waits; {against}",
                 value=measured[message_bytes, micro_batches, schedule], bar=round(bar, 4), sense="at most",
                 unit="s/s", samples=dict(one), rounds=len(one["seconds"]),
-                range=sorted(share([edge], micro_batches) for edge in (min(one["seconds"]), max(one["seconds"]))),
+                range=sorted(share(one, edge) for edge in (min(one["seconds"]), max(one["seconds"]))),
             )
         )  # fmt: skip
     return made

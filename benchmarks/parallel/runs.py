@@ -236,7 +236,7 @@ def bubble(places: Places, scale: Scale) -> list[Record]:
         "steps": scale.bubble_steps, **sleeps,
     }  # fmt: skip
     found = places.on_node("bubble", settings, num_ranks=scale.bubble_ranks, timeout_s=scale.timeout_s)
-    return figures.bubble_records(found, num_ranks=scale.bubble_ranks, **sleeps)
+    return figures.bubble_records(found, num_ranks=scale.bubble_ranks)
 
 
 def checkpoints(places: Places, scale: Scale) -> list[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -27,6 +27,29 @@ def square_of(norms: torch.Tensor) -> float:
     return norm * norm  # ** would raise where this is infinite
 
 
+def square_of_all(tensors: Iterable[torch.Tensor]) -> float:
+    """Returns the sum of the squares of all elements of `tensors`, of any shape; infinite or NaN if one of them is.
+
+    Needs memory for one norm in ROW_ELEMS elements, and for a copy of a tensor that is not contiguous.
+    """
+    return _square_of_rows([rows for tensor in tensors for rows in in_rows(tensor.detach().reshape(-1))])
+
+
+def _square_of_rows(rows: Sequence[torch.Tensor]) -> float:
+    if not rows:
+        return 0.0
+    square = square_of(torch.cat([_norms(part) for part in rows]))
+    if math.isinf(square):  # perhaps only in float32
+        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows]
+        square = square_of(torch.cat(norms))
+    return square
+
+
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    narrow = rows.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if narrow else None)
+
+
 @final
 class GradientSquares:
     """Computes the sum of the squares of the gradients in planned buckets. Other elements of the buckets (flags of used
@@ -41,11 +64,4 @@ class GradientSquares:
     def of_share(self, share: int, *, num_shares: int) -> float:
         """Returns the sum over part `share` of the gradients; the parts add up to the sum over all."""
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
-        mine = [rows for rows in mine if rows.numel()]
-        if not mine:
-            return 0.0
-        square = square_of(torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in mine]))
-        if math.isinf(square):  # perhaps only in float32
-            norms = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in mine]
-            square = square_of(torch.cat(norms))
-        return square
+        return _square_of_rows([rows for rows in mine if rows.numel()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import final
@@ -11,6 +10,7 @@ import torch
 
 from hpctrain.distributed import element_shard, forget_elements, hold_elements, is_dense
 from hpctrain.errors import UsageError
+from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.sharded.shard_plan import ShardPlan
 
 # Optimizers whose update of an element depends on the others of its layer.
@@ -57,12 +57,7 @@ class OwnedParts:
 
     def square(self) -> float:
         """Returns the sum of the squares of the summed gradients; infinite or NaN if one of them is."""
-        norms = [
-            float(torch.linalg.vector_norm(sums, dtype=torch.float64))
-            for sums in self.gradients
-            if sums.numel()
-        ]
-        return math.fsum(norm * norm for norm in norms) if all(map(math.isfinite, norms)) else math.nan
+        return square_of_all(self.gradients)
 
     def scale(self, factor: float) -> None:
         """Multiplies the summed gradients by `factor`, in place."""

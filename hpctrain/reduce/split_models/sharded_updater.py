@@ -23,6 +23,7 @@ from hpctrain.distributed import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
@@ -237,10 +238,7 @@ class ShardedUpdater:
         """Returns the sum of squares of the gradients of which this rank holds the first replica, or the sums."""
         if self._shares is not None:
             return self._shares.square()
-        own = [local_part(gradient) for gradient in self._gradients() if self._counts(gradient)]
-        if not own:
-            return 0.0
-        return float(torch.stack([part.double().square().sum() for part in own]).sum())
+        return square_of_all(local_part(gradient) for gradient in self._gradients() if self._counts(gradient))
 
     def _counts(self, gradient: torch.Tensor) -> bool:
         if self._tensor is not None:
