@@ -26,15 +26,20 @@ def finished_work(outputs: Sequence[torch.Tensor]) -> CollectiveWork:
 
 
 class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
-    """A collective operation, finished or running. `wait` raises its error."""
+    """A collective operation, finished or running. `wait` raises its error.
+
+    awaited: attribute, whether the caller has seen that it has ended, by `wait` or `is_completed`.
+    """
 
     def __init__(self, task: concurrent.futures.Future[None], outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._task = task
         self._outputs = list(outputs)
+        self.awaited = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns True when the operation has ended. timeout: not used; the run's own limit ends all ranks."""
+        self.awaited = True
         self._task.result()
         return True
 
@@ -42,6 +47,7 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
         self.wait()
 
     def is_completed(self) -> bool:
+        self.awaited = self.awaited or self._task.done()
         return self._task.done()
 
     def is_success(self) -> bool:
@@ -183,8 +189,8 @@ class MessageThread:
 class OperationThread:
     """Runs the operations of one group in the order in which they were asked for.
 
-    A caller that waits anyway runs its operation itself, once those before it have ended. After an error all later
-    operations fail with it: the ranks no longer agree on which is the next.
+    A caller that waits anyway runs its operation itself, once those before it have ended. After an error that not all
+    ranks raise, all later operations fail with it: the ranks no longer agree on which is the next.
     """
 
     def __init__(self, name: str) -> None:
@@ -223,5 +229,6 @@ class OperationThread:
         except UsageError:
             raise  # found before anything was sent
         except BaseException as error:
-            self._error = error
+            if not getattr(error, "agreed", False):
+                self._error = error
             raise

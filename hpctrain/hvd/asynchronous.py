@@ -137,7 +137,7 @@ def start_all_reduce(
 
     what = f"{titled('allreduce', name)} {_shapes(tensors)} {described(op, prescale, postscale)}"
     zeros = reduction_of_zeros(op, buffers) if op in JOINABLE else None
-    return group.run(what, reduce, behind=behind, zeros=zeros)
+    return group.run(what, reduce, behind=behind, zeros=zeros, named=_named("allreduce", name))
 
 
 def described(op: ReduceOp, prescale: float, postscale: float) -> str:
@@ -169,7 +169,8 @@ def sparse_allreduce_async(
 
     shapes = f"{dtype_name(tensor)} {tuple(tensor.shape)}"
     what = f"{titled('sparse_allreduce', name)} {shapes} {chosen}"
-    return Handle(group.run(what, reduce, behind=True), lambda: results[0])
+    work = group.run(what, reduce, behind=True, named=_named("sparse_allreduce", name))
+    return Handle(work, lambda: results[0])
 
 
 def sparse_sum(group: Group, tensor: torch.Tensor, *, op: ReduceOp) -> torch.Tensor:
@@ -241,7 +242,7 @@ def reduce_scatter_rows(
             results.append(part.view(of_ranks[group.rank], *whole.shape[1:]))
 
     what = f"{titled('reducescatter', name)} {_shapes(tensors)} {described(op, prescale, postscale)}"
-    return Handle(group.run(what, reduce, behind=True), lambda: results)
+    return Handle(group.run(what, reduce, behind=True, named=_named("reducescatter", name)), lambda: results)
 
 
 # ---------------------------------------------------------------------- gathering and distributing
@@ -281,7 +282,7 @@ def all_gather_rows(tensors: Sequence[torch.Tensor], *, name: str | None, proces
 
     shapes = _shapes([part[:0] for part in parts])
     what = f"{titled('allgather', name)} {shapes}"
-    return Handle(group.run(what, gather, behind=True), lambda: results)
+    return Handle(group.run(what, gather, behind=True, named=_named("allgather", name)), lambda: results)
 
 
 def broadcast_async(
@@ -313,7 +314,7 @@ def broadcast_async_(
             tensor.detach().copy_(flat.view(tensor.shape))
 
     what = f"{titled('broadcast', name)} {_shapes([tensor])} from rank {root_rank}"
-    return Handle(group.run(what, send, behind=True), lambda: tensor)
+    return Handle(group.run(what, send, behind=True, named=_named("broadcast", name)), lambda: tensor)
 
 
 def alltoall_async(
@@ -331,6 +332,8 @@ def alltoall_async(
     rows, size = _rows_of(tensor, "alltoall"), group.num_ranks
     if splits is None and rows % size:
         raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks: give splits")
+    if splits is not None and torch.as_tensor(splits).dtype.is_floating_point and len(splits):
+        raise HorovodValueError(f"alltoall: splits are whole numbers, not {torch.as_tensor(splits).dtype}")
     sent = [rows // size] * size if splits is None else torch.as_tensor(splits).tolist()
     if len(sent) != size or sum(sent) != rows or min(sent) < 0:
         raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks cannot have the splits {sent}")
@@ -350,7 +353,8 @@ def alltoall_async(
         results.extend([whole.view(int(received.sum()), *part.shape[1:]), received.to(like)])
 
     what = f"{titled('alltoall', name)} {_shapes([part[:0]])}"
-    return Handle(group.run(what, exchange, behind=True), lambda: tuple(results))
+    work = group.run(what, exchange, behind=True, named=_named("alltoall", name))
+    return Handle(work, lambda: tuple(results))
 
 
 # ---------------------------------------------------------------------- details
@@ -358,6 +362,10 @@ def alltoall_async(
 
 def _first_of(handle: Handle) -> Handle:
     return Handle(handle.work, lambda: handle()[0])
+
+
+def _named(operation: str, name: str | None) -> str | None:
+    return None if name is None else titled(operation, name)
 
 
 def _check_dense(tensors: Sequence[torch.Tensor], operation: str) -> None:

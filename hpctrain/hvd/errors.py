@@ -9,11 +9,13 @@ from hpctrain.errors import CommunicationError, UsageError
 
 
 class HorovodInternalError(CommunicationError, RuntimeError):
-    """A collective operation failed, or ranks called different ones. `agreed`: every rank of the set raises it."""
+    """A collective operation failed, or ranks called different ones. `agreed`: every rank of the set raises it that has
+    not joined."""
 
 
-class HorovodValueError(UsageError, ValueError):
-    """An argument is wrong, or `hvd.init` was not called: Horovod raises ValueError for these."""
+class HorovodValueError(UsageError, ValueError, RuntimeError):
+    """An argument is wrong, or `hvd.init` was not called. Horovod raises ValueError for some of these, RuntimeError for
+    others."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):

@@ -90,12 +90,14 @@ class GradientReduction:
                 )
         while self._next < len(self._buckets):
             self._start_next()
-        with as_horovod_error():
-            for bucket in self._buckets:
-                for work in bucket.works:
-                    work.wait()
-                bucket.finish()
-        self.reset()
+        try:
+            with as_horovod_error():
+                for bucket in self._buckets:
+                    for work in bucket.works:
+                        work.wait()
+                    bucket.finish()
+        finally:
+            self.reset()
 
     def reset(self) -> None:
         """Expects the first gradient of a step again."""

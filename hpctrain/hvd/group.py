@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -16,7 +17,7 @@ import torch
 from hpctrain.comm import Collective, ReduceOp as CollectiveOp, broadcast_json, check_same, doing
 from hpctrain.distributed import CollectiveWork, OperationThread
 from hpctrain.errors import BufferMismatch, HpctrainError
-from hpctrain.hvd.errors import HorovodInternalError, as_horovod_error
+from hpctrain.hvd.errors import HorovodInternalError, HorovodValueError, as_horovod_error
 from hpctrain.hvd.reductions import ReduceOp, reduce_flat
 
 # Less than the number of any operation: what a rank that has joined contributes to the comparison.
@@ -38,6 +39,9 @@ class Group:
         self._name = name
         self._sums = sums
         self._thread = OperationThread(f"hpctrain-hvd-{name}")
+        self._unseen: deque[tuple[str | None, CollectiveWork]] = (
+            deque()
+        )  # names of started operations, see `run`
         self._number = 0  # of operations that have begun, the same on every rank
         self._number_at_join = 0
         self._join: CollectiveWork | None = None  # that was started and not ended
@@ -61,16 +65,40 @@ class Group:
         *,
         behind: bool,
         zeros: dict[str, Any] | None = None,
+        named: str | None = None,
     ) -> CollectiveWork:
         """Runs `operation` after those that were started before, and returns its work.
 
         what: operation, name, shapes, as a text that must be the same on every rank. behind: the caller goes on;
         otherwise the operation has ended when this returns. zeros: what ranks that have joined reduce, see
-        `reduction_of_zeros`; None: the operation fails when a rank has joined. Raises HorovodInternalError on every
-        rank, with what each one called, if they differ: here, or in the work's `wait`.
+        `reduction_of_zeros`; None: the operation fails when a rank has joined. named: operation and name, if it was
+        given one. Raises HorovodInternalError on every rank, with what each one called, if they differ: here, or in the
+        work's `wait`. Raises HorovodValueError if an operation of that name was started, and the caller has not seen
+        yet that it has ended, or a later one.
         """
+        if named is not None and self._is_in_use(named):
+            raise HorovodValueError(
+                f"{named} was started before and has not been waited for: give another name, or call "
+                "hvd.synchronize with the first one's handle"
+            )
         with as_horovod_error():
-            return self._thread.run(lambda: self._carry_out(what, operation, zeros), [], behind=behind)
+            work = self._thread.run(lambda: self._carry_out(what, operation, zeros), [], behind=behind)
+        if behind:
+            while self._unseen and self._unseen[0][1].awaited:
+                self._unseen.popleft()
+            self._unseen.append((named, work))
+        else:
+            self._unseen.clear()
+        return work
+
+    def _is_in_use(self, named: str) -> bool:
+        # Whether an operation has ended would differ between the ranks; whether it was waited for does not.
+        for name, work in reversed(self._unseen):
+            if work.awaited:
+                return False
+            if name == named:
+                return True
+        return False
 
     def reduce(self, flat: torch.Tensor, *, op: ReduceOp, sizes: Sequence[int]) -> None:
         """Reduces `flat`, shape (sum(sizes),), in place. To be called within an operation of `run`."""
@@ -81,10 +109,7 @@ class Group:
         self._join = self._thread.run(self._take_part, [], behind=True)
 
     def end_join(self) -> int:
-        """Waits until all ranks have joined; returns how many operations this rank had begun before it joined.
-
-        Raises HorovodInternalError on every rank if one that has not joined calls an operation other than sums.
-        """
+        """Waits until all ranks have joined; returns how many operations this rank had begun before it joined."""
         if self._join is not None:
             with as_horovod_error():
                 self._join.wait()
@@ -107,10 +132,17 @@ class Group:
         with doing(self.comm, "join"):
             while True:
                 self._number += 1
-                active, joined = self._meet(None)
+                try:
+                    active, _ = self._meet(None)
+                except BufferMismatch as error:
+                    if not error.agreed:
+                        raise
+                    continue  # the others have called different operations, and know it
                 if active < 0:
                     return
-                self._contribute_zeros(self._announced(None, root=active, joined=joined))
+                call = broadcast_json(self.comm, None, root=active)
+                if call is not None:
+                    self._contribute_zeros(call)
 
     def _carry_out(self, what: str, operation: Callable[[], None], zeros: dict[str, Any] | None) -> None:
         self._number += 1
@@ -120,7 +152,13 @@ class Group:
         with doing(self.comm, what):
             active, joined = self._meet(what)
             if joined >= 0:
-                self._announced({"what": what, "zeros": zeros}, root=active, joined=joined)
+                broadcast_json(self.comm, zeros, root=active)
+                if zeros is None:
+                    raise HorovodInternalError(
+                        f"{what}: rank {self.comm.members[joined]} has called join, and without it only sums, "
+                        "averages and Adasum of dense tensors go on",
+                        agreed=True,
+                    )
             operation()
 
     def _meet(self, what: str | None) -> tuple[int, int]:
@@ -144,18 +182,6 @@ class Group:
                 error=BufferMismatch,
             )
         return self.num_ranks - active if active else -1, joined - 1
-
-    def _announced(self, call: dict[str, Any] | None, *, root: int, joined: int) -> dict[str, Any]:
-        """Returns what ranks that have joined must reduce in the operation `call` of rank `root`."""
-        found = broadcast_json(self.comm, call, root=root)
-        if found["zeros"] is None:
-            raise HorovodInternalError(
-                f"{found['what']}: rank {self.comm.members[joined]} has called join, and without it only sums, "
-                "averages and Adasum of dense tensors go on",
-                agreed=True,
-            )
-        zeros: dict[str, Any] = found["zeros"]
-        return zeros
 
     def _contribute_zeros(self, zeros: dict[str, Any]) -> None:
         for dtype, sizes in zeros["buffers"]:

@@ -21,6 +21,9 @@ from hpctrain.hvd.errors import HorovodValueError
 from hpctrain.hvd.group import Group, titled
 from hpctrain.hvd.running import ProcessSet, global_process_set, group_of
 
+# The first byte of what is sent.
+_OBJECT, _ERROR = b"\1", b"\0"
+
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
@@ -63,10 +66,10 @@ def broadcast_optimizer_state(
     is_root = _check_root(root_rank, global_process_set)
     data = _packed(optimizer.state_dict()) if is_root else b""
     data = _sent(group, data, what="broadcast_optimizer_state", root_rank=root_rank)
-    if is_root:
+    if is_root and data[:1] == _OBJECT:
         return
     try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        found = _loaded(data, rank=root_rank, may_unpickle=False)
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"the state of {type(optimizer).__name__} holds more than tensors, containers and numbers: {error}"
@@ -96,17 +99,21 @@ def broadcast_object(
 ) -> Any:
     """Returns rank `root_rank`'s object on every rank; the root gets its own back. Tensors arrive in host memory.
 
-    May unpickle what that rank pickled; see the module. Raises UsageError for an object that cannot be pickled.
+    May unpickle what that rank pickled; see the module. Raises HorovodValueError on every rank for an object that
+    cannot be pickled.
     """
     group = group_of(process_set)
     is_root = _check_root(root_rank, process_set)
     what = titled("broadcast_object", name)
     data = _sent(group, _packed(obj) if is_root else b"", what=what, root_rank=root_rank)
-    return obj if is_root else _unpacked(data)
+    return obj if is_root and data[:1] == _OBJECT else _unpacked(data, rank=root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns the objects of all ranks, in their order. May unpickle what they pickled; see the module."""
+    """Returns the objects of all ranks, in their order. May unpickle what they pickled; see the module.
+
+    Raises HorovodValueError on every rank if one has an object that cannot be pickled.
+    """
     group = group_of(global_process_set)
     data, found = _packed(obj), []
 
@@ -114,7 +121,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         found.extend(group.comm.all_gather_bytes(data))
 
     group.run(titled("allgather_object", name), gather, behind=False)
-    return [_unpacked(each) for each in found]
+    return [_unpacked(each, rank=rank) for rank, each in enumerate(found)]
 
 
 def _check_root(root_rank: int, process_set: ProcessSet) -> bool:
@@ -143,18 +150,26 @@ def _sent(group: Group, data: bytes, *, what: str, root_rank: int) -> bytes:
 
 
 def _packed(obj: Any) -> bytes:
+    """Returns the object as bytes, or what is wrong with it, for `_unpacked`."""
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"an object of {type(obj).__name__} cannot be sent to other ranks: {error}"
-        ) from error
-    return buffer.getvalue()
+        return _ERROR + f"an object of {type(obj).__name__} cannot be sent to other ranks: {error}".encode()
+    return _OBJECT + buffer.getvalue()
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpacked(data: bytes, *, rank: int) -> Any:
+    """Returns the object of rank `rank`."""
+    return _loaded(data, rank=rank, may_unpickle=True)
+
+
+def _loaded(data: bytes, *, rank: int, may_unpickle: bool) -> Any:
+    if data[:1] == _ERROR:
+        raise HorovodValueError(f"rank {rank}: {data[1:].decode()}", agreed=True)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(data[1:]), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        if not may_unpickle:
+            raise
+        return torch.load(io.BytesIO(data[1:]), map_location="cpu", weights_only=False)

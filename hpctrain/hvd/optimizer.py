@@ -157,7 +157,8 @@ class _Reducing(_Distributed):
                 loss = closure()
         if self._synchronized:
             warnings.warn(
-                "step() after synchronize() reduces the gradients again: put it into optimizer.skip_synchronize()",
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                "gradients are reduced again",
                 stacklevel=2,
             )
         self.synchronize()
