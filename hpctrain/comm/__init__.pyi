@@ -13,7 +13,12 @@ from .backends.library_probe import (
 from .backends.open_world import OpenedWorld as OpenedWorld, open_world as open_world
 from .backends.serial_world import SerialWorld as SerialWorld
 from .backends.threads_world import run_threads as run_threads
-from .collectives.activity import Section as Section, doing as doing, in_section as in_section
+from .collectives.activity import (
+    Section as Section,
+    doing as doing,
+    in_section as in_section,
+    without_limit as without_limit,
+)
 from .collectives.agreement import (
     agreed as agreed,
     all_gather_distinct as all_gather_distinct,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import copy
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -130,10 +131,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         # Equally many for every rank: the first ones again at the end.
-        filled = (
-            self.remaining_indices + self.remaining_indices[: self.total_size - len(self.remaining_indices)]
-        )
-        return iter(filled[self.rank :: self.num_replicas])
+        filled = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        return itertools.islice(filled, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -6,6 +6,7 @@ gradients of all its parameters are there, and those before it were started. Sou
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -55,7 +56,8 @@ class _Bucket:
 
 @final
 class GradientReduction:
-    """Reduces the gradients of `named`. Made anew when parameters come or go.
+    """Reduces the gradients of `named`. Made anew when parameters come or go. Of several with a parameter in common the
+    last one starts reductions in backward.
 
     group: returns the group over whose ranks; called for each bucket, since `elastic.run` makes groups anew.
     """
@@ -75,10 +77,15 @@ class GradientReduction:
         self._next = 0  # the bucket to start next
         self._sparse_dims: dict[int, int] = {}  # of parameters that had a sparse gradient
         self.begun = False  # whether a gradient has come since the last `finish`
+        known = {id(parameter) for parameter in self._parameters}
+        for other in list(_watching):
+            if not known.isdisjoint(map(id, other._parameters)):
+                other.close()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number))
+            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), number))
             for number, parameter in enumerate(self._parameters)
         ]
+        _watching.add(self)
 
     def finish(self) -> None:
         """Starts the buckets that are left, where a missing gradient counts as zeros, and waits for all. Collective."""
@@ -112,25 +119,24 @@ class GradientReduction:
         self.reset()
 
     def close(self) -> None:
-        """Leaves the parameters' gradients alone from now on."""
+        """Leaves the parameters' gradients alone until `finish`, which reduces them all."""
         for hook in self._hooks:
             hook.remove()
+        _watching.discard(self)
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def gradient_is_there(_: torch.Tensor) -> None:
-            self.begun = True
-            self._left[number] -= 1
-            if self._left[number] < 0:
-                raise UsageError(
-                    f"the gradient of {self._names[number]!r} was computed more often than "
-                    f"backward_passes_per_step={self._passes} before step() or synchronize()"
-                )
-            if self._left[number] == 0:
-                self._bucket_of[number].missing -= 1
-                while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-                    self._start_next()
-
-        return gradient_is_there
+    def gradient_is_there(self, number: int) -> None:
+        """Notes the gradient of parameter `number`, and starts the buckets that are complete."""
+        self.begun = True
+        self._left[number] -= 1
+        if self._left[number] < 0:
+            raise UsageError(
+                f"the gradient of {self._names[number]!r} was computed more often than "
+                f"backward_passes_per_step={self._passes} before step() or synchronize()"
+            )
+        if self._left[number] == 0:
+            self._bucket_of[number].missing -= 1
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._start_next()
 
     # ------------------------------------------------------------------ one bucket
 
@@ -302,6 +308,21 @@ class GradientReduction:
             ]
             for bucket in plan_buckets(specs, bucket_bytes=bucket_bytes):
                 yield [here[slot.parameter] for slot in bucket.slots]
+
+
+# Those that start reductions in backward.
+_watching: weakref.WeakSet[GradientReduction] = weakref.WeakSet()
+
+
+def _hook(reduction: weakref.ref[GradientReduction], number: int) -> Callable[[torch.Tensor], None]:
+    """Returns a parameter's hook, which does not keep the reduction of an optimizer that is gone."""
+
+    def gradient_is_there(_: torch.Tensor) -> None:
+        found = reduction()
+        if found is not None:
+            found.gradient_is_there(number)
+
+    return gradient_is_there
 
 
 def reduce_deltas(

@@ -14,7 +14,14 @@ from typing import Any, final
 
 import torch
 
-from hpctrain.comm import Collective, ReduceOp as CollectiveOp, broadcast_json, check_same, doing
+from hpctrain.comm import (
+    Collective,
+    ReduceOp as CollectiveOp,
+    broadcast_json,
+    check_same,
+    doing,
+    without_limit,
+)
 from hpctrain.distributed import CollectiveWork, OperationThread
 from hpctrain.errors import BufferMismatch, HpctrainError
 from hpctrain.hvd.errors import HorovodInternalError, HorovodValueError, as_horovod_error
@@ -104,9 +111,12 @@ class Group:
         """Reduces `flat`, shape (sum(sizes),), in place. To be called within an operation of `run`."""
         reduce_flat(self.comm, flat, op=op, sizes=sizes, sums=self._sums)
 
-    def start_join(self) -> None:
-        """Starts taking part in the other ranks' sums with zeros, until all ranks have joined."""
-        self._join = self._thread.run(self._take_part, [], behind=True)
+    def start_join(self, *, limited: bool = False) -> None:
+        """Starts taking part in the other ranks' sums with zeros, until all ranks have joined.
+
+        limited: whether the time limit applies to the wait for their next operation.
+        """
+        self._join = self._thread.run(lambda: self._take_part(limited=limited), [], behind=True)
 
     def end_join(self) -> int:
         """Waits until all ranks have joined; returns how many operations this rank had begun before it joined."""
@@ -120,12 +130,12 @@ class Group:
         """Ends the group: waits for operations, and for ranks that still take part in a join."""
         if self.num_ranks > 1:
             if self._join is None:
-                self.start_join()
+                self.start_join(limited=True)
             with contextlib.suppress(HpctrainError):  # raised where the operation was waited for
                 self.end_join()
         self._thread.close()
 
-    def _take_part(self) -> None:
+    def _take_part(self, *, limited: bool) -> None:
         self._number_at_join = self._number
         if self.num_ranks == 1:
             return
@@ -133,7 +143,8 @@ class Group:
             while True:
                 self._number += 1
                 try:
-                    active, _ = self._meet(None)
+                    with contextlib.nullcontext() if limited else without_limit(self.comm):
+                        active, _ = self._meet(None)
                 except BufferMismatch as error:
                     if not error.agreed:
                         raise

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpctrain.comm import broadcast_tensors
@@ -57,17 +58,26 @@ def broadcast_optimizer_state(
     """Gives every rank the state and the options (learning rate, ...) that rank `root_rank`'s optimizer has.
 
     model: not used. The parameter groups stay the same objects, so that learning rate schedulers keep them. Nothing
-    is stepped: an optimizer without state leaves all without. Raises HorovodValueError for LBFGS, as Horovod does,
+    is stepped: an optimizer without state leaves all without; then its parameters get gradients of zeros, as by
+    Horovod, unless they have some. Raises HorovodValueError for LBFGS, as Horovod does,
     and for another number of parameters.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise HorovodValueError("broadcast_optimizer_state: the state of LBFGS is not supported")
     group = group_of(global_process_set)
     is_root = _check_root(root_rank, global_process_set)
-    data = _packed(optimizer.state_dict()) if is_root else b""
+    data = _packed(_with_plain_numbers(optimizer.state_dict())) if is_root else b""
     data = _sent(group, data, what="broadcast_optimizer_state", root_rank=root_rank)
-    if is_root and data[:1] == _OBJECT:
-        return
+    if not is_root or data[:1] == _ERROR:
+        _take_state(optimizer, data, root_rank=root_rank)
+    if not optimizer.state:
+        for parameter in _parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _take_state(optimizer: torch.optim.Optimizer, data: bytes, *, root_rank: int) -> None:
+    """Replaces the state and options of the optimizer by those in `data`."""
     try:
         found = _loaded(data, rank=root_rank, may_unpickle=False)
     except pickle.UnpicklingError as error:
@@ -83,7 +93,7 @@ def broadcast_optimizer_state(
         )
     for of_group, options in zip(optimizer.param_groups, found["param_groups"], strict=True):
         of_group.update({key: value for key, value in options.items() if key != "params"})
-    parameters = [parameter for of_group in optimizer.param_groups for parameter in of_group["params"]]
+    parameters = _parameters_of(optimizer)
     optimizer.state.clear()
     for index, state in found["state"].items():
         device = parameters[index].device
@@ -92,6 +102,19 @@ def broadcast_optimizer_state(
             name: value.to(device) if isinstance(value, torch.Tensor) and name != "step" else value
             for name, value in state.items()
         }
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for of_group in optimizer.param_groups for parameter in of_group["params"]]
+
+
+def _with_plain_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's state with numbers of Python instead of NumPy's, which are not read without pickle."""
+    groups = [
+        {key: value.item() if isinstance(value, np.generic) else value for key, value in of_group.items()}
+        for of_group in state["param_groups"]
+    ]
+    return {**state, "param_groups": groups}
 
 
 def broadcast_object(

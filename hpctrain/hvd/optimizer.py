@@ -52,6 +52,10 @@ def DistributedOptimizer(  # noqa: N802
         warnings.warn("num_groups is an old name of groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     _check_groups(groups)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise HorovodValueError(
+            "DistributedOptimizer of LBFGS is not supported: it computes gradients many times in a step"
+        )
     if process_set.process_set_id is None:
         gradient_group_of(process_set)  # raises
     settings = Settings(
@@ -86,6 +90,14 @@ class _Distributed(torch.optim.Optimizer):
         self._settings, self._process_set = settings, process_set
         self._named = _checked_names(self.param_groups, named)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, which are reduced too. Call it on all ranks between two steps."""
+        super().add_param_group(param_group)
+        known = {id(parameter) for _, parameter in self._named}
+        first = len(self._named)
+        added = [p for p in self.param_groups[-1]["params"] if id(p) not in known]
+        self._named += [(f"added.{first + place}", parameter) for place, parameter in enumerate(added)]
+
 
 class _Reducing(_Distributed):
     """Reduces gradients before it steps. Methods and their meaning are those of Horovod's DistributedOptimizer."""
@@ -112,12 +124,7 @@ class _Reducing(_Distributed):
             self._reduction.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, which are reduced too. Call it on all ranks between two steps."""
         super().add_param_group(param_group)
-        known = {id(parameter) for _, parameter in self._named}
-        first = len(self._named)
-        added = [p for p in self.param_groups[-1]["params"] if id(p) not in known]
-        self._named += [(f"added.{first + place}", parameter) for place, parameter in enumerate(added)]
         if self._reduction is not None:
             self._reduction.close()
             self._reduction = self._made_reduction()

@@ -114,12 +114,12 @@ def init(
 
 def shutdown() -> None:
     """Waits for operations that were started and ends communication. Collective; without `init` it does nothing."""
-    session, _state.session = _state.session, None
-    if session is not None:
-        session.close()
+    if _state.session is not None:
+        _close_groups()  # takes part in what other ranks still reduce
         for process_set, _ in _state.sets.values():
             process_set.process_set_id = None
-        _state.sets, _state.next_id = {}, 0
+        session, _state.session, _state.sets, _state.next_id = _state.session, None, {}, 0
+        session.close()
 
 
 def reopen_groups() -> None:

@@ -16,6 +16,8 @@ from hpctrain.run import Session, init_process_group
 class _OnRanks(strategies.ParallelStrategy):
     """What the strategies have in common. Placed before one of Lightning's, whose __init__ takes the other options."""
 
+    _started: Session | None = None  # by the newest strategy that was given none
+
     def __init__(
         self,
         session: Session | None = None,
@@ -25,10 +27,13 @@ class _OnRanks(strategies.ParallelStrategy):
         watch_folder: str | Path | None = None,
         **options: Any,
     ) -> None:
+        if session is None and dist.is_initialized():
+            session = _OnRanks._started
         if session is None or not dist.is_initialized():
             session = init_process_group(
                 session, device=device, timeout_s=timeout_s, watch_folder=watch_folder
             )
+            _OnRanks._started = session
         self._session = session
         super().__init__(**options)
         self.cluster_environment = SessionEnvironment(session)
@@ -59,7 +64,8 @@ class DDPStrategy(_OnRanks, strategies.DDPStrategy):
     """Lightning's DDPStrategy over `hpctrain.init_process_group`, which it calls. Collective.
 
     Trainer(accelerator="cpu", strategy=DDPStrategy()); `devices` and `num_nodes` follow from the launcher.
-    session: of `hpctrain.start` or `hpctrain.init_process_group`; None starts one. device, timeout_s, watch_folder: as
+    session: of `hpctrain.start` or `hpctrain.init_process_group`; None starts one, or takes that of an earlier strategy
+    which did. device, timeout_s, watch_folder: as
     for `init_process_group`. options: of Lightning's class, such as find_unused_parameters.
     """
 

@@ -35,6 +35,9 @@ class SaysWhatItDoes(Protocol):
     def section(self, section: Section | None) -> AbstractContextManager[None]:
         """Marks the section of the run in which the `with` block is."""
 
+    def without_limit(self) -> AbstractContextManager[None]:
+        """Lets this communicator's operations inside the `with` block take as long as they will."""
+
 
 @contextlib.contextmanager
 def doing(comm: Collective, what: str) -> Iterator[None]:
@@ -59,6 +62,19 @@ def in_section(comm: Collective, section: Section | None) -> Iterator[None]:
     """
     if isinstance(comm, SaysWhatItDoes):
         with comm.section(section):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def without_limit(comm: Collective) -> Iterator[None]:
+    """Lets operations of `comm` in the `with` block wait as long as they will. Not collective.
+
+    For a rank that has nothing to do until others call it. No effect on a communicator without a deadline.
+    """
+    if isinstance(comm, SaysWhatItDoes):
+        with comm.without_limit():
             yield
     else:
         yield

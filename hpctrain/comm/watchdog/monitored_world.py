@@ -142,6 +142,15 @@ class MonitoredGroup(Attributes):
         """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.sections.enter(section)
 
+    @contextlib.contextmanager
+    def without_limit(self) -> Iterator[None]:
+        """See `hpctrain.comm.collectives.activity`."""
+        self._track.limited = False
+        try:
+            yield
+        finally:
+            self._track.limited = True
+
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
         with self._during("collective_files"):
             inner = self._inner.collective_files(members=members)
@@ -281,6 +290,10 @@ class Monitored(Forwarding):
     def section(self, section: Section | None) -> AbstractContextManager[None]:
         """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.sections.enter(section)
+
+    def without_limit(self) -> AbstractContextManager[None]:
+        """See `hpctrain.comm.collectives.activity`."""
+        return self._all.without_limit()
 
     @property
     def limits(self) -> SectionLimits:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 class Track:
     """Current operation of one communicator. Written by the thread that uses it, read by the watcher.
 
-    signature: text that must be equal on all ranks in one operation; None: not compared.
+    signature: text that must be equal on all ranks in one operation; None: not compared. limited: whether the time
+    limit applies.
     """
 
     group: str
@@ -21,6 +22,7 @@ class Track:
     operation: str = "nothing"
     detail: str = ""
     signature: str | None = None
+    limited: bool = True
     since: float | None = None  # monotonic; None: in no operation
     ended: float | None = None  # the last one, in seconds since 1970; None: none did
 
@@ -45,9 +47,9 @@ class Track:
         return self.sequence, self.since
 
     def waited_s(self) -> float:
-        """Seconds since the current operation began; 0 if there is none."""
+        """Seconds since the current operation began; 0 if there is none, or if it may take as long as it will."""
         since = self.since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None or not self.limited else time.monotonic() - since
 
     def describe(self) -> str:
         return f"{self.operation} number {self.sequence} of {self.group} {self.detail}".rstrip()

@@ -37,6 +37,11 @@ def init_process_group(
     """
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
+    if session is not None and not isinstance(session, Session):
+        raise UsageError(
+            f"init_process_group({session!r}): it takes a session, or nothing. There is no backend to choose: "
+            'device="cuda" takes NCCL'
+        )
     if device not in ("cpu", "cuda", "auto"):
         raise UsageError(f"device {device!r}: choose cpu, cuda or auto")
     made_here = session is None

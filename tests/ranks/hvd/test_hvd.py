@@ -14,6 +14,7 @@ from tests.ranks_launcher import REPOSITORY, run_command
 pytestmark = pytest.mark.launches
 
 OPERATIONS = [sys.executable, "-m", "tests.ranks.hvd.operations_program"]
+ERRORS = [sys.executable, "-W", "default", "-m", "tests.ranks.hvd.errors_program"]
 TRAINING = [sys.executable, "-m", "tests.ranks.hvd.training_program"]
 EXAMPLE = REPOSITORY / "examples" / "own_loop_horovod.py"
 
@@ -22,6 +23,12 @@ EXAMPLE = REPOSITORY / "examples" / "own_loop_horovod.py"
 def test_every_operation_has_its_result(num_ranks: int) -> None:
     done = run_command(num_ranks, OPERATIONS, expect=0, timeout_s=300)
     assert done.stdout.count("has seen everything") == num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_programs_continue_after_errors_that_all_ranks_raise(num_ranks: int) -> None:
+    done = run_command(num_ranks, ERRORS, expect=0, timeout_s=300)
+    assert done.stdout.count("continued") == num_ranks
 
 
 def test_models_train_as_in_one_process() -> None:

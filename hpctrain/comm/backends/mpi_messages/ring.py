@@ -72,10 +72,10 @@ class MessageRing:
         for (owner, piece), array, request in zip(arriving, partial, receiving, strict=True):
             poll_until(request.Test)
             if owner == self._rank:
-                np.add(array, values[piece], out=total[piece.start - begin : piece.stop - begin])
+                _add(array, values[piece], out=total[piece.start - begin : piece.stop - begin])
                 queue.advance(None)
             else:
-                array += values[piece]
+                _add(array, values[piece], out=array)
                 queue.advance(array)
         queue.finish()
         return total
@@ -93,7 +93,7 @@ class MessageRing:
             poll_until(receiving[number].Test)
             queue.advance(None)
             queue.wait_for(number)
-            values[piece] += array
+            _add(values[piece], array, out=values[piece])
 
     def _before(self, rank: int) -> list[int]:
         """Returns the ranks before `rank`, the next one first: whose slices arrive one after another."""
@@ -113,6 +113,12 @@ class MessageRing:
 
     def _receive(self, array: Array) -> Any:
         return self._comm.Irecv(array, self._previous, _TAG)
+
+
+def _add(a: Array, b: Array, *, out: Array) -> None:
+    """Adds without NumPy's warnings: gradients may overflow, which the loss scale looks for."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(a, b, out=out)
 
 
 def _room_for(slices: Sequence[slice], *, dtype: Any) -> list[Array]:
