@@ -27,6 +27,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu.json"
 NAMES = (
     "device", "streams", "pinned", "ahead", "fp16", "bf16", "memory", "checkpoints", "reductions", "updater", "profile",
     "digits", "gloo", "nccl", "sharded", "recomputed",
+    "largest",
 )  # fmt: skip
 
 

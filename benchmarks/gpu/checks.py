@@ -24,4 +24,5 @@ CHECKS: Mapping[str, Check] = {
     "nccl": torch_distributed.nccl,
     "sharded": parallel.sharded,
     "recomputed": parallel.recomputed,
+    "largest": parallel.largest,
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ STEPS = 8
 VOCABULARY = 64
 # Of losses near 4: a GPU sums products in another order.
 WITHIN = 1e-3
+# For the largest model: memory of the GPU, width of a block (of 12.6 million parameters), and the most blocks.
+LIMIT_BYTES = 4 << 30
+WIDTH = 1024
+MOST_BLOCKS = 64
 KINDS: Mapping[str, ParallelPlan] = {
     kind: ParallelPlan(activation_checkpointing=kind)  # type: ignore[arg-type]
     for kind in ("none", "blocks", "selective")
@@ -77,6 +82,72 @@ def recomputed(setting: Setting) -> Found:
             f"memory of blocks, selective and none is not in this order: {held}",
         )
     return found
+
+
+def largest(setting: Setting) -> Found:
+    """Finds how many blocks train within a limit of the GPU's memory: whole, computed again in backward, sharded over
+    one rank, and with parameters, gradients and optimizer state in host memory, which must be more than whole ones."""
+    if not setting.has_gpu:
+        raise NotHere("a GPU's memory must be filled")
+    if not torch.distributed.is_nccl_available():
+        raise NotHere(f"this torch ({torch.__version__}) is built without nccl")
+    plans = {
+        "whole": KINDS["none"],
+        "blocks": KINDS["blocks"],
+        "sharded, blocks": ParallelPlan(shard="parameters", activation_checkpointing="blocks"),
+        "sharded, blocks, offload": ParallelPlan(
+            shard="parameters", activation_checkpointing="blocks", offload=True
+        ),
+    }
+    share = LIMIT_BYTES / torch.cuda.get_device_properties(setting.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), setting.device)
+    try:
+        depths = {
+            name: largest_that(lambda depth: _fits(setting, plan, depth=depth), at_most=MOST_BLOCKS)  # noqa: B023
+            for name, plan in plans.items()
+        }
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, setting.device)
+    require(
+        0 < depths["whole"] <= depths["blocks"] and depths["whole"] < depths["sharded, blocks, offload"],
+        f"numbers of blocks that fit are not in the expected order: {depths}",
+    )
+    millions = {f"million parameters, {name}": _parameters_of(depth) / 1e6 for name, depth in depths.items()}
+    return Found(
+        text=f"blocks of width {WIDTH}, at most {MOST_BLOCKS}, that train within {LIMIT_BYTES >> 30} GiB",
+        figures={**{f"blocks, {name}": float(depth) for name, depth in depths.items()}, **millions},
+    )
+
+
+def largest_that(fits: Callable[[int], bool], *, at_most: int) -> int:
+    """Returns the largest number up to `at_most` that fits, 0 if 1 does not; each smaller one is taken to fit too."""
+    low, high = 0, 1
+    while high <= at_most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, at_most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _fits(setting: Setting, plan: ParallelPlan, *, depth: int) -> bool:
+    """Returns False if two steps need more of the GPU's memory than there is."""
+    try:
+        with start(backend="serial", device=str(setting.device)) as session:
+            _train(session, plan, width=WIDTH, depth=depth, length=256, steps=2)
+    except torch.cuda.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    gc.collect()
+    torch.cuda.empty_cache()
+    return fits
+
+
+def _parameters_of(depth: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in language_model(width=WIDTH, depth=depth).parameters())
 
 
 def _compared(setting: Setting, plans: Mapping[str, ParallelPlan], *, needs: tuple[str, ...]) -> Found:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from benchmarks.gpu.compare import require, require_close, require_equal
 from benchmarks.gpu.outcome import CheckFailed, Setting
 from benchmarks.gpu.work import small_model
+from hpctrain import ParallelPlan
 from hpctrain.comm import all_gather_json
 from hpctrain.reduce.collective_reducers.power_sgd import LowRankReducer
 from hpctrain.reduce.collective_reducers.top_k import TopKReducer
@@ -31,6 +32,7 @@ EXACT = (
     ("hierarchical", "fp32"), ("hierarchical", "fp16"),
 )  # fmt: skip
 SHAPES = ((200, 130), (1000,), (64, 64), (70, 300), (3,))
+SHARDED = {f"sharded {what}": ParallelPlan(shard=what) for what in ("optimizer", "gradients")}  # type: ignore[arg-type]
 ROUNDS = 3
 STEPS = 8
 # A GPU sums products in another order than the CPU, and the differences grow over eight steps.
@@ -135,32 +137,36 @@ def _updaters(session: Session, setting: Setting) -> dict[str, Any]:
     both ranks."""
     devices = (session.device, torch.device("cpu"))
     trained = {
-        algorithm: [_train(session, device, algorithm) for device in devices]
-        for algorithm in ("flat", "hierarchical")
+        way: [_train(session, device, way) for device in devices]
+        for way in ("flat", "hierarchical", *SHARDED)
     }
     digest = [hashlib.sha256(mine.numpy().tobytes()).hexdigest() for mine, _ in trained.values()]
     same = all(digest == theirs for theirs in all_gather_json(session.world, digest))
     require(same, f"after {STEPS} steps the ranks' parameters differ")
     shares = [
-        require_close(mine, wanted, within=UPDATER_WITHIN, what=f"{algorithm}, parameters")
-        for algorithm, (mine, wanted) in trained.items()
+        require_close(mine, wanted, within=UPDATER_WITHIN, what=f"{way}, parameters")
+        for way, (mine, wanted) in trained.items()
     ]
     return {"difference": max(shares)}
 
 
-def _train(session: Session, device: torch.device, algorithm: str) -> torch.Tensor:
+def _train(session: Session, device: torch.device, way: str) -> torch.Tensor:
+    """way: an algorithm that sums whole gradients, or what is sharded."""
     model = small_model(width=256, depth=4).to(device)
+    if way in SHARDED:
+        session.parallelize(model, SHARDED[way])
     updater = session.updater(
         model,
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        algorithm=algorithm,
+        algorithm="hierarchical" if way in SHARDED else way,
         bucket_bytes=150_000,
     )
     for step in range(STEPS):
         inputs, labels = _samples(session.rank + 2 * step, size=32, width=256, device=device)
         updater.backward(functional.cross_entropy(model(inputs), labels), weight=0.5)
         outcome = updater.step()
-        require(outcome.applied, f"{algorithm}: step {step} was skipped")
+        require(outcome.applied, f"{way}: step {step} was skipped")
+    updater.wait_for_parameters()
     return torch.cat([parameter.detach().cpu().reshape(-1) for parameter in model.parameters()])
 
 

@@ -17,6 +17,7 @@ from benchmarks.gpu import page
 from benchmarks.gpu.__main__ import NAMES
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.outcome import Outcome
+from benchmarks.gpu.parallel import largest_that
 from benchmarks.gpu.traces import overlap
 from tests.ranks_launcher import REPOSITORY, is_open_mpi, rank_environment
 
@@ -71,8 +72,8 @@ def test_the_archive_checks_what_needs_no_gpu_with_its_own_open_mpi(archive: Pat
     made = json.loads((tmp_path / "gpu-check" / "gpu.json").read_text())
     assert [check["name"] for check in made["checks"]] == list(NAMES)
     by_name = {check["name"]: check for check in made["checks"]}
-    assert [name for name, check in by_name.items() if check["status"] != "passed"] == ["nccl"]
-    assert by_name["nccl"]["status"] == "skipped"
+    assert [name for name, check in by_name.items() if check["status"] != "passed"] == ["nccl", "largest"]
+    assert by_name["nccl"]["status"] == by_name["largest"]["status"] == "skipped"
     assert "NCCL needs a GPU" in done.stdout
     assert by_name["digits"]["needs_gpu"] == ["two ranks on one GPU"]
     assert len(made["commit"].removesuffix("+changes")) == 40
@@ -97,6 +98,19 @@ def test_a_check_whose_process_ends_fails_and_the_rest_is_checked() -> None:
 
 def test_the_names_are_those_of_the_checks() -> None:
     assert list(CHECKS) == list(NAMES)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 63, 64, 100])
+def test_the_largest_number_that_fits_is_found_in_few_trials(limit: int) -> None:
+    tried: list[int] = []
+
+    def fits(number: int) -> bool:
+        tried.append(number)
+        return number <= limit
+
+    assert largest_that(fits, at_most=64) == min(limit, 64)
+    assert max(tried) <= 64
+    assert len(tried) <= 13
 
 
 # ---------------------------------------------------------------------- figures
