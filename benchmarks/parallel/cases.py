@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.parallel.layouts import LAYOUTS, SAME_BITS
 from benchmarks.parallel.training import Training, make_optimizer
-from benchmarks.parallel.workloads import WORKLOADS, Workload
+from benchmarks.parallel.workloads import WORKLOADS, Language, Workload
 from benchmarks.reduction.timing import Ranks
 from hpctrain.comm import all_gather_json
 from hpctrain.run import Session
@@ -54,7 +54,8 @@ def equality(session: Session, settings: Settings) -> dict[str, dict[str, dict[s
 
 
 def _can_train(workload: Workload, layout: str) -> bool:
-    return workload.has_stages or LAYOUTS[layout].pipeline == 1
+    options = LAYOUTS[layout].options
+    return isinstance(workload, Language) or not options.keys() & {"pipeline", "sequence"}
 
 
 def _trained(

@@ -91,7 +91,7 @@ def dcp(session: Session, settings: Settings) -> dict[str, int]:
 def _made(session: Session, layout: str, *, model_seed: int = 0) -> Training:
     return Training(
         session,
-        WORKLOADS["language"],
+        WORKLOADS["saved"],
         LAYOUTS[layout],
         batch=BATCH,
         dtype=torch.float64,

@@ -67,6 +67,12 @@ class Layout:
         return int(self.options.get("pipeline", 1))
 
     @property
+    def is_apart(self) -> bool:
+        """Whether it is trained in processes of its own: PyTorch caches by mesh what a pipeline of tensor groups
+        computes with, and a layout before it has left an equal mesh."""
+        return self.tensor > 1 and self.pipeline > 1
+
+    @property
     def ranks_per_node(self) -> int:
         """The fewest ranks of each node, if there are several nodes."""
         return max(self.tensor, 2 if self.nodes else 1)
@@ -152,12 +158,29 @@ _BUCKETS = 2
 _MICRO_BATCHES = 4
 
 
+def _of_both(pipeline: int, **options: Any) -> Layout:
+    """Returns a pipeline whose stages are split or sharded too."""
+    tensor = options.get("tensor", 1)
+    sharded = "shard" in options
+    name = "-".join(
+        [f"pipeline-{pipeline}", *([f"tensor-{tensor}"] if tensor > 1 else []), *(["parameters"] if sharded else [])]
+    )  # fmt: skip
+    return Layout(
+        name=name,
+        what=f"pipeline of {pipeline}, 1f1b{f', tensor groups of {tensor}' if tensor > 1 else ''}"
+        f"{', parameters sharded' if sharded else ''}",
+        options={"pipeline": pipeline, "micro_batches": _MICRO_BATCHES, **options},
+        held=lambda n: 16 / n if sharded else 16,
+        least_ranks=pipeline * tensor * (2 if sharded else 1), figures="1",
+    )  # fmt: skip
+
+
 def _pipeline(pipeline: int, schedule: str, *, figures: str, peer: str = "") -> Layout:
     usual = schedule == "1f1b"
     return Layout(
         name=f"pipeline-{pipeline}" if usual else f"pipeline-{pipeline}-{schedule}",
         what=f"pipeline of {pipeline}, {schedule}",
-        options={"pipeline": pipeline, "schedule": schedule, "micro_batches": _MICRO_BATCHES},
+        options={"pipeline": pipeline, "schedule": schedule, "micro_batches": max(_MICRO_BATCHES, pipeline)},
         held=lambda n: 16, sent=_all_reduced, peer=peer, least_ranks=pipeline, figures=figures,
     )  # fmt: skip
 
@@ -173,14 +196,18 @@ LAYOUTS = {
                held=lambda n: 4 + 12 / n, buffer_bytes=_BUCKETS * DEFAULT_BUCKET_BYTES, sent=_gathered_once,
                peer="zero", wires=ALL_WIRES),
         Layout(name="parameters", what="parameters sharded (ZeRO-3)", options={"shard": "parameters"},
-               held=lambda n: 16 / n, sent=_gathered_twice, peer="fsdp2"),
+               held=lambda n: 16 / n, sent=_gathered_twice, peer="fsdp2", wires=ALL_WIRES),
         Layout(name="parameters-node", what="parameters sharded within a node (HSDP)",
                options={"shard": "parameters", "shard_within": "node"}, held=lambda n: 16 / n, sent=_all_reduced,
-               peer="fsdp2", nodes=True, least_ranks=2),
+               peer="fsdp2", nodes=True, least_ranks=2, wires=ALL_WIRES),
         Layout(name="tensor-2", what="tensor groups of 2", options={"tensor": 2}, held=lambda n: 16, sent=_all_reduced,
                peer="tensor", least_ranks=2),
         Layout(name="tensor-4", what="tensor groups of 4", options={"tensor": 4}, held=lambda n: 16, sent=_all_reduced,
                least_ranks=4, figures="126"),
+        Layout(name="tensor-8", what="tensor groups of 8", options={"tensor": 8}, held=lambda n: 16, least_ranks=8,
+               figures="1"),
+        Layout(name="tensor-2-sequence", what="tensor groups of 2, sequences in parts",
+               options={"tensor": 2, "sequence": True}, held=lambda n: 16, least_ranks=2, figures="1"),
         Layout(name="tensor-2-parameters", what="tensor groups of 2, parameters sharded",
                options={"tensor": 2, "shard": "parameters"}, held=lambda n: 16 / n, sent=_gathered_twice,
                least_ranks=4, figures="1236"),
@@ -191,9 +218,19 @@ LAYOUTS = {
                least_ranks=8, figures="1"),
         _pipeline(2, "1f1b", figures="12346", peer="pipeline"),
         _pipeline(4, "1f1b", figures="126"),
+        _pipeline(8, "1f1b", figures="1"),
         _pipeline(2, "gpipe", figures="1"),
         _pipeline(2, "interleaved", figures="16"),
         _pipeline(2, "zero-bubble", figures="1"),
+        _pipeline(4, "gpipe", figures="1"),
+        _pipeline(4, "interleaved", figures="1"),
+        _pipeline(4, "zero-bubble", figures="1"),
+        _of_both(2, tensor=2),
+        _of_both(2, tensor=4),
+        _of_both(4, tensor=2),
+        _of_both(2, shard="parameters"),
+        _of_both(4, shard="parameters"),
+        _of_both(2, tensor=2, shard="parameters"),
         Layout(name="pipeline-2-optimizer", what="pipeline of 2, 1f1b, optimizer of a stage sharded",
                options={"pipeline": 2, "micro_batches": _MICRO_BATCHES, "shard": "optimizer"},
                held=lambda n: 8 + 12 / n, least_ranks=4, figures="126"),

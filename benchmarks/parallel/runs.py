@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parallel import figures
-from benchmarks.parallel.layouts import arrangements, of_figure
+from benchmarks.parallel.layouts import LAYOUTS, arrangements, of_figure
 from benchmarks.parallel.planned.runs import plan_records
 from benchmarks.parallel.scale import Scale
 from benchmarks.parallel.timed.methods import METHODS, in_turns, methods_at
@@ -78,19 +78,23 @@ def equality(places: Places, scale: Scale) -> list[Record]:
     found: dict[int, list[Any]] = {}
     for num_ranks in scale.equality_ranks:
         for num_nodes, names in arrangements(of_figure("1"), num_ranks=num_ranks).items():
-            settings = {
-                "workloads": ["language", "convolution"],
-                "steps": scale.equality_steps,
-                "layouts": names,
-            }
-            what = f"equality of {len(names)} layouts on {num_nodes} x {num_ranks // num_nodes} ranks"
-            with places.attempt(what):
-                found.setdefault(num_ranks, []).append(
-                    places.on_node(
-                        "equality", settings, num_ranks=num_ranks, nodes=num_nodes, timeout_s=scale.timeout_s
+            apart = [name for name in names if LAYOUTS[name].is_apart]
+            for together in [[name for name in names if name not in apart], *([name] for name in apart)]:
+                settings = {
+                    "workloads": ["language", "convolution"], "steps": scale.equality_steps, "layouts": together,
+                }  # fmt: skip
+                what = f"equality of {len(together)} layouts on {num_nodes} x {num_ranks // num_nodes} ranks"
+                with places.attempt(what):
+                    found.setdefault(num_ranks, []).append(
+                        places.on_node(
+                            "equality",
+                            settings,
+                            num_ranks=num_ranks,
+                            nodes=num_nodes,
+                            timeout_s=scale.timeout_s,
+                        )
                     )
-                )
-                places.say(what)
+                    places.say(what)
     return figures.equality_records(found, steps=scale.equality_steps)
 
 

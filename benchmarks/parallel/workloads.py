@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -23,7 +22,7 @@ class Language:
     window: int
     width: int
     layers: int
-    has_stages: ClassVar[bool] = True
+    heads: int = 4
 
     @property
     def block_output(self) -> int:
@@ -32,7 +31,9 @@ class Language:
 
     @property
     def task(self) -> Characters:
-        return Characters(window=self.window, width=self.width, layers=self.layers, vocabulary=VOCABULARY)
+        return Characters(
+            window=self.window, width=self.width, layers=self.layers, heads=self.heads, vocabulary=VOCABULARY
+        )
 
     def fields(self, *, samples: int, seed: int) -> Fields:
         generator = torch.Generator().manual_seed(seed)
@@ -51,7 +52,6 @@ class Images:
     """
 
     width: int
-    has_stages: ClassVar[bool] = False
 
     @property
     def task(self) -> Digits:
@@ -72,7 +72,10 @@ class Images:
 Workload = Language | Images
 
 WORKLOADS: dict[str, Workload] = {
-    "language": Language(window=32, width=64, layers=4),
+    "language": Language(
+        window=32, width=64, layers=8, heads=8
+    ),  # as many as the ranks of a group or pipeline
+    "saved": Language(window=32, width=64, layers=4),
     "convolution": Images(width=8),
     "tiny": Language(window=16, width=64, layers=4),
     "3M": Language(window=16, width=256, layers=4),

@@ -82,8 +82,19 @@ def test_every_layout_is_measured_where_it_fits() -> None:
     assert arrangements(every, num_ranks=1) == {1: ["none", "optimizer", "gradients", "parameters"]}
     on_four = arrangements(every, num_ranks=4)
     assert on_four[1] == ["tensor-4"]
+    assert {"pipeline-2-tensor-2", "pipeline-2-parameters", "tensor-2-sequence"} <= set(on_four[2])
     assert {"tensor-2", "tensor-2-parameters", "parameters-node", "pipeline-4"} <= set(on_four[2])
-    assert arrangements(every, num_ranks=8) == {2: list(LAYOUTS)}
+    on_eight = arrangements(every, num_ranks=8)
+    assert on_eight[1] == ["tensor-8"]
+    assert sorted([*on_eight[2], "tensor-8"]) == sorted(LAYOUTS)
+
+
+def test_every_division_of_eight_ranks_is_compared_with_one_process() -> None:
+    found = {
+        (layout.pipeline, layout.tensor) for layout in of_figure("1") if layout.fits(num_ranks=8, num_nodes=1)
+    }
+    powers = (1, 2, 4, 8)
+    assert found == {(p, t) for p in powers for t in powers if p * t <= 8}
     everywhere = arrangements(of_figure("6"), num_ranks=4)
     assert {name for names in everywhere.values() for name in names} == {one.name for one in of_figure("6")}
 
