@@ -37,10 +37,11 @@ class ShardedUpdater:
     `step` sums what is left.
 
     optimizer: of the parameters as they are split. comm: the world, for the norm and the small sums of a step.
-    loss_scale, clip_norm: as for `AllReduceUpdater`. end_sums: called by `close`; see `reduce_gradients_by`. Forward and backward are collective: every rank runs them equally
-    often, one without samples with an empty batch of weight 0. After a backward that failed on all ranks, of sharded
-    parameters, call `zero_grad`, or a `step` that is not accepted: before, others raise UsageError. A plain `loss.backward()` has weight 1/num_ranks; with
-    split layers, 1/(data-parallel ranks). FSDP2 reduces each micro-batch, so that no rank holds whole gradients.
+    loss_scale, clip_norm: as for `AllReduceUpdater`. end_sums: called by `close`; see `reduce_gradients_by`. Forward
+    and backward are collective: every rank runs them equally often, one without samples with an empty batch of
+    weight 0. A plain `loss.backward()` has weight 1/num_ranks; with split layers, 1/(data-parallel ranks). FSDP2
+    reduces each micro-batch, so that no rank holds whole gradients. After a backward of sharded parameters that has
+    failed on all ranks the next call is `zero_grad`, or a `step` that is not accepted: others raise UsageError.
 
     In a pipeline only ranks with the last stage weight the loss, and ranks that hold a stage whole sum its gradients in
     `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
