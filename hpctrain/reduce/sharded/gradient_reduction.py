@@ -64,9 +64,7 @@ def reduce_gradients_by(
         local = _polling(world, levels.local.members) or levels.local
         cross = levels.cross and (_polling(world, levels.cross.members) or levels.cross)
         levels = traffic.counted_levels(replace(levels, local=local, cross=cross))
-        return _sum_during_backward(
-            TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model
-        )
+        return _sum_during_backward(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
     if algorithm == "hierarchical":
         note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
     num_ranks = topology.num_ranks

@@ -139,7 +139,9 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(
         backward, step = found.pop("refused")
         assert "a backward before this one has failed" in backward
         assert step.startswith("agreed: a backward has failed")
-        assert found == {name: pytest.approx(0.0, abs=1e-12) for name in ("step", "zero_grad", "not accepted")}
+        assert found == {
+            name: pytest.approx(0.0, abs=1e-12) for name in ("step", "zero_grad", "not accepted")
+        }
 
 
 def test_close_ends_the_thread_that_sums(launches: dict[int, list[dict[str, Any]]]) -> None:

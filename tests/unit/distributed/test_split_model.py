@@ -54,7 +54,9 @@ def test_gradients_that_fsdp_cannot_sum_are_refused_before() -> None:
 
     mixed = nn.Sequential(Residual(), Residual())
     mixed[1].norm.double()
-    refused(mixed, r"1\.norm\.weight is torch\.float64 and 1\.linear\.weight torch\.float32, both in the block 1")
+    refused(
+        mixed, r"1\.norm\.weight is torch\.float64 and 1\.linear\.weight torch\.float32, both in the block 1"
+    )
     outside = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Residual(), Residual()), nn.Linear(4, 4).double())
     refused(outside, r"0\.weight is torch\.float32 and 2\.weight torch\.float64, both outside the blocks")
     empty = nn.Sequential(Residual(), Residual())
