@@ -8,7 +8,8 @@ from .element_shards import (
     is_dense as is_dense,
     memory_order as memory_order,
 )
-from .fully_sharded.overlap import sum_gradients_by as sum_gradients_by
+from .fully_sharded.overlap import start_group_sum as start_group_sum, sum_gradients_by as sum_gradients_by
+from .fully_sharded.passes import ShardedPasses as ShardedPasses, kept_whole as kept_whole
 from .open_groups import (
     group_traffic as group_traffic,
     open_process_group as open_process_group,

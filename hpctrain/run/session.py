@@ -166,8 +166,9 @@ class Session:
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
         if is_sharded(model) or pipeline is not None:
+            end_sums: Callable[[], object] | None = None
             if shard == "parameters" and split_of(model) is None and pipeline is None:
-                reduce_gradients_by(
+                end_sums = reduce_gradients_by(
                     algorithm,
                     wire=wire,
                     model=model,
@@ -176,7 +177,12 @@ class Session:
                     note=self.note,
                 )
             sharded = ShardedUpdater(
-                model, optimizer, comm=self.world, loss_scale=loss_scale, clip_norm=clip_norm
+                model,
+                optimizer,
+                comm=self.world,
+                loss_scale=loss_scale,
+                clip_norm=clip_norm,
+                end_sums=end_sums,
             )
             self._models[sharded] = model
             return sharded

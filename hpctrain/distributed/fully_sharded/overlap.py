@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpctrain.distributed.fully_sharded.passes import sharded_modules
 from hpctrain.errors import UsageError
 
 
@@ -40,7 +41,7 @@ def overlap_communication(model: nn.Module, blocks: Mapping[str, nn.Module], *, 
         module.set_custom_all_gather(gather)
     _gather_ahead(modules)
     if num_axes == 1:
-        sum_gradients_by(_start_group_sum, model)
+        sum_gradients_by(start_group_sum, model)
 
 
 def _gather_ahead(modules: Sequence[Any]) -> None:
@@ -75,22 +76,19 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
     Not collective. model: sharded over one axis of ranks. The sums have ended when backward has, and at most one runs
     at a time. Backward waits for a sum that is added to a gradient, or that a hook of the parameter takes.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     unfinished = _Unfinished()
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = sharded_modules(model)
     for module in sharded:
         module.reshard()  # after a forward without backward some are whole
     for module in sharded:
-        within = [
-            inner for inner in module.modules() if isinstance(inner, FSDPModule) and inner is not module
-        ]
+        within = [inner for inner in sharded_modules(module) if inner is not module]
         others = {id(parameter) for inner in within for parameter in inner.parameters()}
         own = [parameter for parameter in module.parameters() if id(parameter) not in others]
-        module.set_custom_reduce_scatter(_ReduceScatter(start, own, unfinished=unfinished))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_ReduceScatter(start, own, unfinished=unfinished))
 
 
-def _start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
+def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
+    """The `StartSum` of the group itself. Collective."""
     work = dist.reduce_scatter_single(out, values, group=group, op=dist.ReduceOp.SUM, async_op=True)
     assert work is not None
     return work

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from hpctrain.distributed.blocks import repeated_blocks, tied_across
 from hpctrain.distributed.fully_sharded.overlap import overlap_communication
+from hpctrain.distributed.fully_sharded.passes import free_after_evaluation, sharded_modules
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = Fals
     offload: the parts, their gradients and the optimizer's state are in page-locked host memory, where the optimizer
     steps. It was never run: see docs/gpu.md.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     blocks = repeated_blocks(model)
@@ -29,18 +32,19 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = Fals
         # Backward begins with the last one, which would be gathered again at once.
         fully_shard(block, mesh=mesh, offload_policy=policy, reshard_after_forward=number < len(blocks))
     fully_shard(model, mesh=mesh, offload_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss carries the weight (ADR 5): gradients are summed, not averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for module in sharded_modules(model):
+        # The loss carries the weight (ADR 5): gradients are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     if mesh.device_type == "cpu":
         overlap_communication(model, blocks, num_axes=mesh.ndim)
+    free_after_evaluation(model)
 
 
 def check_shardable(model: nn.Module) -> None:
     """Raises UsageError for what FSDP2 cannot shard, or would train wrongly."""
-    for known, name in tied_across(model, repeated_blocks(model)):
+    blocks = repeated_blocks(model)
+    for known, name in tied_across(model, blocks):
         raise UsageError(
             f"{known} and {name} are one parameter, in different blocks, which are sharded apart: untie them, or leave "
             "shard = 'parameters' out"
@@ -48,7 +52,30 @@ def check_shardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise UsageError(f"{name} has no dimension along which it can be sharded: give it the shape (1,)")
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise UsageError(
+                f"{name} has the shape {tuple(parameter.shape)}, without elements, and its gradient cannot be sharded: "
+                "remove it, or set requires_grad to False"
+            )
+    _check_dtypes(model, blocks)
     check_dense(model)
+
+
+def _check_dtypes(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raises UsageError if the gradients of a block, or of what is outside the blocks, differ in dtype."""
+    of_block = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+    first: dict[str | None, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        block = of_block.get(id(parameter))
+        other, dtype = first.setdefault(block, (name, parameter.dtype))
+        if dtype != parameter.dtype:
+            where = "outside the blocks" if block is None else f"in the block {block}"
+            raise UsageError(
+                f"{other} is {dtype} and {name} {parameter.dtype}, both {where}, whose gradients are summed together: "
+                "give them one dtype, or leave shard = 'parameters' out"
+            )
 
 
 def check_dense(model: nn.Module) -> None:

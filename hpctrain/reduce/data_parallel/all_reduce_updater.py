@@ -168,6 +168,8 @@ class AllReduceUpdater:
     def zero_grad(self) -> None:
         """See `Updater.zero_grad`. Same signature as the optimizer's, for scripts that use the updater in its place."""
         self._optimizer.zero_grad(set_to_none=True)
+        if not any(self._placed):
+            self._unsent_factor = self._scale.value / self._comm.num_ranks
 
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, or if parameters or gradients were

@@ -10,11 +10,11 @@ import torch
 
 from hpctrain.comm import Collective, Traffic, World, make_two_level
 from hpctrain.distributed import (
-    CollectiveWork,
     CommunicatorGroup,
     OperationThread,
     group_traffic,
     is_sharded_tensor,
+    start_group_sum,
     sum_gradients_by,
 )
 from hpctrain.errors import UsageError
@@ -34,7 +34,7 @@ def reduce_gradients_by(
     world: World,
     topology: Topology,
     note: Callable[[str], None] = lambda text: None,
-) -> None:
+) -> Callable[[], None]:
     """Has the gradients of a model that `parallelize` has sharded summed by `algorithm`, encoded as `wire`. Collective.
 
     algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: within the node first, then
@@ -42,6 +42,8 @@ def reduce_gradients_by(
     summed there by FSDP2's own operation and encoded between the nodes, by `auto` and `hierarchical`. Sums are in the
     gradients' dtype, in the order of the ranks. note: reports a line if `hierarchical` cannot be had. Raises
     UsageError on every rank for other names, and for a model whose gradients cannot be summed so.
+
+    Returns what ends the thread that sums; later backwards have the gradients summed by FSDP2's own operation.
     """
     if algorithm not in SHARDED_ALGORITHMS or wire not in SHARDED_WIRES:
         raise UsageError(
@@ -50,29 +52,33 @@ def reduce_gradients_by(
             agreed=True,
         )
     if topology.num_ranks == 1 or (algorithm == "auto" and wire == "fp32"):
-        return
+        return _nothing
     # Its ranks ascend: part r is that of rank r.
     mesh = _checked_mesh(model, num_ranks=topology.num_ranks)
     codec, traffic = codec_named(wire), group_traffic() or Traffic(topology)
     if mesh.ndim == 2:
         _encode_between_nodes(mesh, algorithm=algorithm, codec=codec)
-    elif algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
+        return _nothing
+    if algorithm == "hierarchical" and 1 < topology.num_nodes < topology.num_ranks:
         levels = make_two_level(world, topology)
         local = _polling(world, levels.local.members) or levels.local
         cross = levels.cross and (_polling(world, levels.cross.members) or levels.cross)
         levels = traffic.counted_levels(replace(levels, local=local, cross=cross))
-        _sum_during_backward(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
-    else:
-        if algorithm == "hierarchical":
-            note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
-        num_ranks = topology.num_ranks
-        everyone = _polling(world, range(num_ranks)) or world.duplicate()
-        flat = RankOrderSum(traffic.counted(everyone), codec=codec)
+        return _sum_during_backward(TwoLevelSum(levels, topology=topology, codec=codec).reduce_scatter, model)
+    if algorithm == "hierarchical":
+        note(f"reduction: hierarchical was asked for, direct is used: {topology.describe()}")
+    num_ranks = topology.num_ranks
+    everyone = _polling(world, range(num_ranks)) or world.duplicate()
+    flat = RankOrderSum(traffic.counted(everyone), codec=codec)
 
-        def sums(values: torch.Tensor, *, out: torch.Tensor) -> None:
-            flat.reduce_scatter(values, counts=[out.numel()] * num_ranks, out=out)
+    def sums(values: torch.Tensor, *, out: torch.Tensor) -> None:
+        flat.reduce_scatter(values, counts=[out.numel()] * num_ranks, out=out)
 
-        _sum_during_backward(sums, model)
+    return _sum_during_backward(sums, model)
+
+
+def _nothing() -> None:
+    """Ends what has no thread."""
 
 
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
@@ -133,14 +139,23 @@ def _polling(world: World, members: Sequence[int]) -> Collective | None:
     return opened[0] if opened is not None else None
 
 
-def _sum_during_backward(sums: Sums, model: torch.nn.Module) -> None:
-    """Has the gradients summed by `sums` on a thread, while backward runs."""
+def _sum_during_backward(sums: Sums, model: torch.nn.Module) -> Callable[[], None]:
+    """Has the gradients summed by `sums` on a thread, while backward runs. Returns what ends the thread."""
     thread = OperationThread("hpctrain-sharded-sums")
+    is_open = True
 
-    def start(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> CollectiveWork:
+    def start(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> torch.distributed.Work:
+        if not is_open:
+            return start_group_sum(values, out=out, group=group)
         return thread.run(lambda: sums(values, out=out), [out], behind=True)
 
+    def close() -> None:
+        nonlocal is_open
+        is_open = False
+        thread.close()
+
     sum_gradients_by(start, model)
+    return close
 
 
 class Sums(Protocol):

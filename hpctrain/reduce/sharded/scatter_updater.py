@@ -171,6 +171,8 @@ class ScatterUpdater:
         """See `Updater.zero_grad`."""
         for parameter in self._parameters:
             parameter.grad = None
+        if not self._progress.has_begun:
+            self._unsent_factor = self._plain_factor()
 
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, if the optimizer or the parameters were
@@ -283,8 +285,11 @@ class ScatterUpdater:
         self._progress.begin_step()
         self._had = [False] * len(self._parameters)
         self._clock.reset()
-        # See `AllReduceUpdater`: the factor of gradients of a plain `loss.backward()`.
-        self._unsent_factor = self._scale.value / self._comm.num_ranks
+        self._unsent_factor = self._plain_factor()
+
+    def _plain_factor(self) -> float:
+        """See `AllReduceUpdater`: the factor of gradients of a plain `loss.backward()`."""
+        return self._scale.value / self._comm.num_ranks
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:

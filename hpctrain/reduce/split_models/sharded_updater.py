@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any, final
@@ -14,6 +14,7 @@ import torch
 
 from hpctrain.comm import Collective, agreed
 from hpctrain.distributed import (
+    ShardedPasses,
     is_first_replica,
     is_sharded_tensor,
     local_part,
@@ -36,9 +37,11 @@ class ShardedUpdater:
     `step` sums what is left.
 
     optimizer: of the parameters as they are split. comm: the world, for the norm and the small sums of a step.
-    loss_scale, clip_norm: as for `AllReduceUpdater`. Forward and backward are collective: every rank runs them equally
-    often, one without samples with an empty batch of weight 0. A plain `loss.backward()` has weight 1/num_ranks; with
-    split layers, 1/(data-parallel ranks). FSDP2 reduces each micro-batch, so that no rank holds whole gradients.
+    loss_scale, clip_norm: as for `AllReduceUpdater`. end_sums: called by `close`; see `reduce_gradients_by`. Forward
+    and backward are collective: every rank runs them equally often, one without samples with an empty batch of
+    weight 0. A plain `loss.backward()` has weight 1/num_ranks; with split layers, 1/(data-parallel ranks). FSDP2
+    reduces each micro-batch, so that no rank holds whole gradients. After a backward of sharded parameters that has
+    failed on all ranks the next call is `zero_grad`, or a `step` that is not accepted: others raise UsageError.
 
     In a pipeline only ranks with the last stage weight the loss, and ranks that hold a stage whole sum its gradients in
     `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
@@ -56,10 +59,10 @@ class ShardedUpdater:
         comm: Collective,
         loss_scale: LossScale | None = None,
         clip_norm: float | None = None,
+        end_sums: Callable[[], object] | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
-        self._model: Any = model
         self._optimizer = optimizer
         self._comm = comm
         self._scale = loss_scale or LossScale()
@@ -83,6 +86,8 @@ class ShardedUpdater:
         if self._replicas is not None and self._replicas.num_ranks > 1 and shard_of(model) == "optimizer":
             agreed(comm, partial(check_stage, optimizer, self._parameters), os_error=UsageError)
             self._shares = StageShares(optimizer, self._parameters, replicas=self._replicas)
+        self._passes = ShardedPasses(model) if by_fsdp and pipeline is None else None
+        self._end_sums = end_sums
         self._weighted = False
         self._syncing = True
         self._closed = False
@@ -107,6 +112,11 @@ class ShardedUpdater:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
             )
+        if self._passes is not None and self._passes.backward_has_failed:
+            raise UsageError(
+                "a backward before this one has failed and left incomplete gradients: call zero_grad() on every rank, "
+                "and begin the step again"
+            )
         scaled = self.scaled(loss, weight=weight)
         if self._tensor is not None and last and self._syncing:
             with self._tensor.during_backward():
@@ -121,17 +131,13 @@ class ShardedUpdater:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Updater.no_sync`. Whole gradients are kept until the next backward outside."""
-        by_fsdp = hasattr(self._model, "set_requires_gradient_sync")
+        """See `Updater.no_sync`. Whole gradients are kept until the next backward outside, or `step`."""
         before, self._syncing = self._syncing, False
-        if by_fsdp:
-            self._model.set_requires_gradient_sync(False)
         try:
-            yield
+            with self._passes.without_sums() if self._passes is not None else nullcontext():
+                yield
         finally:
             self._syncing = before
-            if by_fsdp:
-                self._model.set_requires_gradient_sync(True)
 
     def zero_grad(self) -> None:
         """See `Updater.zero_grad`. Between `backward` and `step` collective, if layers are split."""
@@ -139,41 +145,54 @@ class ShardedUpdater:
             self._shares.drop_gradients()
         if self._tensor is not None:
             self._tensor.forget()
+        if self._passes is not None:
+            self._passes.drop_gradients()
         self._optimizer.zero_grad(set_to_none=True)
+        self._weighted = False
 
     def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
-        """See `Updater.step`. Raises UsageError also if the updater is closed."""
+        """See `Updater.step`. Raises UsageError also if the updater is closed, and on every rank if a step is accepted
+        whose backward has failed on one."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
         weighted = self._weighted or self._in_pipeline
         scale = self._scale.value if weighted else float(self._num_data_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()
+        failed = self._passes is not None and self._passes.backward_has_failed
+        if self._passes is not None:
+            self._passes.sum_whole_gradients()
         if self._tensor is not None:
             self._tensor.complete()
         if self._shares is not None:
             self._shares.sum()
         elif self._replicas is not None:
             self._sum_over(self._replicas)
-        numbers = [self._squares(), *(float((sums or {})[name]) for name in names)]
+        numbers = [self._squares(), float(failed), *(float((sums or {})[name]) for name in names)]
         found = torch.tensor(numbers, dtype=torch.float64)
         if self._comm.num_ranks > 1:
             self._comm.all_reduce(found)
         waited_s = time.perf_counter() - started
-        square, *numbers = found.tolist()
+        square, num_failed, *numbers = found.tolist()
         totals = dict(zip(names, numbers, strict=True))
         norm = math.sqrt(square) / scale if square >= 0 else math.nan
         finite = math.isfinite(norm)
         accepted = accepts is None or accepts(norm if finite else math.nan, totals)
+        if accepted and num_failed:
+            self._end_step()
+            raise UsageError(
+                "a backward has failed and left incomplete gradients, which step() has dropped: call zero_grad() "
+                "after such an error, and begin the step again",
+                agreed=True,
+            )
         applied = accepted and finite
         if applied:
             clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
             waited_s += self._update(factor=clip / scale)
-        self.zero_grad()
+        self._end_step()
         used_scale = self._scale.value
         if accepted:
             self._scale = self._scale.after_good_step() if applied else self._scale.after_overflow()
-        self._weighted = False
         self._scale.check(used_value=used_scale)
         return StepOutcome(
             applied=applied,
@@ -216,10 +235,17 @@ class ShardedUpdater:
             self._shares.release()
         if self._tensor is not None:
             self._tensor.close()
+        if self._end_sums is not None:
+            self._end_sums()
         self._closed = True
         return True
 
     # ------------------------------------------------------------------ implementation
+
+    def _end_step(self) -> None:
+        self.zero_grad()
+        if self._passes is not None:
+            self._passes.end_step()
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]

@@ -6,7 +6,7 @@ import torch
 
 from hpctrain.comm import Collective, all_gather_json, is_true_everywhere
 from hpctrain.data import Batch, Loader
-from hpctrain.distributed import is_sharded, pipeline_of
+from hpctrain.distributed import is_sharded, kept_whole, pipeline_of
 from hpctrain.errors import DataError
 from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.state.seeds import capture_generators, restore_generators
@@ -34,7 +34,7 @@ def evaluate(
     together = is_sharded(model) or pipeline_of(model) is not None
     was_training = model.training
     model.eval()
-    with torch.no_grad(), loader.epoch(0) as batches:
+    with torch.no_grad(), kept_whole(model), loader.epoch(0) as batches:
         checked = loader.checker is not None
         agreed = agreed_batches(batches, comm=comm, counts_samples=runner.counts_samples)
         for batch in agreed if checked else batches:

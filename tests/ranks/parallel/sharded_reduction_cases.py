@@ -23,6 +23,7 @@ from hpctrain.errors import DataError, UsageError
 from hpctrain.run import Session
 from hpctrain.train.task.task import Fields
 from tests.ranks.parallel.parallel_cases import NODE, NODES, STEPS as MANY, WORLD, Layers, train
+from tests.ranks.parallel.sharded_passes_cases import passes
 from tests.sessions import session_over
 
 STEPS = 3
@@ -249,6 +250,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
             found["after evaluation"] = load_after_evaluation(session, where / "own")
             found["slow sums"] = slow_sums(session)
             found["changed"] = changed_between_forwards(session)
+            found["passes"] = passes(session)
         first = where / "1-fp64-none" / "checkpoints"
         found["from weights"] = train(
             world, where, f"{size}-from-weights", WORLD if size == 3 else {}, steps=3,

@@ -120,6 +120,37 @@ def test_what_was_gathered_ahead_and_not_used_is_dropped(launches: dict[int, lis
         np.testing.assert_allclose(sharded, alone, rtol=1e-5, atol=1e-6)
 
 
+def test_nothing_of_a_step_is_left_for_the_next(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in (launch["passes"] for launch in launches[3]):
+        assert found["differences"] == {name: pytest.approx(0.0, abs=1e-12) for name in found["differences"]}
+
+
+def test_an_evaluation_gathers_once_what_stays_whole(launches: dict[int, list[dict[str, Any]]]) -> None:
+    sent = np.sum([launch["passes"]["evaluation"] for launch in launches[3]], axis=0)
+    alone, first, second, third, later = sent.tolist()
+    assert alone == first == later
+    assert 0 < second == third < first
+
+
+def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(
+    launches: dict[int, list[dict[str, Any]]],
+) -> None:
+    for found in (launch["passes"]["failed"] for launch in launches[3]):
+        backward, step = found.pop("refused")
+        assert "a backward before this one has failed" in backward
+        assert step.startswith("agreed: a backward has failed")
+        assert found == {
+            name: pytest.approx(0.0, abs=1e-12) for name in ("step", "zero_grad", "not accepted")
+        }
+
+
+def test_close_ends_the_thread_that_sums(launches: dict[int, list[dict[str, Any]]]) -> None:
+    for found in (launch["passes"]["closed"] for launch in launches[3]):
+        before, after = found["threads"]
+        assert after == before - 1
+        assert found["later"] == pytest.approx(0.0, abs=1e-12)
+
+
 def test_a_state_is_loaded_after_an_evaluation(launches: dict[int, list[dict[str, Any]]]) -> None:
     for found in launches[3]:
         losses = found["after evaluation"]

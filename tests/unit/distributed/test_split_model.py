@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpctrain.comm import SerialWorld
-from hpctrain.distributed import ParallelPlan, parallelize, repeated_blocks
+from hpctrain.distributed import ParallelPlan, check_plan, parallelize, repeated_blocks
 from hpctrain.distributed.split_model import _place
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
@@ -45,6 +45,27 @@ def test_what_cannot_be_split_is_refused_in_words() -> None:
         ParallelPlan(shard="moments")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="over all ranks"):
         ParallelPlan(shard="gradients", shard_within="node")
+
+
+def test_gradients_that_fsdp_cannot_sum_are_refused_before() -> None:
+    def refused(model: nn.Module, match: str) -> None:
+        with pytest.raises(UsageError, match=match):
+            split(model, ParallelPlan(shard="parameters"))
+
+    mixed = nn.Sequential(Residual(), Residual())
+    mixed[1].norm.double()
+    refused(
+        mixed, r"1\.norm\.weight is torch\.float64 and 1\.linear\.weight torch\.float32, both in the block 1"
+    )
+    outside = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Residual(), Residual()), nn.Linear(4, 4).double())
+    refused(outside, r"0\.weight is torch\.float32 and 2\.weight torch\.float64, both outside the blocks")
+    empty = nn.Sequential(Residual(), Residual())
+    empty[0].prompts = nn.Parameter(torch.empty(0, 4))
+    refused(empty, r"0\.prompts has the shape \(0, 4\), without elements")
+    # Each block in its own dtype, and what is not trained, can be sharded.
+    apart = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Residual(), Residual().double()))
+    apart[1][0].prompts = nn.Parameter(torch.empty(0, 4, dtype=torch.float64), requires_grad=False)
+    check_plan(apart, ParallelPlan(shard="parameters"))
 
 
 class Containers(nn.Module):

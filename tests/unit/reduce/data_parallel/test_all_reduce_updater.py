@@ -259,6 +259,24 @@ def test_plain_backward_averages_over_the_ranks_as_horovod_does() -> None:
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(parameters, alone, strict=True))
 
 
+def test_a_plain_backward_after_dropped_gradients_has_its_own_weight() -> None:
+    def case(world: World) -> list[float]:
+        norms = []
+        for drops in (True, False):
+            net, updater = make(world)
+            x, y = (t[share(world)] for t in batch(0, torch.float64))
+            if drops:
+                updater.backward(functional.cross_entropy(net(x), y), weight=0.5, last=False)
+                updater.zero_grad()
+            functional.cross_entropy(net(x), y).backward()
+            norms.append(updater.step().grad_norm)
+            updater.close()
+        return norms
+
+    for dropped, plain in on_threads(2, case):
+        assert dropped == plain
+
+
 def test_a_second_backward_without_no_sync_is_refused() -> None:
     def case(world: World) -> None:
         net, updater = make(world)

@@ -17,6 +17,7 @@ from tests.unit.reduce.sharded.scatter_cases import (
     Plan,
     make_updater,
     net_of,
+    samples,
     take_step,
     train,
 )
@@ -180,6 +181,27 @@ def test_what_cannot_be_sharded_is_refused_in_words() -> None:
         refused(world, "each value to its owner", torch.ones(3), wire="top-k")
 
     run_threads(2, case, timeout_s=300)
+
+
+@pytest.mark.parametrize("shard", SHARDED)
+def test_a_plain_backward_after_dropped_gradients_has_its_own_weight(shard: str) -> None:
+    def case(world: World) -> list[float]:
+        norms = []
+        for drops in (True, False):
+            net = net_of(torch.float32)
+            plan = Plan(shard=shard, layout="ab")
+            updater, reducer = make_updater(world, plan, torch.optim.SGD(net.parameters(), lr=0.1))
+            if drops:
+                updater.backward(net(samples(0, plan.dtype)).sum(), weight=0.5, last=False)
+                updater.zero_grad()
+            net(samples(0, plan.dtype)).sum().backward()
+            norms.append(updater.step().grad_norm)
+            updater.close()
+            reducer.close()
+        return norms
+
+    for dropped, plain in run_threads(2, case, timeout_s=300):
+        assert dropped == plain
 
 
 def test_misuse_is_refused_and_close_gives_the_parameters_back() -> None:
