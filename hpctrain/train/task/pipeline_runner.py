@@ -24,8 +24,7 @@ class PipelineRunner:
     The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
     loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
     `ShardedUpdater.scaled` does. dtype, autocast, counts_samples: as for `TaskRunner`; only ranks with the last stage,
-    which has the loss, count samples.
-    The task's `loss` and `metrics` must call their model once, with one tensor.
+    which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with one tensor.
     """
 
     device_s = 0.0
@@ -84,7 +83,7 @@ class PipelineRunner:
         real = batch.real().to(self.device, dtype=self._dtype)
         parts = -(-real.num_samples // self._rows)
         with self._draws_as_before():
-            inputs = _filled(self._asked(real), rows=parts * self._rows)
+            inputs = self._joined([self._asked(real)], rows=parts * self._rows)
         output = self._pipeline.forward(inputs, parts=parts)
         if output is None:
             return None
@@ -114,8 +113,15 @@ class PipelineRunner:
                     f"in one micro-batch and {inputs.dtype} of shape {list(inputs.shape[1:])} in another one of the "
                     "same step: in a pipeline these are equal, so pad the samples"
                 )
+        return self._joined([inputs if inputs is not None else filling for inputs in found], rows=self._rows)
+
+    def _joined(self, each: Sequence[torch.Tensor], *, rows: int) -> torch.Tensor:
+        """Returns inputs one after another, the last row of each repeated up to `rows` rows."""
+        last = each[0][-1:]
+        if not self._pipeline.has_first:
+            return torch.empty((rows * len(each), *last.shape[1:]), dtype=last.dtype, device="meta")
         return torch.cat(
-            [_filled(inputs if inputs is not None else filling, rows=self._rows) for inputs in found]
+            [torch.cat([inputs, inputs[-1:].expand(rows - len(inputs), *last.shape[1:])]) for inputs in each]
         )
 
     def _row_without_samples(self, part: Batch) -> torch.Tensor:
@@ -150,12 +156,6 @@ class PipelineRunner:
         generators = capture_generators(self.device)
         yield
         restore_generators(generators, device=self.device, otherwise=0)
-
-
-def _filled(inputs: torch.Tensor, *, rows: int) -> torch.Tensor:
-    """Returns `inputs` with the last row repeated up to `rows` rows."""
-    last = inputs[-1:]
-    return torch.cat([inputs, last.expand(rows - len(inputs), *last.shape[1:])])
 
 
 class _InputsFound(Exception):  # ends the task's loss once its inputs are known
