@@ -152,7 +152,7 @@ class Sequences(Deep):
 
 
 class Positioned(Sequences):
-    """Takes no sequences but those of LENGTH rows."""
+    """Takes no sequences of more than LENGTH rows."""
 
     def build_model(self) -> torch.nn.Module:
         model = super().build_model()
@@ -167,7 +167,7 @@ class Positions(torch.nn.Module):
         self.table = torch.nn.Parameter(torch.zeros(LENGTH, 3))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return values + self.table
+        return values + self.table[: values.shape[1]]
 
 
 def cropped(fields: dict[str, NDArray[Any]], context: TransformContext) -> dict[str, NDArray[Any]]:
