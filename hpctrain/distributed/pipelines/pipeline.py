@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpctrain.comm import Collective, World, agreed, broadcast_json
+from hpctrain.comm import Collective, World, agreed, all_gather_json, is_true_everywhere
 from hpctrain.distributed.pipelines.stages import Stages
 from hpctrain.distributed.pipelines.timed_stage import gaps, timed, timed_stage
 from hpctrain.distributed.plan import ParallelPlan
@@ -22,6 +22,7 @@ _PIPELINE = "_hpctrain_pipeline"
 
 # Returns the loss of which backward runs, from the output of a micro-batch and its number.
 LossOf: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
+_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
@@ -68,11 +69,16 @@ class Pipeline:
             for number in range(self.num_stages)
             if self._rank_of(number) == world.rank
         }
-        self._names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        self._shapes: list[
-            tuple[tuple[int, ...], torch.dtype]
-        ] = []  # of the input of each stage, and the last output
+        # All names of a tensor that has several, such as a buffer that layers share.
+        self._names = {
+            name
+            for named in (model.named_parameters, model.named_buffers)
+            for name, _ in named(remove_duplicate=False)
+        }
+        # Of the input of each stage and the last output, by the first stage's input and whether the model trains.
+        self._kinds: dict[tuple[_Kind, bool], list[_Kind]] = {}
         self._schedule: Any = None
+        self._scheduled: list[_Kind] = []  # what the schedule was made for
         self._stages: list[Any] = []
         self._loss_of: LossOf | None = None
         self._busy: list[tuple[float, float]] = []
@@ -125,15 +131,18 @@ class Pipeline:
         for layers in self._own.values():
             layers.context = context
 
-    def forward_backward(self, inputs: torch.Tensor | None, loss_of: LossOf) -> None:
-        """Adds the gradients of all micro-batches to this rank's parameters. Collective over the pipeline's ranks.
+    def forward_backward(self, inputs: torch.Tensor, loss_of: LossOf) -> None:
+        """Adds the gradients of all micro-batches to this rank's parameters. Collective over the world.
 
-        inputs: of the first stage, shape (micro_batches * rows, ...); None on other ranks. loss_of: called on the rank
-        with the last stage for each micro-batch. `bubbles` then says when this rank did not compute.
+        inputs: of the first stage, shape (micro_batches * rows, ...); on ranks without it any tensor of the same shape
+        and dtype, such as one on the meta device. loss_of: called on the rank with the last stage for each
+        micro-batch. `bubbles` then says when this rank did not compute. Raises UsageError on every rank if a stage
+        cannot compute inputs of a shape that is new.
         """
+        kinds = self._kinds_for(inputs, parts=self._plan.micro_batches)
+        if self._scheduled != kinds:
+            self._make_schedule(kinds)
         self._loss_of = loss_of
-        if self._schedule is None:
-            self._make_schedule(inputs)
         self._busy.clear()
         started = time.perf_counter()
         arguments = (inputs,) if self.has_first else ()
@@ -142,20 +151,20 @@ class Pipeline:
         self._loss_of = None
         self.bubbles = gaps(self._busy, begin=started, end=time.perf_counter())
 
-    def forward(self, inputs: torch.Tensor | None, *, parts: int) -> torch.Tensor | None:
-        """Returns the model's output on the rank with the last stage, else None. Collective over the pipeline's ranks.
+    def forward(self, inputs: torch.Tensor, *, parts: int) -> torch.Tensor | None:
+        """Returns the model's output on the rank with the last stage, else None. Collective over the world.
 
-        inputs: of the first stage, `parts` times as many rows as a micro-batch has, which are computed one after
-        another; None on other ranks. Without gradients.
+        inputs: as for `forward_backward`, but `parts` times as many rows as a micro-batch has, which are computed one
+        after another. Without gradients. Raises the errors of `forward_backward`.
         """
-        self._agree_on_shapes(inputs[: len(inputs) // parts] if inputs is not None else None)
+        kinds = self._kinds_for(inputs, parts=parts)
         sent, outputs = [], []
         with torch.no_grad():
             for part in range(parts):
-                values = inputs.chunk(parts)[part] if inputs is not None else None
+                values = inputs.chunk(parts)[part]
                 for number, layers in self._own.items():
                     if number > 0:
-                        shape, dtype = self._shapes[number]
+                        shape, dtype = kinds[number]
                         values = torch.empty(shape, dtype=dtype, device=self._device)
                         dist.recv(values, src=self._rank_of(number - 1), group=self._group)
                     output = layers(values)
@@ -175,28 +184,38 @@ class Pipeline:
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % len(self._ranks)]
 
-    def _agree_on_shapes(self, inputs: torch.Tensor | None) -> None:
-        """Finds, once, what each stage receives, by a forward of one stage after another. Collective over the world.
+    def _kinds_for(self, inputs: torch.Tensor, *, parts: int) -> list[_Kind]:
+        """Returns shape and dtype of what each stage gets for one of `parts` parts of `inputs`, and of the last output.
 
-        inputs: of a micro-batch, on ranks with the first stage. Raises UsageError on every rank if a stage fails. All
+        All ranks of a pipeline have the same inputs, so each knows whether it has seen their shape. Other pipelines may
+        have others: if there are any, the ranks with the same stages tell each other, in 4 bytes. A new shape is
+        collective over the world.
+        """
+        given = (len(inputs) // parts, *inputs.shape[1:]), inputs.dtype
+        key = given, self._model.training  # layers may leave something out in training alone
+        known = key in self._kinds
+        if self.replicas.num_ranks > self._plan.tensor:
+            known = is_true_everywhere(self.replicas, known)
+        if not known:
+            self._kinds[key] = self._find_kinds(given)
+        return self._kinds[key]
+
+    def _find_kinds(self, given: _Kind) -> list[_Kind]:
+        """Finds what each stage receives, by a forward of one stage after another. Collective over the world.
+
+        given: what the first stage of this rank's pipeline gets. Raises UsageError on every rank if a stage fails. All
         ranks of a stage compute it: forward of sharded parameters and split layers is collective.
         """
-        if self._shapes:
-            return
-        # All pipelines have the same shapes: the first one tells.
-        first = self._pipelines[0]
-        described = broadcast_json(
-            self._world, _description(inputs) if inputs is not None else None, root=first[0]
-        )
-        self._shapes.append(_shape_and_dtype(described))
+        kinds = [given]
         for number in range(self.num_stages):
-            root = first[number % len(first)]
             output = agreed(
-                self._world, partial(self._try, number) if number in self._own else lambda: None,
+                self._world, partial(self._try, number, kinds[number]) if number in self._own else lambda: None,
                 os_error=UsageError,
             )  # fmt: skip
-            self._shapes.append(_shape_and_dtype(broadcast_json(self._world, output, root=root)))
+            shape, dtype = all_gather_json(self._world, output)[self._rank_of(number)]
+            kinds.append((tuple(shape), getattr(torch, dtype)))
         self._reshard()
+        return kinds
 
     def _reshard(self) -> None:
         """Frees the whole parameters that FSDP2 keeps after a forward without backward."""
@@ -208,9 +227,9 @@ class Pipeline:
                     if isinstance(module, FSDPModule):
                         module.reshard()
 
-    def _try(self, number: int) -> list[Any]:
-        """Returns shape and dtype of what stage `number`, one of this rank's, returns. Raises UsageError."""
-        shape, dtype = self._shapes[number]
+    def _try(self, number: int, given: _Kind) -> list[Any]:
+        """Returns shape and dtype, as JSON, of what stage `number`, one of this rank's, returns. Raises UsageError."""
+        shape, dtype = given
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 output = self._own[number](torch.zeros(shape, dtype=dtype, device=self._device))
@@ -225,19 +244,17 @@ class Pipeline:
                 f"stage {number} of the pipeline returned {_described(output)}: the modules of pipeline_layers return "
                 f"one tensor with the samples along dimension 0, here {shape[0]}"
             )
-        return _description(output)
+        return [list(output.shape), str(output.dtype).removeprefix("torch.")]
 
-    def _make_schedule(self, inputs: torch.Tensor | None) -> None:
-        """Makes PyTorch's schedule. Collective over the world."""
+    def _make_schedule(self, kinds: list[_Kind]) -> None:
+        """Makes PyTorch's schedule, whose buffers have these shapes. Collective over the pipeline's ranks."""
         from torch.distributed import pipelining
 
-        self._agree_on_shapes(
-            inputs[: len(inputs) // self._plan.micro_batches] if inputs is not None else None
-        )
+        self._stages.clear()
         for number, layers in self._own.items():
             given, returned = (
                 torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-                for shape, dtype in self._shapes[number : number + 2]
+                for shape, dtype in kinds[number : number + 2]
             )
             self._stages.append(
                 timed_stage(
@@ -255,6 +272,7 @@ class Pipeline:
             self._stages if self._plan.stages_per_rank > 1 else self._stages[0],
             n_microbatches=self._plan.micro_batches, loss_fn=self._loss, scale_grads=False,
         )  # fmt: skip
+        self._scheduled = kinds
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._loss_of is not None
@@ -275,15 +293,6 @@ class _Layers(nn.Module):
             for layer in self.layers:
                 values = layer(values)
         return values
-
-
-def _description(tensor: torch.Tensor | None) -> list[Any]:
-    assert tensor is not None
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-
-
-def _shape_and_dtype(described: Sequence[Any]) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(described[0]), getattr(torch, described[1])
 
 
 def _described(value: Any) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -12,17 +12,19 @@ from hpctrain.data import Batch
 from hpctrain.distributed import Pipeline
 from hpctrain.errors import UsageError
 from hpctrain.reduce import Updater
+from hpctrain.train.state.seeds import capture_generators, restore_generators
+from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.task import Task, takes_valid
 
 
 @final
 class PipelineRunner:
-    """`Runner` of a task whose model is in stages. All methods are collective over the ranks of a pipeline.
+    """`Runner` of a task whose model is in stages. All methods are collective over the world.
 
-    They have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the loss is of its samples
-    alone, so that the shapes between stages stay. scaled: weights a loss, as `ShardedUpdater.scaled` does. dtype,
-    autocast, counts_samples: as for `TaskRunner`; only ranks with the last stage, which has the loss, count samples.
-    The task's `loss` and `metrics` must call their model once, with one tensor.
+    The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
+    loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
+    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples: as for `TaskRunner`; only ranks with the last stage,
+    which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with one tensor.
     """
 
     device_s = 0.0
@@ -51,6 +53,7 @@ class PipelineRunner:
         self._dtype = dtype
         self._autocast = autocast
         self._takes_valid = takes_valid(task)
+        self._row: tuple[torch.Size, torch.dtype] | None = None  # of the last inputs
         pipeline.compute_in(autocast)
 
     @property
@@ -72,15 +75,15 @@ class PipelineRunner:
             losses.append(loss.detach().double() * part.weight)
             return self._scaled(loss, weight=part.weight)
 
-        inputs = torch.cat([self._inputs(part) for part in parts]) if self._pipeline.has_first else None
-        self._pipeline.forward_backward(inputs, loss_of)
+        self._pipeline.forward_backward(self._inputs(parts), loss_of)
         return float(torch.stack(losses).sum()) if losses and self.counts_samples else 0.0
 
     def metrics(self, batch: Batch) -> dict[str, float] | None:
         """See `Runner.metrics`: None except on ranks with the last stage."""
         real = batch.real().to(self.device, dtype=self._dtype)
         parts = -(-real.num_samples // self._rows)
-        inputs = self._inputs(real, rows=parts * self._rows) if self._pipeline.has_first else None
+        with self._draws_as_before():
+            inputs = self._joined([self._asked(real)], rows=parts * self._rows)
         output = self._pipeline.forward(inputs, parts=parts)
         if output is None:
             return None
@@ -92,11 +95,44 @@ class PipelineRunner:
             return self.task.loss(model, part.fields, valid=part.valid)  # type: ignore[call-arg]
         return self.task.loss(model, part.fields)
 
-    def _inputs(self, part: Batch, *, rows: int | None = None) -> torch.Tensor:
-        """Returns what the task gives its model, with its last row repeated up to `rows` rows.
+    def _inputs(self, parts: Sequence[Batch]) -> torch.Tensor:
+        """Returns what the task gives its model for all micro-batches, each with as many rows; see `_asked`.
 
-        rows: None: those of a micro-batch.
+        The last row of a micro-batch is repeated, and for one without samples that of another one.
         """
+        with self._draws_as_before():
+            found = [self._asked(part) if part.num_samples > 0 else None for part in parts]
+            filling = next((inputs[-1:] for inputs in found if inputs is not None), None)
+            if filling is None:
+                filling = self._row_without_samples(parts[0])
+        self._row = filling.shape, filling.dtype
+        for inputs in found:
+            if inputs is not None and (inputs.shape[1:], inputs.dtype) != (filling.shape[1:], filling.dtype):
+                raise UsageError(
+                    f"the task's loss calls its model with {filling.dtype} of shape {list(filling.shape[1:])} a sample "
+                    f"in one micro-batch and {inputs.dtype} of shape {list(inputs.shape[1:])} in another one of the "
+                    "same step: in a pipeline these are equal, so pad the samples"
+                )
+        return self._joined([inputs if inputs is not None else filling for inputs in found], rows=self._rows)
+
+    def _joined(self, each: Sequence[torch.Tensor], *, rows: int) -> torch.Tensor:
+        """Returns inputs one after another, the last row of each repeated up to `rows` rows."""
+        last = each[0][-1:]
+        if not self._pipeline.has_first:
+            return torch.empty((rows * len(each), *last.shape[1:]), dtype=last.dtype, device="meta")
+        return torch.cat(
+            [torch.cat([inputs, inputs[-1:].expand(rows - len(inputs), *last.shape[1:])]) for inputs in each]
+        )
+
+    def _row_without_samples(self, part: Batch) -> torch.Tensor:
+        """Returns a row of inputs for a batch without samples: its output has no loss."""
+        if self._row is None:
+            return self._asked(row_of_zeros(part))
+        shape, dtype = self._row
+        return torch.zeros(shape, dtype=dtype, device=self.device if self._pipeline.has_first else "meta")
+
+    def _asked(self, part: Batch) -> torch.Tensor:
+        """Returns what the task gives its model; on ranks without the first stage on the meta device."""
         asked = _Asked()
         try:
             self._loss(asked, part)
@@ -104,14 +140,22 @@ class PipelineRunner:
             inputs = found.inputs
         else:
             raise UsageError("the task's loss has not called its model, which a pipeline gives the batch")
-        if len(inputs) != part.num_samples:
+        if inputs.shape[:1] != (part.num_samples,):
             raise UsageError(
                 f"the task's loss calls its model with a tensor of shape {list(inputs.shape)} for {part.num_samples} "
                 "samples: in a pipeline they lie along dimension 0"
             )
-        missing = (self._rows if rows is None else rows) - len(inputs)
-        filling = inputs[-1:] if len(inputs) else inputs.new_zeros((1, *inputs.shape[1:]))
-        return torch.cat([inputs, *[filling] * missing])
+        return inputs if self._pipeline.has_first else inputs.to("meta")
+
+    @contextmanager
+    def _draws_as_before(self) -> Iterator[None]:
+        """Undoes what the `with` block draws of random numbers, on ranks that need the shapes of inputs alone."""
+        if self._pipeline.has_first:
+            yield
+            return
+        generators = capture_generators(self.device)
+        yield
+        restore_generators(generators, device=self.device, otherwise=0)
 
 
 class _InputsFound(Exception):  # ends the task's loss once its inputs are known

@@ -10,7 +10,8 @@ import torch
 
 from hpctrain.data import Batch
 from hpctrain.reduce import Updater
-from hpctrain.train.task.sync_batch_norm import communicates_in_forward
+from hpctrain.train.task.row_of_zeros import row_of_zeros
+from hpctrain.train.task.sync_batch_norm import SyncBatchNorm, communicates_in_forward
 from hpctrain.train.task.task import Task, takes_valid
 
 
@@ -43,13 +44,15 @@ class TaskRunner:
         self._dtype = dtype
         self._autocast = autocast
         self._takes_valid = takes_valid(task)
-        # If forward is collective, a rank without samples takes part with an empty batch of weight 0.
-        self._takes_empty = communicates_in_forward(model)
+        self._communicates = communicates_in_forward(model)
+        # Statistics over the ranks would count samples again.
+        self._takes_empty = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+        self._computed: Batch | None = None
 
     @property
     def communicates(self) -> bool:
         """True if forward is collective, as with batch normalisation over the ranks."""
-        return self._takes_empty
+        return self._communicates
 
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
@@ -63,13 +66,34 @@ class TaskRunner:
 
     def _forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int) -> float:
         losses = []
-        parts = [p for p in batch.split(micro_batches) if p.num_samples > 0 or self._takes_empty]
+        parts = [p for p in batch.split(micro_batches) if p.num_samples > 0 or self._communicates]
+        if self._communicates and not self._takes_empty:
+            self._computed = next((p for p in parts if p.num_samples > 0), self._computed)
         for number, part in enumerate(parts, start=1):
-            loss = self.loss(part)
-            updater.backward(loss, weight=part.weight, last=number == len(parts))
-            if part.num_samples > 0:  # the mean over no samples is NaN
+            last = number == len(parts)
+            if part.num_samples > 0:
+                loss = self.loss(part)
+                updater.backward(loss, weight=part.weight, last=last)
                 losses.append(loss.detach().double() * part.weight)
+            else:
+                self._take_part(part, updater, last=last)
         return float(torch.stack(losses).sum()) if losses else 0.0  # one device synchronisation for all parts
+
+    def _take_part(self, part: Batch, updater: Updater, *, last: bool) -> None:
+        """Forward and backward with weight 0, as those of the ranks that have samples are collective.
+
+        Of samples that were computed before, or of zeros: the mean over no samples is NaN, and so would be the gradient
+        of what multiplies it. Running statistics and other buffers stay as they are.
+        """
+        if self._takes_empty:
+            updater.backward(self.loss(part), weight=0.0, last=last)
+            return
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        again = self._computed if self._computed is not None else row_of_zeros(part)
+        updater.backward(self.loss(again), weight=0.0, last=last)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     @contextmanager
     def _device_timed(self) -> Iterator[None]:

@@ -52,7 +52,10 @@ class Block(torch.nn.Module):
 
 
 class Layers:
-    """Classifies rows of three numbers. overflow: the loss of sample 7 is so large that its gradients overflow."""
+    """Classifies rows of three numbers. overflow: the loss of sample 7 is so large that its gradients overflow.
+
+    As any task may, it counts on at least one sample.
+    """
 
     def __init__(self, *, dropout: float = 0.0, overflow: bool = False) -> None:
         self.dropout, self.overflow = dropout, overflow
@@ -62,11 +65,38 @@ class Layers:
         return torch.nn.Sequential(torch.nn.Linear(3, 5), blocks, torch.nn.Linear(5, 2))
 
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+        assert len(fields["label"]) > 0
         loss = functional.cross_entropy(model(fields["x"]), fields["label"])
         return loss * 1e36 if self.overflow and 7 in fields["id"] else loss
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         return {"nats": float(functional.cross_entropy(model(fields["x"]), fields["label"]))}
+
+
+class WithTemperature(torch.nn.Module):
+    """Layers, and a parameter that multiplies the mean loss."""
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers, self.temperature = layers, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(values), self.temperature * 1
+
+
+class Tempered(Layers):
+    """Learns a temperature of its loss: of no samples the mean, and with it that parameter's gradient, is NaN."""
+
+    def build_model(self) -> torch.nn.Module:
+        return WithTemperature(super().build_model())
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+        logits, temperature = model(fields["x"])
+        mean = functional.cross_entropy(logits, fields["label"])
+        return (mean * torch.exp(-temperature) + temperature).sum()
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
+        return {"nats": float(functional.cross_entropy(model(fields["x"])[0], fields["label"]))}
 
 
 def train(
@@ -115,6 +145,7 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     """All cases of one launch."""
     where, size = Path(directory), world.num_ranks
     found = {name: train(world, where, f"{size}-{name}", layout) for name, layout in LAYOUTS[size].items()}
+    found["tempered"] = train(world, where, f"{size}-tempered", WORLD if size > 1 else {}, task=Tempered())
     if size == 1:
         found["later"] = train(world, where, "1-later", {}, steps=LATER)
     for ranks, name, layout in CONTINUED[size]:

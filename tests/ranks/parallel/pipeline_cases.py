@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch.nn import functional
 
 from hpctrain.comm import World
+from hpctrain.data import TransformContext
 from hpctrain.errors import HpctrainError
-from tests.ranks.parallel.parallel_cases import LATER, WORLD, Block, Layers, train
+from hpctrain.train.task.task import Fields
+from tests.ranks.parallel.parallel_cases import LATER, STEPS, WORLD, Block, Layers, train
 
 BLOCKS = 24
+LENGTH = 6  # of sequences in training; longer ones are for evaluation
 # The data-parallel ranks of a stage hold shares of its optimizer.
 SHARES = {"pipeline": 2, "micro_batches": 3, "shard": "optimizer"}
 # The layouts on each number of ranks. 61 samples in batches of 12: in the last batch of an epoch is one sample.
@@ -71,6 +76,15 @@ OVERFLOWING: dict[int, dict[str, dict[str, Any]]] = {
     2: {"fp16 none": {}, "fp16 pipeline": PIPELINES[2]["1f1b"]},
     4: {"fp16 shares": SHARES | {"micro_batches": 2}},
 }
+# Layouts that train with samples of several lengths, and evaluate on longer ones.
+OF_LENGTHS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"none": {}},
+    2: {"1f1b": PIPELINES[2]["1f1b"], "zero-bubble": PIPELINES[2]["zero-bubble"]},
+    4: {
+        "of 2, data 2": PIPELINES[4]["of 2, data 2"],
+        "of 2, shards": {"pipeline": 2, "micro_batches": 3, "shard": "parameters"},
+    },
+}
 
 
 class Deep(Layers):
@@ -105,6 +119,82 @@ class Normalised(Deep):
         return [*super().pipeline_layers(model), torch.nn.BatchNorm1d(2)]
 
 
+class TwiceNamed(Deep):
+    """All blocks share a buffer, and two blocks of one stage a weight."""
+
+    def build_model(self) -> torch.nn.Module:
+        shared = torch.linspace(0.5, 1.0, 5)
+        blocks = torch.nn.Sequential(*(Scaled(self.dropout, by=shared) for _ in range(BLOCKS)))
+        blocks[1].up.weight = blocks[0].up.weight  # type: ignore[union-attr]
+        return torch.nn.Sequential(torch.nn.Linear(3, 5), blocks, torch.nn.Linear(5, 2))
+
+
+class Scaled(Block):
+    """A block whose output is scaled."""
+
+    def __init__(self, dropout: float, *, by: torch.Tensor) -> None:
+        super().__init__(dropout)
+        self.register_buffer("by", by)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self.by
+
+
+class Sequences(Deep):
+    """Classifies each of a sequence's rows of three numbers."""
+
+    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+        assert len(fields["label"]) > 0
+        return functional.cross_entropy(model(fields["x"]).flatten(0, 1), fields["label"].flatten())
+
+    def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
+        return {"nats": float(self.loss(model, fields))}
+
+
+class Positioned(Sequences):
+    """Takes no sequences of more than LENGTH rows."""
+
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        return torch.nn.Sequential(torch.nn.Sequential(Positions(), model[0]), *list(model)[1:])  # type: ignore[index, arg-type]
+
+
+class Positions(torch.nn.Module):
+    """Adds to each row of a sequence what belongs to its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(LENGTH, 3))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.table[: values.shape[1]]
+
+
+def cropped(fields: dict[str, NDArray[Any]], context: TransformContext) -> dict[str, NDArray[Any]]:
+    """Leaves of each sequence 4 to 6 rows, in all of a global batch equally many."""
+    length = LENGTH - context.start // 12 % 3
+    return {name: array[:, :length] if array.ndim > 1 else array for name, array in fields.items()}
+
+
+def train_on_sequences(
+    world: World, directory: Path, name: str, layout: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Evaluates after the first steps too, after which training goes on."""
+    data = {
+        "train": str(directory / "sequences"), "held_out": str(directory / "longer"), "global_batch": 12,
+        "micro_batches": 1 if "pipeline" in layout else 2, "evaluation_batch": 12,
+        "transform": "tests.ranks.parallel.pipeline_cases:cropped",
+    }  # fmt: skip
+    telemetry = {"evaluate_every_steps": 4}
+    return train(
+        world,
+        directory,
+        name,
+        layout,
+        **{"task": Sequences(), "data": data, "telemetry": telemetry, **options},
+    )
+
+
 def train_in(
     world: World, directory: Path, name: str, layout: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
@@ -116,8 +206,9 @@ def train_in(
 
 
 def refusal(world: World, directory: Path, task: Layers, layout: dict[str, Any], **options: Any) -> str:
+    train_it = train_on_sequences if isinstance(task, Sequences) else train_in
     try:
-        train_in(world, directory, "refused", layout, task=task, **options)
+        train_it(world, directory, "refused", layout, task=task, **options)
     except HpctrainError as error:
         return str(error) if error.agreed else f"of this rank only: {error}"
     return "nothing was refused"
@@ -148,7 +239,15 @@ def everything(world: World, directory: str) -> dict[str, Any]:
             precision="fp16",
             guards={"loss_jump_z": 0.0},
         )
+    for name, layout in OF_LENGTHS.get(size, {}).items():
+        found[f"of lengths {name}"] = train_on_sequences(world, where, f"{size}-of-lengths-{name}", layout)
+    if size == 1:
+        found["twice named"] = train_in(world, where, "1-twice-named", {}, task=TwiceNamed(), steps=LATER)
     if size == 2:
+        for steps in (STEPS, LATER):
+            found["twice named"] = train_in(
+                world, where, "2-twice-named", PIPELINES[2]["gpipe"], task=TwiceNamed(), steps=steps
+            )
         layout = PIPELINES[2]["1f1b"]
         found["refused"] = {
             "untold": refusal(world, where, Untold(), layout),
@@ -159,6 +258,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
             "weights": refusal(
                 world, where, Deep(), layout, checkpoint={**weights, "weights_map": {"2.": "3."}}
             ),
+            # Of samples in evaluation that the model does not take.
+            "lengths": refusal(world, where, Positioned(), layout),
         }
     if size == 3:
         found["refused"] = {"ranks": refusal(world, where, Deep(), PIPELINES[2]["1f1b"])}

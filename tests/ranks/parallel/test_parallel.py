@@ -81,6 +81,14 @@ def test_any_layout_continues_any_other(
         assert continued["steps"][0][0] == pytest.approx(whole[0][0], rel=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_without_samples_drops_no_step(launches: dict[int, list[dict[str, Any]]], ranks: int) -> None:
+    whole = launches[1][0]["tempered"]["steps"]
+    assert all(applied for _, _, applied in whole)
+    for found in launches[ranks]:
+        np.testing.assert_allclose(found["tempered"]["steps"], whole, rtol=RELATIVE)
+
+
 def test_a_step_that_overflows_is_skipped_on_all_ranks(launches: dict[int, list[dict[str, Any]]]) -> None:
     expected, found = (launches[2][0][name]["steps"] for name in ("fp16 none", "fp16 world"))
     applied = [step[2] for step in expected]

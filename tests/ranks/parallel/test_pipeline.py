@@ -14,7 +14,7 @@ from hpctrain.scaling import efficiency_of, read_efficiency, read_step_times
 from hpctrain.telemetry import PARTS, read_records
 from tests.ranks.parallel import pipeline_cases
 from tests.ranks.parallel.parallel_cases import LATER, STEPS
-from tests.ranks.parallel.pipeline_cases import CONTINUED, FROM_WEIGHTS, PIPELINES
+from tests.ranks.parallel.pipeline_cases import CONTINUED, FROM_WEIGHTS, LENGTH, OF_LENGTHS, PIPELINES
 from tests.ranks.parallel.test_parallel import RELATIVE, saved_state
 from tests.ranks_launcher import run_ranks
 
@@ -27,6 +27,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     x = random.normal(size=(61, 3))
     pack_arrays(where / "data", {"x": x, "label": (x.sum(1) > 0).astype(np.int64), "id": np.arange(61)})
+    for name, samples, length in (("sequences", 61, LENGTH), ("longer", 17, LENGTH + 3)):
+        x = random.normal(size=(samples, length, 3))
+        pack_arrays(where / name, {"x": x, "label": (x.sum(2) > 0).astype(np.int64)})
     return where
 
 
@@ -95,6 +98,26 @@ def test_each_rank_begins_with_the_weights_of_its_stages(
         np.testing.assert_allclose(found[f"from weights {name}"]["steps"], expected, rtol=RELATIVE)
 
 
+@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in OF_LENGTHS[n]])
+def test_samples_may_have_other_shapes_in_each_step_and_in_evaluations(
+    launches: dict[int, list[dict[str, Any]]], ranks: int, name: str
+) -> None:
+    whole = launches[1][0]["of lengths none"]
+    assert len(whole["evaluations"]) == STEPS // 4
+    for found in launches[ranks]:
+        np.testing.assert_allclose(found[f"of lengths {name}"]["steps"], whole["steps"], rtol=RELATIVE)
+        np.testing.assert_allclose(
+            found[f"of lengths {name}"]["evaluations"], whole["evaluations"], rtol=RELATIVE
+        )
+
+
+def test_tensors_of_several_names_are_saved_and_loaded(launches: dict[int, list[dict[str, Any]]]) -> None:
+    whole = launches[1][0]["twice named"]["steps"]
+    assert len(whole) == LATER - STEPS
+    for found in launches[2]:
+        np.testing.assert_allclose(found["twice named"]["steps"], whole, rtol=RELATIVE)
+
+
 def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
     launches: dict[int, list[dict[str, Any]]], directory: Path
 ) -> None:
@@ -127,6 +150,7 @@ def test_the_bubble_is_a_part_of_the_step_in_records_and_efficiencies(
         (2, "batch norm", "batch normalisation"),
         (2, "batch", "use a multiple of 5"),
         (2, "weights", "2 missing there: 2.bias, 2.weight; 2 not wanted here: model/2.bias, model/2.weight"),
+        (2, "lengths", "stage 0 of the pipeline, on torch.float64 of shape [3, 9, 3], raised RuntimeError"),
         (3, "ranks", "start a multiple of 2 ranks"),
     ],
 )
