@@ -43,6 +43,7 @@ from .sharded_tensors import (
     is_sharded_tensor as is_sharded_tensor,
     local_part as local_part,
     part_of as part_of,
+    shard_mesh_of as shard_mesh_of,
     shard_of as shard_of,
     sharded_as as sharded_as,
 )

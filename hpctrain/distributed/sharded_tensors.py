@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from hpctrain.distributed.plan import Shard
 from hpctrain.distributed.tensor_parallel import split_of
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 # Not derived from the parameters: after a forward without backward FSDP2 holds some of them whole.
 _SHARD = "_hpctrain_shard"
+_MESH = "_hpctrain_shard_mesh"
 # The axis of a mesh along which ranks hold different tensors: the stages of a pipeline.
 PIPELINE_AXIS = "pipeline"
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
@@ -33,9 +37,19 @@ def shard_of(model: torch.nn.Module) -> Shard:
     return shard
 
 
-def mark_sharded(model: torch.nn.Module, shard: Shard) -> None:
-    """Makes `shard_of` return `shard` for the model."""
+def mark_sharded(model: torch.nn.Module, shard: Shard, *, mesh: DeviceMesh | None = None) -> None:
+    """Makes `shard_of` return `shard` for the model, and `shard_mesh_of` the mesh over which parameters are sharded."""
     setattr(model, _SHARD, shard)
+    setattr(model, _MESH, mesh)
+
+
+def shard_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
+    """Returns the mesh over which `parallelize` has sharded the parameters.
+
+    That of a parameter may be another one, of the same ranks: PyTorch takes a mesh of an earlier model for it.
+    """
+    mesh: DeviceMesh | None = getattr(model, _MESH, None)
+    return mesh
 
 
 def local_part(tensor: Any) -> torch.Tensor:

@@ -71,9 +71,11 @@ def parallelize(
             mark_split(model, TensorSplit(mesh=mesh, by_fsdp=plan.shard == "parameters"))
     if plan.activation_checkpointing != "none":
         checkpoint_activations(model, plan.activation_checkpointing)
+    shard_mesh = None
     if placement is not None and plan.shard == "parameters":
-        shard_parameters(model, mesh[placement.data_axes] if plan.tensor > 1 else mesh, offload=plan.offload)
-    mark_sharded(model, plan.shard)
+        shard_mesh = mesh[placement.data_axes] if plan.tensor > 1 else mesh
+        shard_parameters(model, shard_mesh, offload=plan.offload)
+    mark_sharded(model, plan.shard, mesh=shard_mesh)
     return opens
 
 

@@ -14,6 +14,7 @@ from hpctrain.distributed import (
     OperationThread,
     group_traffic,
     is_sharded_tensor,
+    shard_mesh_of,
     start_group_sum,
     sum_gradients_by,
 )
@@ -84,7 +85,7 @@ def _nothing() -> None:
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
     """Returns the mesh of the model's parameters. Raises UsageError for a mesh, device or dtype without such sums."""
     parameters: list[Any] = [p for p in model.parameters() if is_sharded_tensor(p)]
-    mesh = parameters[0].device_mesh
+    mesh: Any = shard_mesh_of(model)
     if mesh.device_type != "cpu":
         raise UsageError(
             f"on {mesh.device_type} NCCL sums sharded gradients, uncompressed: leave algorithm and wire out",

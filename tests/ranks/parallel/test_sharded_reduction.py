@@ -80,7 +80,7 @@ def test_wires_halve_and_quarter_the_gradients_bytes(
 
 def test_shards_within_nodes_are_encoded_between_them(launches: dict[int, list[dict[str, Any]]]) -> None:
     for found in launches[4]:
-        (encoded, numbers), (exact, expected) = found["between nodes"]
+        (exact, expected), (encoded, numbers) = found["between nodes"]
         assert encoded == pytest.approx(exact / 4, rel=0.03)
         assert numbers == pytest.approx(expected, rel=WITHIN["int8"])
         assert numbers[0] != expected[0]
