@@ -188,6 +188,16 @@ class ParallelMesh:
         """The sizes of the axes, by name."""
         return dict(zip(PARALLEL_AXES, np.array(self.ranks).shape, strict=True))
 
+    def places(self) -> dict[int, dict[str, int]]:
+        """Returns, by rank, its index on the axes `pipeline`, `data` and `tensor`."""
+        found: dict[int, dict[str, int]] = {}
+        for stage, nodes in enumerate(self.ranks):
+            groups = [group for node in nodes for group in node]
+            for place, group in enumerate(groups):
+                for index, rank in enumerate(group):
+                    found[rank] = {"pipeline": stage, "data": place, "tensor": index}
+        return found
+
     def data_axis(self, rank: int) -> Axis:
         """Returns the ranks of the stage and tensor rank of `rank`, and its index among them, which the ranks of one
         tensor group share."""

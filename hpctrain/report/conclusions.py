@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from hpctrain.report.by_axis import stage_seconds
 from hpctrain.report.reduction_limit import Level, ReductionLimit
 from hpctrain.report.run_data import RunData
 from hpctrain.scaling import Efficiency, against, own_times
@@ -97,6 +98,23 @@ def _of_scaling(
     )
 
 
+def _of_stages(run: RunData) -> Iterator[Conclusion]:
+    """Names the stage of a pipeline that computes longest, if the others wait for it."""
+    seconds = stage_seconds(run)
+    if len(seconds) < 2:
+        return
+    longest = max(range(len(seconds)), key=seconds.__getitem__)
+    excess = seconds[longest] / (sum(seconds) / len(seconds)) - 1
+    if excess >= _WORTH_NAMING:
+        yield Conclusion(
+            text=f"Stage {longest} (of 0 to {len(seconds) - 1}) computes {excess:.0%} longer than the mean stage, and "
+            "the others wait for it: blocks are divided evenly, and what is before the first and after the last one "
+            "adds to the first and last stage.",
+            source=f"compute of the ranks of each stage: {', '.join(f'{1e3 * each:.3g}' for each in seconds)} ms",
+            weight=excess, kind="problem",
+        )  # fmt: skip
+
+
 def _of_parts(run: RunData, found: Efficiency) -> Iterator[Conclusion]:
     source = f"all ranks, {found.steps} steps of {1e3 * found.step_s:.3g} ms"
     share = {name: seconds / found.step_s for name, seconds in found.parts.items()} if found.step_s else {}
@@ -114,6 +132,7 @@ def _of_parts(run: RunData, found: Efficiency) -> Iterator[Conclusion]:
         yield Conclusion(
             text=_waiting_text(run, found, waiting), source=source, weight=waiting, kind="problem"
         )
+    yield from _of_stages(run)
     for name, advice in (
         (
             "bubble",
@@ -142,7 +161,11 @@ def _of_parts(run: RunData, found: Efficiency) -> Iterator[Conclusion]:
 def _reduction_text(run: RunData, exposed: float) -> str:
     wire = str(run.environment.get("wire", ""))
     text = f"{exposed:.0%} of the step is exposed reduction"
-    if wire in _HALF_AS_MANY_BYTES:
+    # Split layers and pipelines are summed in the gradients' dtype.
+    if wire in _HALF_AS_MANY_BYTES and run.environment.get("algorithm") not in (
+        "torch.distributed",
+        "pipeline",
+    ):
         smaller = _HALF_AS_MANY_BYTES[wire]
         gain = 1 / (1 - exposed / 2)
         text += f"; {smaller} on the wire instead of {wire} would give at most {gain:.2f} x, if bytes bind"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
 from hpctrain.report import tables
+from hpctrain.report.by_axis import by_axis
 from hpctrain.report.conclusions import Conclusion, conclude
 from hpctrain.report.plots import Plot, plots_of
 from hpctrain.report.prices import Prices
@@ -61,8 +62,8 @@ def make_report(
     limits = [reduction_limit(run, link_bytes_per_s=link_bytes_per_s) for run in runs]
     found: list[Table | None] = [
         tables.what_ran(runs), tables.quality(runs), tables.pop(runs), tables.parts(runs),
-        reduction_table(runs, limits), tables.step_times(runs), sweep_table(sweep) if sweep is not None else None,
-        tables.checkpoints(runs),
+        *(by_axis(run) for run in runs), reduction_table(runs, limits), tables.step_times(runs),
+        sweep_table(sweep) if sweep is not None else None, tables.checkpoints(runs),
         *(tables.attempts(run) for run in runs), *(tables.incidents(run) for run in runs),
         tables.resources(runs, prices=prices, slurm_j=slurm_j),
     ]  # fmt: skip

@@ -47,8 +47,16 @@ def environment_record(session: Session, *, commit: str | None) -> dict[str, Any
     if session.rank == 0:
         lists["ranks_by_node"] = [list(ranks) for ranks in session.topology.ranks_by_node]
         lists["node_names"] = list(session.topology.node_names)
+        places = session.axes.places()
         lists["ranks"] = [
-            {"rank": rank, "host": host, "node": session.topology.node_names[node], **about, "pid": pid}
+            {
+                "rank": rank,
+                "host": host,
+                "node": session.topology.node_names[node],
+                **places.get(rank, {}),
+                **about,
+                "pid": pid,
+            }
             for rank, (host, node, about, pid) in enumerate(zip(hosts, nodes, found, pids, strict=True))
         ]
     return {

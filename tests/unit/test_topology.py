@@ -128,6 +128,13 @@ def test_a_mesh_has_every_rank_once_and_tensor_groups_within_a_node(
             ParallelMesh.plan(topology, pipeline=pipeline, tensor=tensor)
         return
     mesh = ParallelMesh.plan(topology, pipeline=pipeline, tensor=tensor)
+    assert mesh.places() == {
+        rank: {
+            axis.name: axis.index
+            for axis in (mesh.pipeline_axis(rank), mesh.data_axis(rank), mesh.tensor_axis(rank))
+        }
+        for rank in range(topology.num_ranks)
+    }
     assert mesh.shape["pipeline"] == pipeline
     assert mesh.shape["tensor"] == tensor
     groups = [group for stage in mesh.ranks for node in stage for group in node]

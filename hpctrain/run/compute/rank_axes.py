@@ -47,6 +47,11 @@ class RankAxes:
             "drawing", ranks, self._mesh.pipeline_axis(self._rank).index * self.data.size + self.data.index
         )
 
+    def places(self) -> dict[int, dict[str, int]]:
+        """Returns, by rank, its index on the axes `pipeline` (its stage), `data` and `tensor`; {} if all ranks are data
+        parallel."""
+        return {} if self._mesh is None else self._mesh.places()
+
     def arrange(self, *, tensor: int = 1, pipeline: int = 1) -> None:
         """Places the ranks on the axes pipeline, data and tensor. tensor: the ranks of a tensor group. pipeline: the
         ranks that hold the stages of one copy of the model.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data import pack_arrays
+from hpctrain.report import make_report
 from hpctrain.telemetry import read_records
 from tests.ranks_launcher import REPOSITORY, run_command
 
@@ -56,13 +57,24 @@ def losses(
     return {record["step"]: record["loss"] for record in records if record["kind"] == "step"}
 
 
+def places_in_report(directory: Path) -> dict[str, int]:
+    """Returns the number of ranks at each place in the model."""
+    report = make_report([directory], with_plots=False)
+    table = next(table for table in report.tables if table.name == f"axes-{directory.name}")
+    assert all(isinstance(value, float) and value >= 0 for row in table.rows for value in row.values[1:])
+    return {row.name: int(str(row.values[0])) for row in table.rows}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks}-{case.precision}")
 def test_the_recipe_trains_in_a_pipeline_and_one_rank_continues_it(where: Path, case: Case) -> None:
     name, precision = f"{case.ranks}", f"run.precision={case.precision}"
     saves = f"checkpoint.every_steps={SAVED}"
-    split = losses(where, case.ranks, name, precision, saves, f"parallel.schedule={case.schedule}")
+    everyone = "telemetry.ranks=all"
+    split = losses(where, case.ranks, name, precision, saves, everyone, f"parallel.schedule={case.schedule}")
     assert list(split) == list(range(1, STEPS + 1))
     saved = where / "runs" / name / "checkpoints" / f"step-{SAVED:08}.h5"
+    stages = places_in_report(where / "runs" / name)
+    assert stages == {"stage 0": case.ranks // 2, "stage 1": case.ranks // 2}
     continued = losses(where, 1, f"{name}-continued", precision, *WITHOUT, resume=saved)
     assert list(continued) == list(range(SAVED + 1, STEPS + 1))
     next_loss, later_losses = case.rel
