@@ -1,4 +1,4 @@
-from .blocks import repeated_blocks as repeated_blocks
+from .blocks import name_blocks as name_blocks, repeated_blocks as repeated_blocks
 from .element_shards import (
     ElementShard as ElementShard,
     element_shard as element_shard,

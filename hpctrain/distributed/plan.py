@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -28,6 +28,8 @@ class ParallelPlan:
     all ranks (`world`), or, of parameters, over the ranks of a node, with a replica on each node (`node`, HSDP).
     activation_checkpointing: `blocks`, backward computes the forward of the repeated blocks again; `selective`, all of
     it but matrix products, convolutions and attention; or `none`.
+    blocks: names of the modules that are sharded and computed again one by one, in which `*` stands for any text
+    without a dot, such as `encoder.layers.*`; none: the repeated blocks of the model.
     tensor: so many ranks of a node hold the parts of one layer and compute the same samples (tensor parallelism).
     tensor_plan: which modules are split for that, and how. sequence: between split layers each of these ranks computes
     a part of the sequence only. offload: of sharded parameters, a GPU's parts, their gradients and the optimizer state
@@ -38,6 +40,7 @@ class ParallelPlan:
     shard: Shard = "none"
     shard_within: Within = "world"
     activation_checkpointing: Checkpointing = "none"
+    blocks: Sequence[str] = ()
     tensor: int = 1
     tensor_plan: TensorPlan = field(default_factory=dict)
     sequence: bool = False

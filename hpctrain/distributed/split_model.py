@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm import World, agreed, broadcast_tensors
-from hpctrain.distributed.blocks import repeated_blocks
+from hpctrain.distributed.blocks import name_blocks, repeated_blocks
 from hpctrain.distributed.fully_sharded.shard import check_dense, check_shardable, shard_parameters
 from hpctrain.distributed.open_groups import open_process_group
 from hpctrain.distributed.plan import Checkpointing, ParallelPlan
@@ -56,6 +56,7 @@ def parallelize(
                 "offload = true keeps parameters, gradients and optimizer state in host memory and computes on a GPU, "
                 "but these ranks compute on CPUs, where all of that is in host memory already: leave offload out"
             )
+        name_blocks(model, plan.blocks)
         check_plan(model, plan)
         return _place(plan, topology)
 
@@ -165,7 +166,8 @@ def _check_blocks(model: nn.Module, kind: Checkpointing) -> dict[str, nn.Module]
     if not blocks:
         raise UsageError(
             "activation checkpointing goes by repeated blocks, of which the model has none: put its layers, modules of "
-            "one class with children, into an nn.Sequential or nn.ModuleList, or leave activation_checkpointing out"
+            "one class with children, into an nn.Sequential or nn.ModuleList, name them (parallel_blocks of the task, "
+            "blocks of a ParallelPlan), or leave activation_checkpointing out"
         )
     for name, block in blocks.items():
         for inner, module in block.named_modules():

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from hpctrain.distributed.blocks import matches
 from hpctrain.distributed.plan import TensorPlan
 from hpctrain.distributed.sequence_parts import SequenceParts
 from hpctrain.errors import UsageError
@@ -276,7 +276,7 @@ def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str,
             raise UsageError(
                 f"tensor_plan splits {pattern} into {parts} parts: give their number, such as heads"
             )
-        matching = [name for name in modules if _matches(name, pattern)]
+        matching = [name for name in modules if matches(name, pattern)]
         if not matching:
             shown = ", ".join(modules[:12]) + (", ..." if len(modules) > 12 else "")
             raise UsageError(f"tensor_plan names {pattern!r}, which the model does not have; it has {shown}")
@@ -287,11 +287,6 @@ def _resolve(model: nn.Module, plan: TensorPlan, *, sequence: bool) -> dict[str,
                 )
             found[name] = _Entry(how=how, parts=parts, pattern=pattern)
     return {name: entry for name, entry in found.items() if sequence or entry.how not in _ON_PARTS}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _shared_parameters(model: nn.Module) -> dict[str, str]:

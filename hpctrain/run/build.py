@@ -13,7 +13,7 @@ import torch
 from hpctrain.checkpoint import Best, Retention, SaveMode, SaveOptions, WhenBusy
 from hpctrain.comm import LimitSettings, Section
 from hpctrain.data import Dataset, Fixed, Loader, Sequential, Shuffled
-from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, pipeline_of
+from hpctrain.distributed import ParallelPlan, TensorPlan, end_process_group, name_blocks, pipeline_of
 from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import CALIBRATION_FILE, CalibrationFiles, ShardedUpdater, Updater
@@ -185,7 +185,24 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
         raise RecipeError(
             f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
         ) from error
+    _name_blocks(recipe, task, model)
     return model.to(device=device, dtype=MODEL_DTYPE[recipe.run.precision])
+
+
+def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
+    """Has the blocks be those that the task names, if it does."""
+    method = getattr(task, "parallel_blocks", None)
+    if method is None:
+        return
+    asked = f"{recipe.task.target}.parallel_blocks"
+    try:
+        names = list(method())
+    except Exception as error:  # the user's code may raise anything
+        raise RecipeError(f"{asked} raised {type(error).__name__}: {error}") from error
+    try:
+        name_blocks(model, names)
+    except UsageError as error:
+        raise RecipeError(f"{asked}: {error}") from error
 
 
 def _tensor_plan(recipe: Recipe, task: Task) -> TensorPlan:

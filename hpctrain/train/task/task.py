@@ -24,6 +24,10 @@ class Task(Protocol):
     (`run.precision`), integer and bool fields their stored dtype. A task whose layers can be split over ranks has a
     further method, see `TensorParallelTask`.
 
+    A task may have a method `parallel_blocks()`: it returns the names of the modules that are sharded, and computed
+    again in backward, one by one, such as ["encoder.layers.*", "decoder.layers.*"], where `*` stands for any text
+    without a dot. Without it these are the repeated blocks that are found in the model.
+
     For `parallel.pipeline` a task has one more method: `pipeline_layers(model)` returns the modules that the model
     calls one after another, each with what the one before returned, a tensor with the samples along dimension 0. `loss`
     and `metrics` then call the model once, with one tensor.

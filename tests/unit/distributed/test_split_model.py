@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpctrain.comm import SerialWorld
-from hpctrain.distributed import ParallelPlan, check_plan, parallelize, repeated_blocks
+from hpctrain.distributed import ParallelPlan, check_plan, name_blocks, parallelize, repeated_blocks
 from hpctrain.distributed.split_model import _place
 from hpctrain.errors import UsageError
 from hpctrain.topology import Topology
@@ -29,6 +29,48 @@ def test_blocks_within_stages_are_found_and_the_stages_are_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), stages)
     assert list(repeated_blocks(model)) == ["1.0.0", "1.0.1", "1.1.0", "1.1.1"]
     assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}
+
+
+class TwoKinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"first": Residual(), "second": nn.Sequential(nn.Linear(4, 4))})
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.encoder["first"].linear(self.encoder["first"].norm(values))  # type: ignore[operator]
+        logits: torch.Tensor = self.head(self.encoder["second"](hidden))
+        return logits
+
+
+def test_blocks_that_are_named_take_the_place_of_those_that_are_found() -> None:
+    model = TwoKinds()
+    assert repeated_blocks(model) == {}
+    split(model, ParallelPlan(activation_checkpointing="blocks", blocks=["encoder.*", "head"]))
+    assert list(repeated_blocks(model)) == ["encoder.first", "encoder.second", "head"]
+    assert list(repeated_blocks(model.encoder)) == ["first", "second"]
+    assert "functools.partial" in repr(model.head.forward)  # computed again
+    repeated = nn.Sequential(Residual(), Residual(), nn.Linear(4, 4))
+    name_blocks(repeated, ["2"])
+    assert list(repeated_blocks(repeated)) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (["decoder.*"], r"blocks name 'decoder\.\*', which the model does not have; it has encoder, "),
+        (["encoder"], r"blocks name encoder, which only holds others: name these, as encoder\.\*"),
+        (
+            ["encoder.second", "encoder.second.0"],
+            "blocks name encoder.second.0 and encoder.second, which contains it",
+        ),
+    ],
+)
+def test_names_that_are_no_blocks_are_refused(names: list[str], match: str) -> None:
+    model = TwoKinds()
+    with pytest.raises(UsageError, match=match):
+        split(model, ParallelPlan(blocks=names))
+    assert repeated_blocks(model) == {}
 
 
 def test_what_cannot_be_split_is_refused_in_words() -> None:

@@ -189,11 +189,33 @@ def test_a_task_that_does_not_say_how_it_is_split_is_told_what_to_write(tmp_path
         (Silent(), "tests:Digits.tensor_plan names no modules"),
         (Faulty(), "tests:Digits.tensor_plan raised KeyError: 'heads'"),
     ]
+
     for task, message in cases:
         with pytest.raises(RecipeError, match=message):
             carry_out(
                 parse_recipe(recipe(str(tmp_path))), task, session=session_over(SerialWorld()), resume=Resume(),
                 stop=StopRequest(),
+            )  # fmt: skip
+
+
+def test_a_task_whose_blocks_are_not_in_its_model_is_told_what_is(tmp_path: Path) -> None:
+    class Named(Digits):
+        def parallel_blocks(self) -> list[str]:
+            return ["layers.*"]
+
+    class Faulty(Digits):
+        def parallel_blocks(self) -> list[str]:
+            raise KeyError("layers")
+
+    pack_arrays(tmp_path / "data", {"image": np.zeros((8, 8, 8), np.float32), "label": np.zeros(8, np.int64)})
+    for task, message in (
+        (Named(), r"tests:Digits\.parallel_blocks: blocks name 'layers\.\*', which the model does not have"),
+        (Faulty(), r"tests:Digits\.parallel_blocks raised KeyError: 'layers'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            carry_out(
+                parse_recipe(recipe(str(tmp_path), parallel={"shard": "parameters"})), task,
+                session=session_over(SerialWorld()), resume=Resume(), stop=StopRequest(),
             )  # fmt: skip
 
 
