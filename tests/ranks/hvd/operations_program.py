@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -243,17 +244,32 @@ def objects() -> None:
 
 def queries() -> None:
     size = hvd.size()
-    assert (hvd.local_size(), hvd.local_rank(), hvd.cross_size(), hvd.cross_rank()) == (
-        size,
-        hvd.rank(),
-        1,
-        0,
-    )
+    local = int(os.environ.get("HPCTRAIN_RANKS_PER_NODE", size))
+    places = (hvd.local_size(), hvd.local_rank(), hvd.cross_size(), hvd.cross_rank())
+    assert places == (local, hvd.rank() % local, size // local, hvd.rank() // local)
     assert hvd.is_homogeneous()
     assert hvd.mpi_enabled()
     assert hvd.mpi_threads_supported()
     assert not any([hvd.nccl_built(), hvd.gloo_built(), hvd.cuda_built(), hvd.rocm_built(), hvd.ddl_built()])
     hvd.init()  # again
+
+
+def large() -> None:
+    """Of these sums are made within the nodes, then between them, if there are several of several ranks."""
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        values = (torch.arange(70_001) % 31).to(dtype)
+        total = hvd.allreduce(values * (rank + 1), op=hvd.Sum)
+        check(total, values * (size * (size + 1) // 2), f"large sum of {dtype}")
+    if rank == 0:
+        hvd.join()
+    else:
+        check(
+            hvd.allreduce(torch.ones(70_001), op=hvd.Sum),
+            torch.full((70_001,), size - 1.0),
+            "large sum of the rest",
+        )
+        hvd.join()
 
 
 def joins() -> None:
@@ -369,8 +385,8 @@ def main() -> None:
     if len(sys.argv) > 1:
         different_calls()
     for case in (
-        queries, reductions, movements, gradients, adasum, process_sets, objects, joins, batch_norm, refusals, elastic,
-        reductions,
+        queries, reductions, large, movements, gradients, adasum, process_sets, objects, joins, batch_norm, refusals,
+        elastic, reductions,
     ):  # fmt: skip
         case()
     size = hvd.size()

@@ -25,6 +25,11 @@ def test_every_operation_has_its_result(num_ranks: int) -> None:
     assert done.stdout.count("has seen everything") == num_ranks
 
 
+def test_every_operation_has_its_result_on_two_nodes() -> None:
+    done = run_command(4, OPERATIONS, env={"HPCTRAIN_RANKS_PER_NODE": "2"}, expect=0, timeout_s=300)
+    assert done.stdout.count("has seen everything") == 4
+
+
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_programs_continue_after_errors_that_all_ranks_raise(num_ranks: int) -> None:
     done = run_command(num_ranks, ERRORS, expect=0, timeout_s=300)
