@@ -105,3 +105,15 @@ def test_error_feedback_goes_on_in_another_layout(
         # Of a model that was not loaded it would be near 0.7.
         assert losses[0] == pytest.approx(whole[0][0], abs=1e-5)
         assert losses == [step[0] for step in launches[ranks][0][f"{saved} continued"]["steps"]]
+
+
+def test_a_step_that_overflows_on_the_wire_is_skipped_on_all_ranks_as_without_shards(
+    launches: dict[int, list[dict[str, Any]]],
+) -> None:
+    skipped = {
+        name: [[not applied for _, _, applied in found[f"overflow {name}"]["steps"]] for found in launches[2]]
+        for name in ("none", "optimizer", "gradients")
+    }
+    assert any(skipped["none"][0])
+    assert not all(skipped["none"][0])
+    assert skipped["optimizer"] == skipped["gradients"] == skipped["none"] == [skipped["none"][0]] * 2

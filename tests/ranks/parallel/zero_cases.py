@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hpctrain.comm import World
-from tests.ranks.parallel.parallel_cases import LATER, NODE, WORLD, Layers, train
+from tests.ranks.parallel.parallel_cases import LATER, NODE, STEPS, WORLD, Layers, train
+from tests.ranks.parallel.sharded_reduction_cases import Overflowing
 
 OPTIMIZER, GRADIENTS = {"shard": "optimizer"}, {"shard": "gradients"}
 # Small buckets, so that there are several of each model, and parameters that are larger than one.
@@ -99,6 +100,12 @@ def everything(world: World, directory: str) -> dict[str, Any]:
     if size in (2, 4):
         for name, layout in layouts.items():
             run(f"int8 {name}", layout, precision="fp32", **INT8)
+    if size == 2:
+        for name, layout in layouts.items():
+            found[f"overflow {name}"] = train(
+                world, where, f"overflow-{name}", layout, steps=STEPS, precision="fp32", task=Overflowing(),
+                reduction={"wire": "fp16", "algorithm": "direct"}, guards={"loss_jump_z": 0.0},
+            )  # fmt: skip
     continued = [(entry, {}) for entry in CONTINUED[size]]
     continued += [(entry, {"precision": "fp32", **INT8}) for entry in INT8_CONTINUED[size]]
     for (ranks, name, layout), sections in continued:
