@@ -211,7 +211,7 @@ class Program:
 
     def _stop(self) -> None:
         if self.method.interface:
-            self._stopped = _ranks_in(self.directory)
+            self._stopped = ranks_in(self.directory)
             _signal_all(self._stopped, signal.SIGSTOP)
 
     def _continue(self) -> None:
@@ -230,7 +230,7 @@ class Program:
             os.killpg(self._process.pid, number)
 
 
-def _ranks_in(directory: Path) -> list[int]:
+def ranks_in(directory: Path) -> list[int]:
     """Returns the processes that are ranks of the method with this directory, also those in a cluster's namespaces."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
