@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from benchmarks.parallel.timed.waiting import Stepped
 from benchmarks.parallel.workloads import Language, of_ranks
 
 Step = Callable[[int], Stepped]
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}  # of AdamW, also of the other peers
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}  # of AdamW, also of the other peers
 _DIVISION = 2  # ranks of a tensor group, stages of a pipeline
 
 
