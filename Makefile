@@ -94,7 +94,7 @@ bench-growth: setup ## what a run costs with 2 to 48 ranks and how that grows: d
 bench-overhead: setup ## what stopping, comparing the ranks and the guards add to a step: docs/benchmarks/overhead.md; three minutes, alone on the machine
 	$(BIN)python -m benchmarks.overhead --output benchmarks/results/overhead.json
 
-bench-parallel: setup ## split models against one rank, formulas and torch's peers: docs/benchmarks/parallel.md; 31 minutes, alone on the machine, as root
+bench-parallel: setup ## split models against one rank, formulas and torch's peers, and Horovod's: docs/benchmarks/parallel.md; 40 minutes, alone on the machine, as root
 	$(BIN)python -m benchmarks.parallel --output benchmarks/results/parallel.json
 
 bench-prediction: setup ## predicted against measured steps on four nodes: docs/benchmarks/prediction.md; ten minutes, alone on the machine, as root

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.parallel`: split models against one rank, formulas and peers."""
+"""`python -m benchmarks.parallel`: split models against one rank, formulas and peers; Horovod scripts on hpctrain."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ MOST_OF_TRAFFIC = 1.03
 MOST_OFF_LOSS = 1e-12
 LEAST_FASTER = {True: 1.2, False: 1.0}  # by whether links bind
 LEAST_AS_FAST = 1.0  # tensor groups and pipelines
+LEAST_FASTER_THAN_HOROVOD = {True: 1.5, False: 1.0}  # by whether links bind
 MOST_EXPOSED = 1.0  # of ZeRO-2, times whole copies
 MOST_ABOVE_BUBBLE = 0.03
 OF_ONE_STAGE = ("gpipe", "1f1b")
@@ -124,19 +125,65 @@ def time_records(
         here = [name for name in others if name in seconds]
         if not mine or not here:
             continue
-        us, peer = (min(names, key=lambda name: median(seconds[name])) for names in (mine, here))
-        medians = f"{1e3 * median(seconds[peer]):.0f} / {1e3 * median(seconds[us]):.0f} ms"
-        ratios = [b / a for a, b in zip(seconds[us], seconds[peer], strict=True)]
+        us, peer = _fastest(mine, seconds), _fastest(here, seconds)
         made.append(
             Record(
                 id=f"parallel.4.{place}.{label}",
-                what=f"{where}: {methods[peer].what} on Gloo / ours, {methods[us].what}: {medians}",
-                value=median(ratios), bar=bar, sense="at least", unit="times as fast",
-                samples=dict(seconds) if label == "best" else {us: seconds[us], peer: seconds[peer]},
-                **over_rounds(seconds[peer], seconds[us]),
+                what=f"{where}: {methods[peer].what} on Gloo / ours, {methods[us].what}: "
+                f"{_medians(seconds, peer, us)}",
+                bar=bar, samples=dict(seconds) if label == "best" else {us: seconds[us], peer: seconds[peer]},
+                **_times_as_fast(seconds, us=us, peer=peer),
             )
         )  # fmt: skip
     return made
+
+
+def horovod_records(
+    seconds: Mapping[str, Sequence[float]],
+    methods: Mapping[str, Method],
+    *,
+    place: str,
+    where: str,
+    binds: bool,
+) -> list[Record]:
+    """Returns the record of each wire at one place and link rate; the arguments are those of `time_records`.
+
+    The best of Horovod's starts, the one with the smallest median, counts.
+    """
+    made = []
+    for wire in dict.fromkeys(methods[name].wire for name in seconds):
+        of_wire = {name: times for name, times in seconds.items() if methods[name].wire == wire}
+        ours = [name for name in of_wire if methods[name].is_ours]
+        peers = [name for name in of_wire if not methods[name].is_ours]
+        if not ours or not peers:
+            continue
+        us, peer = _fastest(ours, seconds), _fastest(peers, seconds)
+        made.append(
+            Record(
+                id=f"parallel.7.{place}.{wire}",
+                what=f"{where}: a step of DistributedOptimizer, {methods[peer].what} / {methods[us].what}: "
+                f"{_medians(seconds, peer, us)}",
+                bar=LEAST_FASTER_THAN_HOROVOD[binds], samples=of_wire, **_times_as_fast(seconds, us=us, peer=peer),
+            )
+        )  # fmt: skip
+    return made
+
+
+def _fastest(names: Sequence[str], seconds: Mapping[str, Sequence[float]]) -> str:
+    return min(names, key=lambda name: median(seconds[name]))
+
+
+def _medians(seconds: Mapping[str, Sequence[float]], *names: str) -> str:
+    return f"{' / '.join(f'{1e3 * median(seconds[name]):.0f}' for name in names)} ms"
+
+
+def _times_as_fast(seconds: Mapping[str, Sequence[float]], *, us: str, peer: str) -> dict[str, Any]:
+    """Returns a record's fields for the time of a step of `peer` / of `us`."""
+    ratios = [b / a for a, b in zip(seconds[us], seconds[peer], strict=True)]
+    return {
+        "value": median(ratios), "sense": "at least", "unit": "times as fast",
+        **over_rounds(seconds[peer], seconds[us]),
+    }  # fmt: skip
 
 
 def exposed_records(exposed: Mapping[str, Sequence[float]], *, place: str, where: str) -> list[Record]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import results_page
-from benchmarks.parallel.timed.methods import METHODS
+from benchmarks.parallel.timed.methods import METHODS, OPTIMIZERS, Method
 
 
 def refresh(page: Path, content: Mapping[str, Any]) -> None:
@@ -25,8 +25,20 @@ def tables(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if of_plan:
         found["plan"] = _plan(of_plan)
     if times := [r for r in records if r["id"].startswith("parallel.4.") and r["id"].endswith(".best")]:
-        found["times"] = _times(times)
+        found["times"] = _times(
+            {_place(r): r["samples"] for r in times}, METHODS, peers=", on Gloo", ours=", ours"
+        )
+    if of_horovod := [r for r in records if r["id"].startswith("parallel.7.")]:
+        places: dict[str, dict[str, Sequence[float]]] = {}
+        for record in of_horovod:
+            places.setdefault(_place(record), {}).update(record["samples"])
+        found["optimizers"] = _times(places, OPTIMIZERS)
     return found
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    """Returns `4x1.1gbit` for `parallel.4.4x1.1gbit.best`."""
+    return ".".join(record["id"].split(".")[2:-1])
 
 
 def _memory(records: Sequence[Mapping[str, Any]]) -> str:
@@ -61,16 +73,22 @@ def _plan(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def _times(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns milliseconds of a step by method, and a column for each place."""
-    places = [record["id"].removeprefix("parallel.4.").removesuffix(".best") for record in records]
+def _times(
+    places: Mapping[str, Mapping[str, Sequence[float]]],
+    methods: Mapping[str, Method],
+    *,
+    peers: str = "",
+    ours: str = "",
+) -> str:
+    """Returns milliseconds of a step by method, and a column for each place.
+
+    places: place -> method -> seconds of each round. peers, ours: what is added to their names.
+    """
     rows = [f"| ms, median of the rounds | {' | '.join(places)} |", f"| --- |{' --- |' * len(places)}"]
-    for name, method in METHODS.items():
+    for name, method in methods.items():
         cells = [
-            f"{1e3 * median(record['samples'][name]):.0f}" if name in record["samples"] else ""
-            for record in records
+            f"{1e3 * median(seconds[name]):.0f}" if name in seconds else "" for seconds in places.values()
         ]
         if any(cells):
-            whose = "ours" if method.layout is not None else "on Gloo"
-            rows.append(f"| {method.what}, {whose} | {' | '.join(cells)} |")
+            rows.append(f"| {method.what}{ours if method.is_ours else peers} | {' | '.join(cells)} |")
     return "\n".join(rows)

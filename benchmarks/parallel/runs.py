@@ -15,8 +15,15 @@ from benchmarks.parallel import figures
 from benchmarks.parallel.layouts import LAYOUTS, arrangements, of_figure
 from benchmarks.parallel.planned.runs import plan_records
 from benchmarks.parallel.scale import Scale
-from benchmarks.parallel.timed.methods import METHODS, in_turns, methods_at
-from benchmarks.parallel.timed.programs import on_cluster, on_node
+from benchmarks.parallel.timed.methods import (
+    METHODS,
+    OPTIMIZERS,
+    OPTIMIZERS_IN_TURNS,
+    Method,
+    in_turns,
+    methods_at,
+)
+from benchmarks.parallel.timed.programs import Turn, on_cluster, on_node
 from benchmarks.parallel.timed.rounds import Rounds, TurnTaking, take_rounds
 from benchmarks.reduction.places import OnCluster, OneNode, RanksFailed
 from benchmarks.results_file import Record
@@ -165,31 +172,61 @@ def times(num_nodes: int, ranks_per_node: int) -> Part:
     """Figure 4 at one place."""
 
     def run(places: Places, scale: Scale) -> list[Record]:
-        rates = scale.times.get((num_nodes, ranks_per_node), ())
-        groups = in_turns(methods_at(num_nodes=num_nodes, ranks_per_node=ranks_per_node))
-        if num_nodes == 1 and rates:
-            with tempfile.TemporaryDirectory() as name:
-                turns = TurnTaking(
-                    directory=Path(name), num_ranks=ranks_per_node,
-                    command=lambda method, folder, number: on_node(method, folder, num_ranks=ranks_per_node),
-                    rates={"": lambda: None}, **_of(scale),
-                )  # fmt: skip
-                found = take_rounds(groups, turns)
-        elif rates and (place := places.on_cluster(ranks_per_node=ranks_per_node, num_nodes=num_nodes)):
-            cluster = place.cluster
-            with tempfile.TemporaryDirectory(dir=cluster.plan.directory) as name:
-                turns = TurnTaking(
-                    directory=Path(name), num_ranks=num_nodes * ranks_per_node,
-                    command=lambda method, folder, number: on_cluster(method, folder, place=place, number=number),
-                    rates={rate: lambda rate=rate: cluster.set_rate(rate) for rate in rates},  # type: ignore[misc]
-                    **_of(scale),
-                )  # fmt: skip
-                found = take_rounds(groups, turns)
-        else:
-            return []
-        return _records(found, places, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        at = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
+        found = _in_turns(places, scale, in_turns(methods_at(**at)), **at)
+        made = []
+        for turns, seconds, where in _by_rate(found, places, **at):
+            exposed = {
+                name: [turn.exposed_s for turn in of_method if turn.exposed_s is not None]
+                for name, of_method in turns.items()
+                if METHODS[name].layout is not None
+            }
+            made += figures.time_records(seconds, METHODS, **where)
+            made += figures.exposed_records(exposed, place=where["place"], where=where["where"])
+        return made
 
     return run
+
+
+def optimizers(num_nodes: int, ranks_per_node: int) -> Part:
+    """Figure 7 at one place."""
+
+    def run(places: Places, scale: Scale) -> list[Record]:
+        at = {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node}
+        found = _in_turns(places, scale, OPTIMIZERS_IN_TURNS, **at)
+        return [
+            record
+            for _, seconds, where in _by_rate(found, places, **at)
+            for record in figures.horovod_records(seconds, OPTIMIZERS, **where)
+        ]
+
+    return run
+
+
+def _in_turns(
+    places: Places, scale: Scale, groups: Sequence[Sequence[Method]], *, num_nodes: int, ranks_per_node: int
+) -> Rounds:
+    """Has methods take turns at one place, at each rate that `scale` names for it."""
+    rates = scale.times.get((num_nodes, ranks_per_node), ())
+    if num_nodes == 1 and rates:
+        with tempfile.TemporaryDirectory() as name:
+            turns = TurnTaking(
+                directory=Path(name), num_ranks=ranks_per_node,
+                command=lambda method, folder, number: on_node(method, folder, num_ranks=ranks_per_node),
+                rates={"": lambda: None}, **_of(scale),
+            )  # fmt: skip
+            return take_rounds(groups, turns)
+    if rates and (place := places.on_cluster(ranks_per_node=ranks_per_node, num_nodes=num_nodes)):
+        cluster = place.cluster
+        with tempfile.TemporaryDirectory(dir=cluster.plan.directory) as name:
+            turns = TurnTaking(
+                directory=Path(name), num_ranks=num_nodes * ranks_per_node,
+                command=lambda method, folder, number: on_cluster(method, folder, place=place, number=number),
+                rates={rate: lambda rate=rate: cluster.set_rate(rate) for rate in rates},  # type: ignore[misc]
+                **_of(scale),
+            )  # fmt: skip
+            return take_rounds(groups, turns)
+    return Rounds()
 
 
 def _of(scale: Scale) -> dict[str, Any]:
@@ -208,28 +245,25 @@ def _of(scale: Scale) -> dict[str, Any]:
     }
 
 
-def _records(found: Rounds, places: Places, *, num_nodes: int, ranks_per_node: int) -> list[Record]:
+def _by_rate(
+    found: Rounds, places: Places, *, num_nodes: int, ranks_per_node: int
+) -> Iterator[tuple[dict[str, list[Turn]], dict[str, list[float]], dict[str, Any]]]:
+    """Yields for each rate the turns, the seconds of a step of each round, and the place as `time_records` takes it.
+
+    Adds to `places` what failed, and how ranks were started."""
     places.starts += found.starts
     for name, error in found.failed.items():
         places.failed.append(name)
         places.say(f"{name}: failed\n{error}")
-    made = []
     for rate, turns in found.turns.items():
         shape = f"{num_nodes}x{ranks_per_node}"
-        at: dict[str, Any] = {
+        where = {
             "place": f"{shape}.{rate}" if rate else shape,
             "where": f"{num_nodes} x {ranks_per_node} ranks" + (f" at {rate}" if rate else " on one node"),
+            "binds": bool(rate),
         }
-        seconds = {name: [turn.step_s for turn in of_method] for name, of_method in turns.items()}
-        exposed = {
-            name: [turn.exposed_s for turn in of_method if turn.exposed_s is not None]
-            for name, of_method in turns.items()
-            if METHODS[name].layout is not None
-        }
-        made += figures.time_records(seconds, METHODS, binds=bool(rate), **at)
-        made += figures.exposed_records(exposed, **at)
+        yield turns, {name: [turn.step_s for turn in of_method] for name, of_method in turns.items()}, where
         places.say(f"steps of {shape} ranks {rate}")
-    return made
 
 
 def bubble(places: Places, scale: Scale) -> list[Record]:
@@ -284,6 +318,10 @@ FIGURES: dict[str, list[tuple[str, Part]]] = {
     ],
     "5": [("bubble", bubble)],
     "6": [("checkpoints", checkpoints)],
+    "7": [
+        ("2 ranks on one node", optimizers(1, 2)),
+        ("4 nodes of one rank", optimizers(4, 1)),
+    ],
 }
 # Cores of a node's jobs: every method that is timed has one, and lives until all are.
 _CORES_PER_NODE = len(METHODS) + 1
@@ -293,7 +331,7 @@ _CORES_PER_NODE = len(METHODS) + 1
 def places_for(names: Sequence[str], *, scale: Scale, say: Say, why_not: str | None) -> Iterator[Places]:
     """Yields where the figures `names` are measured. why_not: why there can be no cluster, or None."""
     needs_nodes = any(nodes > 1 for nodes, _ in scale.times)
-    if not any(name == "3" or (name == "4" and needs_nodes) for name in names):
+    if not any(name == "3" or (name in ("4", "7") and needs_nodes) for name in names):
         yield Places(cluster=None, say=say)
     elif why_not is not None:
         say(f"no cluster, so only what needs one node is measured: {why_not}")

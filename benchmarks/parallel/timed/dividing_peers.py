@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from benchmarks.parallel.timed.waiting import Stepped
 from benchmarks.parallel.workloads import Language, of_ranks
 
 Step = Callable[[int], Stepped]
-OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}  # of AdamW, also of the other peers
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}  # of AdamW, also of the other peers
 _DIVISION = 2  # ranks of a tensor group, stages of a pipeline
 
 
@@ -30,13 +31,13 @@ def ordinary_steps(
     optimizer: torch.optim.Optimizer,
     *,
     ranks: Sequence[int],
+    num_ranks: int,
     batch: int,
 ) -> Step:
     """Returns the function that makes a step of forward, backward and update on the samples of `ranks`.
 
-    batch: samples of each rank.
+    num_ranks: of all. batch: samples of each rank.
     """
-    num_ranks = dist.get_world_size()
 
     def step(number: int) -> Stepped:
         fields = of_ranks(workload, ranks, number=number, num_ranks=num_ranks, samples=batch)
@@ -73,7 +74,7 @@ def tensor_stepper(workload: Language, *, batch: int) -> Step:
         model = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     ranks = _sharing(mesh["dp"].get_local_rank())
-    return ordinary_steps(workload, model, optimizer, ranks=ranks, batch=batch)
+    return ordinary_steps(workload, model, optimizer, ranks=ranks, num_ranks=num_ranks, batch=batch)
 
 
 def pipeline_stepper(workload: Language, *, batch: int) -> Step:

@@ -1,4 +1,4 @@
-"""What is timed: hpctrain's layouts, and the peers. Pure."""
+"""What is timed: hpctrain's layouts and torch's peers of figure 4, and the optimizers of figure 7. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from benchmarks.parallel.layouts import LAYOUTS, of_figure
 
+OUR_INTERFACE = "hpctrain.hvd"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way of training that is timed: a layout of hpctrain's, or a peer (layout is None).
+    """A way of training that is timed: a layout of hpctrain's, a DistributedOptimizer, or another peer.
 
+    layout: of hpctrain's, or None. interface: the module whose `DistributedOptimizer` a Horovod script uses; empty if
+    it is no Horovod script. mpi: settings of Open MPI that its user makes, names in `programs.OPEN_MPI`.
     wire: of the gradients. divides_samples: whether several ranks compute one sample together: tensor groups and
     pipelines. They are held against each other only.
     """
@@ -19,8 +23,14 @@ class Method:
     name: str
     what: str
     layout: str | None = None
+    interface: str = ""
+    mpi: tuple[str, ...] = ()
     wire: str = "fp32"
     divides_samples: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.layout is not None or self.interface == OUR_INTERFACE
 
 
 PEERS = {
@@ -47,6 +57,32 @@ OURS = {
     )
 }  # fmt: skip
 METHODS = {**OURS, **PEERS}
+
+
+_OF_OPEN_MPI = {"ring": "with Open MPI's ring", "yielding": "yielding"}
+
+
+def _optimizers(wire: str) -> list[Method]:
+    """Returns those of figure 7 with one wire: hpctrain's, and Horovod's as it comes and with settings of Open MPI."""
+    suffix, sent = ("", "") if wire == "fp32" else (f"-{wire}", f", {wire}")
+    ours = Method(name=f"hvd{suffix}", what=f"hpctrain.hvd{sent}", interface=OUR_INTERFACE, wire=wire)
+    choices: list[tuple[str, ...]] = [(), ("ring",), ("yielding",), ("ring", "yielding")]
+    theirs = [
+        Method(
+            name="-".join(["horovod", *chosen]) + suffix,
+            what=", ".join([f"horovod.torch{sent}", *(_OF_OPEN_MPI[one] for one in chosen)]),
+            interface="horovod.torch",
+            mpi=chosen,
+            wire=wire,
+        )
+        for chosen in choices
+    ]
+    return [ours, *theirs]
+
+
+# Of figure 7, by wire: those with different wires do not take turns, nothing compares them.
+OPTIMIZERS_IN_TURNS = [_optimizers("fp32"), _optimizers("fp16")]
+OPTIMIZERS = {method.name: method for methods in OPTIMIZERS_IN_TURNS for method in methods}
 # On several ranks of several nodes the ranks of all methods, which live at the same time, need too much memory for one
 # machine: what is left out is timed with one rank on each node.
 _ON_TWO_LEVELS = (

@@ -45,7 +45,8 @@ def stepper(method: str, workload: Language, *, batch: int) -> Step:
         return _DIVIDING[method](workload, batch=batch)
     torch.manual_seed(0)
     model, optimizer = _METHODS[method](workload.task.build_model())
-    return ordinary_steps(workload, model, optimizer, ranks=[dist.get_rank()], batch=batch)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    return ordinary_steps(workload, model, optimizer, ranks=[rank], num_ranks=num_ranks, batch=batch)
 
 
 Made = tuple[nn.Module, torch.optim.Optimizer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.parallel.layouts import LAYOUTS
-from benchmarks.parallel.timed.methods import METHODS, Method
+from benchmarks.parallel.timed.methods import METHODS, OPTIMIZERS, Method
 from benchmarks.parallel.timed.waiting import Stepped, Turns
 from benchmarks.parallel.workloads import WORKLOADS, Language, of_ranks
 from benchmarks.starting import this_rank
@@ -59,6 +60,26 @@ def train_peer(method: Method, workload: Language, *, batch: int, turns: Turns) 
     dist.destroy_process_group()
 
 
+def train_horovod_script(method: Method, workload: Language, *, batch: int, turns: Turns) -> None:
+    """Trains as Horovod's examples do, with `horovod.torch` or `hpctrain.hvd`: the same lines."""
+    from benchmarks.parallel.timed.dividing_peers import OPTIONS, ordinary_steps
+
+    hvd = importlib.import_module(method.interface)
+    hvd.init()
+    torch.manual_seed(0)
+    model = workload.task.build_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), **OPTIONS),
+        named_parameters=model.named_parameters(),
+        compression=getattr(hvd.Compression, "none" if method.wire == "fp32" else method.wire),
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    rank, num_ranks = hvd.rank(), hvd.size()
+    step = ordinary_steps(workload, model, optimizer, ranks=[rank], num_ranks=num_ranks, batch=batch)
+    turns.take(step, rank=rank, facts=this_rank())
+    hvd.shutdown()
+
+
 def main(name: str, directory: str) -> None:
     settings = json.loads((Path(directory) / "settings.json").read_text())
     workload = WORKLOADS[settings["workload"]]
@@ -69,8 +90,11 @@ def main(name: str, directory: str) -> None:
         steps=settings["steps"],
         idle_s=settings["idle_s"],
     )
-    method = METHODS[name]
-    train = train_peer if method.layout is None else train_ours
+    method = {**METHODS, **OPTIMIZERS}[name]
+    if method.interface:
+        train = train_horovod_script
+    else:
+        train = train_peer if method.layout is None else train_ours
     try:
         train(method, workload, batch=settings["batch"], turns=turns)
     except BaseException:

@@ -326,6 +326,7 @@ def test_the_page_has_a_place_for_every_table_and_says_what_the_file_says() -> N
         "about",
         "memory",
         "times",
+        "optimizers",
         *(f"{kind}parallel.{n}" for n in FIGURES for kind in ("", "started.")),
     ):
         assert f"<!-- begin {name} -->" in text
