@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 class Track:
     """Current operation of one communicator. Written by the thread that uses it, read by the watcher.
 
-    signature: text that must be equal on all ranks in one operation; None: not compared.
+    signature: text that must be equal on all ranks in one operation; None: not compared. closed: set when there will be
+    no more operations.
     """
 
     group: str
@@ -23,6 +24,7 @@ class Track:
     signature: str | None = None
     since: float | None = None  # monotonic; None: in no operation
     ended: float | None = None  # the last one, in seconds since 1970; None: none did
+    closed: bool = False
 
     @contextlib.contextmanager
     def during(
