@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hpctrain
+from hpctrain.errors import CommunicationError
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -101,7 +102,7 @@ def reductions() -> None:
 def means() -> None:
     """Means whose sums overflow; of half types rounded once."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    largest = {torch.uint8: 200, torch.int32: 2**31 - 1, torch.float16: 40_000.0, torch.bfloat16: 3e38}
+    largest = {torch.uint8: 200, torch.int32: 2**31 - 1, torch.float16: 40_000.0}
     for dtype, value in largest.items():
         for num in (3, 200_000):
             mine = torch.full((num,), value, dtype=dtype)
@@ -166,7 +167,7 @@ def lengths() -> None:
                 for _ in range(2):
                     try:
                         work.wait()
-                    except hpctrain.CommunicationError as error:
+                    except CommunicationError as error:
                         assert "the 40" in str(error), error
                         assert "from rank 0 with tag 3" in str(error), error
                         continue
