@@ -36,7 +36,8 @@ def open_process_group(
     """Initialises `torch.distributed` over the ranks of `world`. Collective.
 
     device: on the CPU, groups over hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-    timeout_s: of NCCL's operations, and of the store's. close: called when `destroy_process_group` has ended the groups on the CPU.
+    timeout_s: of NCCL's operations, and of the store's. close: called when `destroy_process_group` has ended the groups
+    on the CPU.
     Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
     for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI.
@@ -246,7 +247,7 @@ class _SharedStore(Store):
         return self._connected().num_keys()
 
     def clone(self) -> Store:
-        return self._connected().clone()
+        return self._connected().clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def _initialize(backend: str, *, store: Store, world: World, **options: Any) -> None:

@@ -33,7 +33,7 @@ class CommunicatorGroup(dist.ProcessGroup):
 
     comm: of the group's ranks, used by this object only, which closes it. messages: between them, likewise; None if
     there is one rank. sums: sums a tensor of shape (n,) over the ranks in place, instead of `comm.all_reduce`: in two
-    levels, for one. timeout_s: a barrier raises CommunicationError after it; None: only the limit of the session counts.
+    levels, for one. timeout_s: a barrier raises CommunicationError after it; None: only the session's limit counts.
     """
 
     def __init__(
@@ -171,7 +171,9 @@ class CommunicatorGroup(dist.ProcessGroup):
     ) -> dist.Work:
         op, size = _op_of(opts), self._comm.num_ranks
         for output, whole in zip(outputs, inputs, strict=True):
-            operations.check_sizes(size * output.numel(), whole.numel(), operation="reduce_scatter", num_ranks=size)
+            operations.check_sizes(
+                size * output.numel(), whole.numel(), operation="reduce_scatter", num_ranks=size
+            )
 
         def reduce() -> None:
             for output, whole in zip(outputs, inputs, strict=True):
@@ -217,7 +219,9 @@ class CommunicatorGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         size = self._comm.num_ranks
         for output, part in zip(outputs, inputs, strict=True):
-            operations.check_sizes(output.numel(), size * part.numel(), operation="all_gather", num_ranks=size)
+            operations.check_sizes(
+                output.numel(), size * part.numel(), operation="all_gather", num_ranks=size
+            )
 
         def gather() -> None:
             for output, part in zip(outputs, inputs, strict=True):

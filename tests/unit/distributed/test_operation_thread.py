@@ -13,7 +13,12 @@ from hpctrain.errors import CommunicationError, UsageError
 
 
 def test_callbacks_and_their_operations_run_before_the_next_operation() -> None:
-    thread, events, may_go_on = OperationThread("of-this-test"), [], threading.Event()
+    thread, may_go_on = OperationThread("of-this-test"), threading.Event()
+    events: list[str] = []
+
+    def first_operation() -> None:
+        may_go_on.wait()
+        events.append("first")
 
     def note(event: str) -> Callable[[], None]:
         return lambda: events.append(event)
@@ -23,7 +28,7 @@ def test_callbacks_and_their_operations_run_before_the_next_operation() -> None:
         thread.run(note("asked by it at once"), [], behind=False)
         events.append("callback")
 
-    first = thread.run(lambda: (may_go_on.wait(), events.append("first")), [], behind=True)  # type: ignore[arg-type, func-returns-value]
+    first = thread.run(first_operation, [], behind=True)
     following = first.get_future().then(follow)
     thread.run(note("second"), [], behind=True)
     may_go_on.set()
@@ -36,11 +41,19 @@ def test_callbacks_and_their_operations_run_before_the_next_operation() -> None:
 @pytest.mark.parametrize("by_future", [False, True])
 def test_a_callback_may_wait_for_what_was_asked_for_before(by_future: bool) -> None:
     thread, may_go_on = OperationThread("of-this-test"), threading.Event()
-    first = thread.run(lambda: may_go_on.wait() and None, [], behind=True)  # type: ignore[arg-type, return-value]
+
+    def first_operation() -> None:
+        may_go_on.wait()
+
+    def follow(_: object) -> list[torch.Tensor]:
+        if by_future:
+            return second.get_future().wait()
+        second.wait()
+        return second.result()
+
+    first = thread.run(first_operation, [], behind=True)
     second = thread.run(lambda: None, [torch.ones(1)], behind=True)
-    following = first.get_future().then(
-        lambda _: second.get_future().wait() if by_future else second.wait() and second.result()
-    )
+    following = first.get_future().then(follow)
     may_go_on.set()
     assert following.wait()[0].item() == 1
     thread.close()
