@@ -247,7 +247,7 @@ class _SharedStore(Store):
         return self._connected().num_keys()
 
     def clone(self) -> Store:
-        return self._connected().clone()  # type: ignore[attr-defined, no-any-return]
+        return self._connected().clone()  # type: ignore[attr-defined]
 
 
 def _initialize(backend: str, *, store: Store, world: World, **options: Any) -> None:
