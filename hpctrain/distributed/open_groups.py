@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from hpctrain.comm import Traffic, World, broadcast_json, make_two_level
+from hpctrain.comm import Traffic, TwoLevel, World, broadcast_json, make_two_level
 from hpctrain.distributed.process_group import CommunicatorGroup
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.topology import Topology
@@ -35,7 +36,8 @@ def open_process_group(
     """Initialises `torch.distributed` over the ranks of `world`. Collective.
 
     device: on the CPU, groups over hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-    timeout_s: of NCCL's operations. close: called when `destroy_process_group` has ended the groups on the CPU.
+    timeout_s: of NCCL's operations, and of the store's. close: called when `destroy_process_group` has ended the groups
+    on the CPU.
     Sets in the environment, where it is not set, what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR, MASTER_PORT); on the CPU also ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank
     for a program of its own. Raises UsageError if torch.distributed is initialised already, LaunchError without MPI.
@@ -55,7 +57,8 @@ def open_process_group(
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
     _open.ranks, _open.close, _open.traffic = (world, topology), close, Traffic(topology)
-    _initialize(BACKEND, store=HashStore(), world=world)
+    _open.store = _SharedStore(_store_on_rank_0(world, timeout=timedelta(seconds=timeout_s)))
+    _initialize(BACKEND, store=_open.store, world=world)
 
 
 def _forget_meshes() -> None:
@@ -76,6 +79,8 @@ class _Open:
     ranks: tuple[World, Topology] | None = None
     close: Callable[[], None] | None = None
     traffic: Traffic | None = None
+    # PyTorch keeps what is C++ of a store, not what is Python.
+    store: Store | None = None
 
 
 _open = _Open()
@@ -100,11 +105,17 @@ def _make_group(options: Any, _: Any) -> CommunicatorGroup:
         messages = traffic.counted_messages(messages, comm=comm)
     comm = traffic.counted(comm)
     everyone = members == list(range(world.num_ranks))
+    sums = two_level_sums(world, topology, comm.all_reduce, traffic=traffic) if everyone else None
+
+    def close() -> None:
+        if sums is not None:
+            sums.close()
+        if not options.global_ranks_in_group:
+            _close()
+
     return CommunicatorGroup(
-        comm, messages=messages, name=options.group_id,
-        sums=two_level_sums(world, topology, comm.all_reduce, traffic=traffic) if everyone else None,
+        comm, messages=messages, name=options.group_id, sums=sums, on_shutdown=close,
         timeout_s=options.timeout.total_seconds() if options.timeout < default_pg_timeout else None,
-        on_shutdown=_close if not options.global_ranks_in_group else None,
     )  # fmt: skip
 
 
@@ -114,28 +125,41 @@ def two_level_sums(
     flat_sum: Callable[[torch.Tensor], None],
     *,
     traffic: Traffic | None = None,
-) -> Callable[[torch.Tensor], None] | None:
+) -> TwoLevelSums | None:
     """Returns a function that sums a tensor of shape (n,) over all ranks in place: within the nodes, then between them.
 
-    Collective over all ranks; each call makes communicators of its own. flat_sum: for small tensors. traffic: counts
-    the others. None where one level is all there is.
+    Collective over all ranks; each call makes communicators of its own, which `close` of the result frees. flat_sum:
+    for small tensors. traffic: counts the others. None where one level is all there is.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None
     two_level = make_two_level(world, topology)
     if traffic is not None:
         two_level = traffic.counted_levels(two_level)
+    return TwoLevelSums(two_level, flat_sum=flat_sum)
 
-    def sums(flat: torch.Tensor) -> None:
+
+@final
+class TwoLevelSums:
+    """See `two_level_sums`."""
+
+    def __init__(self, two_level: TwoLevel, *, flat_sum: Callable[[torch.Tensor], None]) -> None:
+        self._two_level = two_level
+        self._flat_sum = flat_sum
+
+    def __call__(self, flat: torch.Tensor) -> None:
         if flat.numel() * flat.element_size() < _TWO_LEVEL_BYTES:
-            flat_sum(flat)
+            self._flat_sum(flat)
         else:
-            two_level.all_reduce(flat)
+            self._two_level.all_reduce(flat)
 
-    return sums
+    def close(self) -> None:
+        """Frees the communicators of the two levels. Collective."""
+        self._two_level.close()
 
 
 def _close() -> None:
+    _open.store = None
     # A session that the caller has made stays open: `torch.distributed.init_process_group("hpctrain")` may follow.
     if _open.close is not None:
         close, _open.ranks, _open.close = _open.close, None, None
@@ -166,17 +190,64 @@ def _free_port() -> int:
 
 
 def _over_nccl(world: World, *, device: torch.device, timeout_s: float) -> None:
-    """NCCL's own group: its ranks find each other through a store on rank 0, whose address is broadcast over MPI."""
+    """NCCL's own group: its ranks find each other through a store on rank 0."""
     timeout = timedelta(seconds=timeout_s)
-    store = None
-    if world.rank == 0:
-        store = TCPStore(
-            socket.gethostname(), 0, world.num_ranks, is_master=True, wait_for_workers=False, timeout=timeout
-        )
-    host, port = broadcast_json(world, [socket.gethostname(), store.port] if store else None)
-    if store is None:
-        store = TCPStore(host, port, world.num_ranks, is_master=False, timeout=timeout)
+    store = _store_on_rank_0(world, timeout=timeout)()
     _initialize("cpu:gloo,cuda:nccl", store=store, world=world, timeout=timeout, device_id=device)
+
+
+def _store_on_rank_0(world: World, *, timeout: timedelta) -> Callable[[], Store]:
+    """Returns a function that connects to a store which rank 0 serves. Its address is broadcast over MPI. Collective.
+
+    timeout: of the store's operations. The function is not collective. One rank has a store in its own memory.
+    """
+    if world.num_ranks == 1:
+        return HashStore
+    # `wait_for_workers` would have rank 0 wait until all have connected.
+    connect = functools.partial(TCPStore, world_size=world.num_ranks, wait_for_workers=False, timeout=timeout)
+    here = socket.gethostname()
+    server = connect(here, 0, is_master=True) if world.rank == 0 else None
+    host, port = broadcast_json(world, [here, server.port] if server else None)
+    return lambda: server or connect(host, port, is_master=False)
+
+
+@final
+class _SharedStore(Store):
+    """A store of all ranks, to which this rank connects when something uses it first.
+
+    Only groups of other backends and programs of their own do. PyTorch calls the methods, under these names.
+    """
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        super().__init__()
+        self._connected = functools.cache(connect)
+
+    def set(self, key: str, value: Any) -> None:
+        self._connected().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._connected().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._connected().add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._connected().check(keys)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        return self._connected().compare_set(key, expected_value, desired_value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._connected().wait(keys, *timeout)
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802
+        return self._connected().delete_key(key)
+
+    def getNumKeys(self) -> int:  # noqa: N802
+        return self._connected().num_keys()
+
+    def clone(self) -> Store:
+        return self._connected().clone()  # type: ignore[attr-defined]
 
 
 def _initialize(backend: str, *, store: Store, world: World, **options: Any) -> None:

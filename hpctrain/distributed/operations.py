@@ -1,4 +1,5 @@
-"""Operations of torch.distributed on flat tensors, made of the few that a communicator has. Collective, all of them.
+"""Operations of torch.distributed on flat tensors, made of the few that a communicator has. Collective, all of them,
+but the checks.
 
 A communicator sums and takes maxima of some dtypes (`Collective`). A minimum is a maximum of negated values; narrow
 integers are reduced as wider ones; products and operations on bits are computed by each rank from the parts of all, in
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.comm import Collective, ReduceOp
-from hpctrain.errors import UsageError
+from hpctrain.errors import BufferMismatch, UsageError
+from hpctrain.storage import split_evenly
 
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
 _WIDER = {
@@ -24,6 +26,14 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
+# Dtypes whose sums may overflow although the mean does not, and the one in which it is computed.
+_OF_MEANS = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.uint8: torch.int32,
+    torch.int32: torch.int64,
+}
+_HALF = (torch.float16, torch.bfloat16)
 _NAMES = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "mean",
@@ -69,11 +79,18 @@ def all_reduce(
     op: str,
     sums: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
-    """Reduces `flat`, shape (n,), contiguous, in place. sums: sums over the ranks instead of `comm.all_reduce`."""
+    """Reduces `flat`, shape (n,), contiguous, in place. sums: sums over the ranks instead of `comm.all_reduce`.
+
+    A mean of a half type is computed in float32 and rounded once; with `sums` it is sent as float32 too.
+    """
     if op in ("product", "and", "or", "exclusive or"):
         _from_all_parts(comm, flat, op=op)
         return
-    wide = flat.to(_wide_dtype(flat.dtype))
+    if op == "mean" and flat.dtype in _HALF and sums is None:
+        counts = split_evenly(flat.numel(), num_parts=comm.num_ranks)
+        all_gather(comm, _mean_of_halves(comm, flat, counts=counts), counts=counts, out=flat)
+        return
+    wide = flat.to(_wide_dtype(flat.dtype, op=op))
     if op in ("sum", "mean"):
         (sums or comm.all_reduce)(wide)
     elif op == "maximum":
@@ -91,14 +108,29 @@ def all_reduce(
 
 def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int], op: str) -> torch.Tensor:
     """Returns this rank's part, shape (counts[rank],), of the reduction of `whole`, shape (sum(counts),)."""
+    if op == "mean" and whole.dtype in _HALF:
+        return _mean_of_halves(comm, whole, counts=counts)
     if op in ("sum", "mean"):
-        part = comm.reduce_scatter(whole.to(_wide_dtype(whole.dtype)), counts=counts)
+        part = comm.reduce_scatter(whole.to(_wide_dtype(whole.dtype, op=op)), counts=counts)
         if op == "mean":
             _divide(part, comm.num_ranks)
         return part.to(whole.dtype)
     mine = counts[comm.rank]
     received = exchange(comm, whole, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
     return functools.reduce(_FROM_ALL_PARTS[op], received.view(comm.num_ranks, mine).unbind())
+
+
+def _mean_of_halves(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    """Returns this rank's part of the mean of `whole`, of a half type: summed in float32 in the order of the ranks.
+
+    Sends as many bytes as the sum does: the slices, as they are.
+    """
+    mine = counts[comm.rank]
+    received = exchange(comm, whole, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
+    total = torch.zeros(mine)
+    for part in received.view(comm.num_ranks, mine):
+        total += part
+    return total.div_(comm.num_ranks).to(whole.dtype)
 
 
 def all_gather(
@@ -135,6 +167,30 @@ def exchange(
     return received.view(flat.dtype)
 
 
+def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
+    """Returns the number of elements for each rank. rows: of each rank along dimension 0; empty: equally many.
+
+    Raises BufferMismatch if the tensor does not have so many rows. Not collective.
+    """
+    if not rows:
+        check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)
+        rows = [tensor.shape[0] // num_ranks] * num_ranks
+    if sum(rows) != tensor.shape[0]:
+        raise BufferMismatch(
+            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, not to {tensor.shape[0]}"
+        )
+    per_row = tensor[0].numel() if tensor.shape[0] else 0
+    return [count * per_row for count in rows]
+
+
+def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> None:
+    """Raises BufferMismatch unless both numbers of elements are equal. Not collective."""
+    if found != wanted:
+        raise BufferMismatch(
+            f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not fit"
+        )
+
+
 def all_reduce_sparse(comm: Collective, tensor: torch.Tensor, *, op: str) -> torch.Tensor:
     """Returns the sum or mean over the ranks of a sparse COO tensor: coalesced, with the same shape and dtype.
 
@@ -152,10 +208,14 @@ def all_reduce_sparse(comm: Collective, tensor: torch.Tensor, *, op: str) -> tor
     )
     width = values[0].numel() if len(values) else int(torch.tensor(values.shape[1:]).prod())
     all_values = all_gather(comm, values.contiguous().view(-1), counts=[width * count for count in entries])
+    if op == "mean":
+        all_values = all_values.to(_OF_MEANS.get(values.dtype, values.dtype))
     total = torch.sparse_coo_tensor(
         gathered.view(-1, depth).t(), all_values.view(-1, *values.shape[1:]), tensor.shape
     ).coalesce()
-    return total / comm.num_ranks if op == "mean" else total
+    if op == "mean":
+        _divide(total.values(), comm.num_ranks)
+    return total.to(tensor.dtype)
 
 
 def _from_all_parts(comm: Collective, flat: torch.Tensor, *, op: str) -> None:
@@ -166,7 +226,10 @@ def _from_all_parts(comm: Collective, flat: torch.Tensor, *, op: str) -> None:
         piece.copy_(functools.reduce(_FROM_ALL_PARTS[op], parts.view(comm.num_ranks, -1).unbind()))
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype, *, op: str) -> torch.dtype:
+    """Returns the dtype in which a communicator reduces; for a mean one in which the sum does not overflow."""
+    if op == "mean" and dtype in _OF_MEANS:
+        return _OF_MEANS[dtype]
     if dtype in _SUMMED:
         return dtype
     if dtype not in _WIDER:

@@ -60,10 +60,10 @@ class ParallelPlan:
                 raise UsageError(f"{name} is {number}: give at least 1")
         if self.pipeline > 1:
             self._check_pipeline()
-        if self.shard in ("optimizer", "gradients") and self.shard_within == "node":
+        if self.shard_within == "node" and self.shard != "parameters":
             raise UsageError(
-                f"shard_within is 'node' with shard = {self.shard!r}, whose parts are over all ranks: leave it out, or "
-                "use shard = 'parameters'"
+                f"shard_within is 'node' with shard = {self.shard!r}: only sharded parameters can be kept within a "
+                "node. Leave shard_within out, or use shard = 'parameters'"
             )
         self._check_tensor()
         self._check_offload()

@@ -18,7 +18,7 @@ from hpctrain.comm import Collective, PeerMessages
 from hpctrain.distributed import operations
 from hpctrain.distributed.barriers import barrier_with_timeout
 from hpctrain.distributed.work import MessageThread, MessageWork, OperationThread, finished_work
-from hpctrain.errors import BufferMismatch, UsageError
+from hpctrain.errors import UsageError
 
 Tensors = Sequence[torch.Tensor]
 # Tags of MPI end at 32,767, which barriers with a timeout use.
@@ -31,9 +31,9 @@ _COPIED_BYTES = 1 << 16
 class CommunicatorGroup(dist.ProcessGroup):
     """A group of ranks. Made by the backend `hpctrain` that `init_process_group` registers.
 
-    comm: of the group's ranks, used by this object only. messages: between them; None if there is one rank. sums: sums
-    a tensor of shape (n,) over the ranks in place, instead of `comm.all_reduce`: in two levels, for one. timeout_s: a
-    barrier raises CommunicationError after it; None: only the limit of the session counts.
+    comm: of the group's ranks, used by this object only, which closes it. messages: between them, likewise; None if
+    there is one rank. sums: sums a tensor of shape (n,) over the ranks in place, instead of `comm.all_reduce`: in two
+    levels, for one. timeout_s: a barrier raises CommunicationError after it; None: only the session's limit counts.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class CommunicatorGroup(dist.ProcessGroup):
         self._description = "hpctrain"
         self._timeout_s = timeout_s
         self._on_shutdown = on_shutdown
+        self._closed = False
         self._thread = OperationThread(f"hpctrain-group-{name}")
         self._moving = MessageThread(f"hpctrain-messages-{name}")
 
@@ -91,9 +92,23 @@ class CommunicatorGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._comm.rank
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        return self
+
     def shutdown(self) -> None:
+        """Ends the group and frees its communicators. `destroy_process_group` calls it, on every rank of the group."""
+        if self._closed:
+            return
+        self._closed = True
         self._thread.close()
         self._moving.close()
+        self._comm.close()
+        if self._messages is not None:
+            self._messages.close()
         if self._on_shutdown is not None:
             self._on_shutdown()
 
@@ -156,7 +171,9 @@ class CommunicatorGroup(dist.ProcessGroup):
     ) -> dist.Work:
         op, size = _op_of(opts), self._comm.num_ranks
         for output, whole in zip(outputs, inputs, strict=True):
-            _check_sizes(size * output.numel(), whole.numel(), operation="reduce_scatter", num_ranks=size)
+            operations.check_sizes(
+                size * output.numel(), whole.numel(), operation="reduce_scatter", num_ranks=size
+            )
 
         def reduce() -> None:
             for output, whole in zip(outputs, inputs, strict=True):
@@ -202,7 +219,9 @@ class CommunicatorGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         size = self._comm.num_ranks
         for output, part in zip(outputs, inputs, strict=True):
-            _check_sizes(output.numel(), size * part.numel(), operation="all_gather", num_ranks=size)
+            operations.check_sizes(
+                output.numel(), size * part.numel(), operation="all_gather", num_ranks=size
+            )
 
         def gather() -> None:
             for output, part in zip(outputs, inputs, strict=True):
@@ -257,8 +276,8 @@ class CommunicatorGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        receive = _elements(output, output_split_sizes, num_ranks=self._comm.num_ranks)
-        send = _elements(whole, input_split_sizes, num_ranks=self._comm.num_ranks)
+        receive = operations.elements_of_ranks(output, output_split_sizes, num_ranks=self._comm.num_ranks)
+        send = operations.elements_of_ranks(whole, input_split_sizes, num_ranks=self._comm.num_ranks)
 
         def exchange() -> None:
             received = operations.exchange(self._comm, _flat(whole), send_counts=send, receive_counts=receive)
@@ -359,26 +378,6 @@ def _concatenated(parts: Tensors) -> torch.Tensor:
 def _distribute(whole: torch.Tensor, parts: Tensors) -> None:
     for part, received in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
         _fill(part, received)
-
-
-def _elements(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
-    """Returns the number of elements for each rank. rows: of each rank along dimension 0; empty: equally many."""
-    if not rows:
-        _check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)
-        rows = [tensor.shape[0] // num_ranks] * num_ranks
-    if sum(rows) != tensor.shape[0]:
-        raise BufferMismatch(
-            f"all_to_all: the sizes {list(rows)} add up to {sum(rows)}, not to {tensor.shape[0]}"
-        )
-    per_row = tensor[0].numel() if tensor.shape[0] else 0
-    return [count * per_row for count in rows]
-
-
-def _check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> None:
-    if found != wanted:
-        raise BufferMismatch(
-            f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not fit"
-        )
 
 
 def _checked(tag: int) -> int:

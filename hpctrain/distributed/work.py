@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -28,18 +29,28 @@ def finished_work(outputs: Sequence[torch.Tensor]) -> CollectiveWork:
 class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
     """A collective operation, finished or running. `wait` raises its error.
 
-    awaited: attribute, whether the caller has seen that it has ended, by `wait` or `is_completed`.
+    awaited: attribute, whether the caller has seen that it has ended, by `wait` or `is_completed`. thread: that runs
+    it, unless it has ended.
     """
 
-    def __init__(self, task: concurrent.futures.Future[None], outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        task: concurrent.futures.Future[None],
+        outputs: Sequence[torch.Tensor],
+        *,
+        thread: OperationThread | None = None,
+    ) -> None:
         super().__init__()
         self._task = task
         self._outputs = list(outputs)
+        self._thread = thread
         self.awaited = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns True when the operation has ended. timeout: not used; the run's own limit ends all ranks."""
         self.awaited = True
+        if self._thread is not None:
+            self._thread.advance_to(self._task)
         self._task.result()
         return True
 
@@ -60,7 +71,9 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        """Callbacks of its `then` run on the group's thread: see `OperationThread`."""
+        future = _OperationFuture()
+        future.work = self
 
         def ended(task: concurrent.futures.Future[None]) -> None:
             error = task.exception()
@@ -71,6 +84,16 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
 
         self._task.add_done_callback(ended)
         return future
+
+
+class _OperationFuture(torch.futures.Future[list[torch.Tensor]]):
+    """The future of an operation."""
+
+    work: CollectiveWork
+
+    def wait(self) -> list[torch.Tensor]:
+        self.work.wait()
+        return super().wait()
 
 
 class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
@@ -84,6 +107,7 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
         self._pending = pending
         self._what = what
         self._received = received
+        self._failed = False
         self._finishing = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
@@ -98,27 +122,19 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
 
     def is_completed(self) -> bool:
         with self._finishing:
-            if not self._messages.finished(self._pending):
-                return False
-            self._deliver()
-        return True
+            return self._look()
 
     def advance(self) -> bool:
         """Lets the message make progress, unless another thread does. Returns True if it has arrived or failed."""
         if not self._finishing.acquire(blocking=False):
             return False
         try:
-            if not self._messages.finished(self._pending):
-                return False
-            self._deliver()
-        except CommunicationError:
-            pass  # `wait` raises it again
+            return self._look()
         finally:
             self._finishing.release()
-        return True
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.is_completed() and not self._failed
 
     def source_rank(self) -> int:
         """The rank of the group that sent the message, once it has arrived."""
@@ -126,6 +142,16 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
 
     def _source_rank(self) -> int:
         return self.source_rank()
+
+    def _look(self) -> bool:
+        """Returns whether the message has arrived, or failed: `wait` raises the error."""
+        try:
+            if not self._messages.finished(self._pending):
+                return False
+            self._deliver()
+        except CommunicationError:
+            self._failed = True
+        return True
 
     def _deliver(self) -> None:
         if self._received is not None:
@@ -167,10 +193,12 @@ class MessageThread:
         with self._changed:
             self._closed, left = True, list(self._moving)
             self._changed.notify()
-        for work in left:
-            work.wait()
-        if self._thread is not None:
-            self._thread.join()
+        try:
+            for work in left:
+                work.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -191,35 +219,84 @@ class OperationThread:
 
     A caller that waits anyway runs its operation itself, once those before it have ended. After an error that not all
     ranks raise, all later operations fail with it: the ranks no longer agree on which is the next.
+
+    Callbacks of an operation's future (`get_future().then`) run on the thread too, before the next operation, and
+    operations that they ask for run at once. So all ranks run the same operations in the same order, however fast each
+    is: as if the caller had waited for each operation, and called its callbacks, before it asked for the next.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._last: concurrent.futures.Future[None] | None = None
+        self._asked: deque[tuple[concurrent.futures.Future[None], Callable[[], None]]] = deque()
+        # The thread has nothing to do, no callback either, when both are equal.
+        self._num_asked = self._num_ended = 0
         self._asking = threading.Lock()
+        self._thread: int | None = None  # its identifier
+        self._closed = False
         self._error: BaseException | None = None
 
     def run(
         self, operation: Callable[[], None], outputs: Sequence[torch.Tensor], *, behind: bool
     ) -> CollectiveWork:
-        """Returns the work of `operation`. behind: the caller goes on; otherwise it has ended when this returns."""
-        with self._asking:
-            if behind:
-                if self._pool is None:
-                    self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=self._name)
-                self._last = self._pool.submit(self._guarded, operation)
-                return CollectiveWork(self._last, outputs)
-            if self._last is not None:
-                concurrent.futures.wait([self._last])
-                self._last = None
-            self._guarded(operation)
-        return finished_work(outputs)
+        """Returns the work of `operation`. behind: the caller goes on; otherwise it has ended when this returns.
+
+        Raises UsageError after `close`.
+        """
+        task: concurrent.futures.Future[None] = concurrent.futures.Future()
+        if threading.get_ident() == self._thread:
+            self._settle(task, operation)
+        else:
+            with self._asking:
+                if self._closed:
+                    raise UsageError(
+                        f"{self._name} is closed (destroy_process_group has ended this group): start no operations "
+                        "afterwards"
+                    )
+                if not behind and self._num_asked == self._num_ended:
+                    self._settle(task, operation)
+                else:
+                    self._ask(task, operation)
+                    if not behind:
+                        concurrent.futures.wait([task])
+        if not behind:
+            task.result()
+        return CollectiveWork(task, outputs, thread=self)
+
+    def advance_to(self, task: concurrent.futures.Future[None]) -> None:
+        """Runs the operations up to that of `task`, if called by a callback, for which the thread would wait."""
+        while threading.get_ident() == self._thread and not task.done():
+            self._run_next()
 
     def close(self) -> None:
         """Waits for the operations that were asked for."""
+        with self._asking:
+            self._closed = True
         if self._pool is not None:
             self._pool.shutdown()
+
+    def _ask(self, task: concurrent.futures.Future[None], operation: Callable[[], None]) -> None:
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        self._num_asked += 1
+        self._asked.append((task, operation))
+        self._pool.submit(self._run_next)
+
+    def _run_next(self) -> None:
+        if not self._asked:
+            return  # a callback was faster
+        self._thread = threading.get_ident()
+        self._settle(*self._asked.popleft())
+        self._num_ended += 1
+
+    def _settle(self, task: concurrent.futures.Future[None], operation: Callable[[], None]) -> None:
+        """Runs the operation, and what its future calls when it has ended."""
+        try:
+            self._guarded(operation)
+        except BaseException as error:
+            task.set_exception(error)
+        else:
+            task.set_result(None)
 
     def _guarded(self, operation: Callable[[], None]) -> None:
         if self._error is not None:

@@ -304,6 +304,9 @@ class HorovodGroup(Attributes):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return gather_bytes(self, data)
 
+    def close(self) -> None:
+        """Does nothing: Horovod frees its process sets when it stops."""
+
     def barrier(self) -> None:
         """Sums one int: Horovod's own barrier has no name, so it could mix up the barriers of two threads."""
         self.all_reduce(torch.zeros(1, dtype=torch.int32))

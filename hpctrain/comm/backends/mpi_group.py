@@ -276,6 +276,9 @@ class MpiGroup(Attributes):
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
         return make_collective_files(self._mpi, self._members if members is None else members)
 
+    def close(self) -> None:
+        self._comm.Free()
+
     def _sums_slices(self, buffer: torch.Tensor) -> bool:
         """Returns True if each rank is to sum one slice of `buffer`, which the others send to it, instead of MPI.
 

@@ -128,12 +128,17 @@ class MpiTransport:
 
 
 class _Operation:
-    """A request, and the rank whose message it has received."""
+    """A request, and the rank whose message it has received.
 
-    def __init__(self, request: Any, buffer: Any) -> None:
+    error: how it failed. MPI reports that once only: a request that has ended counts as finished afterwards.
+    """
+
+    def __init__(self, request: Any, buffer: Any, *, receives: bool) -> None:
         self.request = request
         self.buffer = buffer  # kept alive as long as MPI uses it
+        self.receives = receives
         self.finished = False
+        self.error: CommunicationError | None = None
         self.source = -1
 
 
@@ -159,29 +164,57 @@ class MpiMessages:
     def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
         view = buffer.numpy()
         with self._reported(f"send to rank {to}"):
-            return _Operation(self._comm.Isend([view, self._mpi.BYTE], to, tag), view)
+            return _Operation(self._comm.Isend([view, self._mpi.BYTE], to, tag), view, receives=False)
 
     def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
         view = buffer.numpy()
         from_rank = self._mpi.ANY_SOURCE if source is None else source
         with self._reported(f"receive from rank {'any' if source is None else source}"):
-            return _Operation(self._comm.Irecv([view, self._mpi.BYTE], from_rank, tag), view)
+            return _Operation(self._comm.Irecv([view, self._mpi.BYTE], from_rank, tag), view, receives=True)
 
     def finished(self, pending: Pending) -> bool:
         operation: _Operation = pending
+        if operation.error is not None:
+            raise operation.error
         if not operation.finished:
-            status = self._mpi.Status()
-            with self._reported("messages"):
-                operation.finished = bool(operation.request.Test(status))
-            if operation.finished:
-                operation.source = status.Get_source()
+            try:
+                operation.finished = self._test(operation)
+            except CommunicationError as error:
+                operation.error = error
+                raise
         return operation.finished
+
+    def _test(self, operation: _Operation) -> bool:
+        status = self._mpi.Status()
+        expected = len(operation.buffer)
+        try:
+            with self._reported("messages"):
+                if not operation.request.Test(status):
+                    return False
+        except CommunicationError as error:
+            cause = error.__cause__
+            if operation.receives and cause.Get_error_class() == self._mpi.ERR_TRUNCATE:  # type: ignore[union-attr]
+                raise self._other_length(f"more than the {expected} bytes", status) from cause
+            raise
+        operation.source = status.Get_source()
+        if operation.receives and (found := status.Get_count(self._mpi.BYTE)) != expected:
+            raise self._other_length(f"{found} bytes instead of the {expected}", status)
+        return True
+
+    def _other_length(self, found: str, status: Any) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self._comm.Get_rank()} of the group has received a message of {found} that its tensor has, from "
+            f"rank {status.Get_source()} with tag {status.Get_tag()}: send and receive tensors of one size and dtype"
+        )
 
     def wait(self, pending: Pending, *, what: str) -> None:
         poll_until(lambda: self.finished(pending))
 
     def source_of(self, pending: Pending) -> int:
         return int(pending.source)
+
+    def close(self) -> None:
+        self._comm.Free()
 
 
 def _tensor_of(memory: Any) -> torch.Tensor:

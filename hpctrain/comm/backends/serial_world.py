@@ -90,6 +90,9 @@ class SerialGroup(Attributes):
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
         return LocalFiles()
 
+    def close(self) -> None:
+        """Does nothing: there is nothing to free."""
+
 
 @final
 class SerialWorld(Forwarding):

@@ -161,6 +161,9 @@ class ThreadsGroup(Attributes):
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles:
         return LocalFiles()
 
+    def close(self) -> None:
+        """Does nothing: there is nothing to free."""
+
 
 @final
 class ThreadsWorld(Forwarding):

@@ -121,3 +121,6 @@ class _CountedMessages:
 
     def source_of(self, pending: Pending) -> int:
         return self._messages.source_of(pending)
+
+    def close(self) -> None:
+        self._messages.close()

@@ -33,6 +33,12 @@ class TwoLevel:
         `all_reduce_hierarchical`."""
         all_reduce_hierarchical(buffer, local=self.local, cross=self.cross, num_slices=self.num_slices)
 
+    def close(self) -> None:
+        """Frees both communicators; see `Collective.close`."""
+        self.local.close()
+        if self.cross is not None:
+            self.cross.close()
+
     def elements_between_nodes(self, num_elems: int) -> int:
         """Returns how many elements this rank sends to other nodes for a buffer of `num_elems`, with a ring over nodes.
 

@@ -119,6 +119,10 @@ class Collective(Protocol):
         order, where each subgroup has its own files; None: all ranks of this communicator.
         """
 
+    def close(self) -> None:
+        """Frees the communicator, which must not be used afterwards. Collective, but does not wait for other ranks,
+        except of a world. A communicator that is not closed stays until the process ends."""
+
 
 @runtime_checkable
 class World(Collective, Protocol):
@@ -149,7 +153,7 @@ class World(Collective, Protocol):
         """Returns a communicator of the world ranks `members`, and messages between them; None if the backend has none.
 
         Collective over `members` only, which must be in the same order on each of them; this rank is one of them. The
-        messages are None for a group of one rank.
+        messages are None for a group of one rank. Close both when they are done.
         """
 
     def transport(self, topology: Topology) -> Transport | None:

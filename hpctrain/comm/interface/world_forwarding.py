@@ -65,5 +65,8 @@ class Forwarding(Attributes):
         """Returns None: see `World.open_group`. A backend that has such groups overrides it."""
         return None
 
+    def close(self) -> None:
+        self._group.close()
+
     def collective_files(self, *, members: Sequence[int] | None = None) -> CollectiveFiles | None:
         return self._group.collective_files(members=members)

@@ -45,3 +45,7 @@ class MonitoredMessages:
 
     def source_of(self, pending: Pending) -> int:
         return self._inner.source_of(pending)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._track.closed = True

@@ -134,6 +134,10 @@ class MonitoredGroup(Attributes):
         with self._during("barrier"):
             self._inner.barrier()
 
+    def close(self) -> None:
+        self._inner.close()
+        self._track.closed = True
+
     def doing(self, what: str) -> AbstractContextManager[None]:
         """See `hpctrain.comm.collectives.activity`."""
         return self._watcher.doing_this(what)

@@ -13,7 +13,7 @@ class Track:
     """Current operation of one communicator. Written by the thread that uses it, read by the watcher.
 
     signature: text that must be equal on all ranks in one operation; None: not compared. limited: whether the time
-    limit applies.
+    limit applies. closed: set when there will be no more operations.
     """
 
     group: str
@@ -25,6 +25,7 @@ class Track:
     limited: bool = True
     since: float | None = None  # monotonic; None: in no operation
     ended: float | None = None  # the last one, in seconds since 1970; None: none did
+    closed: bool = False
 
     @contextlib.contextmanager
     def during(

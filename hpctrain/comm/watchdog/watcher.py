@@ -172,8 +172,8 @@ class Watcher:
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
         """Starts watching a communicator. group: its name, the same on all members."""
-        track = Track(group, members)
-        self.tracks = [*self.tracks, track]  # a new list: the watcher may be iterating over the old one
+        track, others = Track(group, members), [one for one in self.tracks if not one.closed]
+        self.tracks = [*others, track]  # a new list: the watcher may be iterating over the old one
         return track
 
     @contextlib.contextmanager

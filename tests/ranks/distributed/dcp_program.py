@@ -74,6 +74,11 @@ def save(session: hpctrain.Session, directory: Path) -> None:
         dist.broadcast(buffer, 0)
     state = state_of(model, optimizer)
     dcp.save(state, checkpoint_id=directory / "dcp")
+    # On a group of its own, while the others go on.
+    saving = dcp.async_save(state, checkpoint_id=directory / "async", process_group=dist.new_group())
+    for _ in range(50):
+        dist.all_reduce(torch.ones(1000))
+    saving.result()
     reference = whole_tensors(state)
     assert any(tensor.abs().max() > 0 for name, tensor in reference.items() if name.endswith("exp_avg"))
     if session.rank == 0:
@@ -93,11 +98,12 @@ def load_again(session: hpctrain.Session, directory: Path) -> None:
     export_dcp(checkpoint, directory / "back", comm=session.world)
     model, optimizer = sharded()
     state = state_of(model, optimizer)
-    for value in state["model"].values():
-        value.zero_()
-    dcp.load(state, checkpoint_id=directory / "back")
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    check(whole_tensors(state_of(model, optimizer)), expected)
+    for saved in ("async", "back"):
+        for value in state["model"].values():
+            value.zero_()
+        dcp.load(state, checkpoint_id=directory / saved)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        check(whole_tensors(state_of(model, optimizer)), expected)
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hpctrain
+from hpctrain.errors import CommunicationError
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -60,6 +62,7 @@ def reductions() -> None:
     mean = torch.full((3,), float(rank))
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     check(mean, torch.full((3,), (size - 1) / 2), "mean")
+    means()
     rows = torch.arange(12.0).view(3, 4).t() * (rank + 1)  # not contiguous
     dist.all_reduce(rows)
     check(rows, torch.arange(12.0).view(3, 4).t() * (size * (size + 1) / 2), "not contiguous")
@@ -94,6 +97,89 @@ def reductions() -> None:
         assert work.wait()
         assert work.is_success()
         check(work.result()[0], torch.full((4,), size * (size - 1) / 2), "behind")
+
+
+def means() -> None:
+    """Means whose sums overflow; of half types rounded once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    largest = {torch.uint8: 200, torch.int32: 2**31 - 1, torch.float16: 40_000.0}
+    for dtype, value in largest.items():
+        for num in (3, 200_000):
+            mine = torch.full((num,), value, dtype=dtype)
+            dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+            check(mine, torch.full((num,), value, dtype=dtype), f"mean of large {dtype}")
+            part = torch.empty(num, dtype=dtype)
+            dist.reduce_scatter_tensor(part, mine.repeat(size), op=dist.ReduceOp.AVG)
+            check(part, mine, f"reduce_scatter, mean of large {dtype}")
+    for dtype in (torch.float16, torch.bfloat16):
+        parts = [
+            torch.rand(5000, generator=torch.Generator().manual_seed(r)).add(0.5).to(dtype)
+            for r in range(size)
+        ]
+        expected = (functools.reduce(torch.add, [part.float() for part in parts]) / size).to(dtype)
+        mine = parts[rank].clone()
+        dist.all_reduce(mine, op=dist.ReduceOp.AVG)
+        check(mine, expected, f"mean of {dtype}")
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([40_000.0]).half(), (2,))
+    dist.all_reduce(sparse, op=dist.ReduceOp.AVG)
+    check(sparse.to_dense(), torch.tensor([40_000.0, 0.0]).half(), "sparse mean")
+
+
+def callbacks() -> None:
+    """Operations of futures' callbacks come in the same order on every rank, however long each rank takes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    futures = []
+    for number in range(6):
+
+        def follow(done: torch.futures.Future[list[torch.Tensor]], number: int = number) -> torch.Tensor:
+            time.sleep(0.01 * ((rank + number) % 3))
+            second = torch.full((3,), 100.0 * number)
+            third = dist.all_reduce(second, async_op=True).get_future().wait()[0]
+            dist.all_reduce(third)
+            return third + done.value()[0]
+
+        work = dist.all_reduce(torch.full((3,), float(number)), async_op=True)
+        futures.append(work.get_future().then(follow).then(lambda future: future.value() + 1))
+        time.sleep(0.01 * ((rank + number) % 2))
+    for number, future in enumerate(futures):
+        check(future.wait(), torch.full((3,), 100.0 * number * size**2 + number * size + 1), "callback")
+    # A callback that waits for what was asked for before.
+    first, second = (dist.all_reduce(torch.full((3,), value), async_op=True) for value in (1.0, 2.0))
+    chained = first.get_future().then(lambda _: second.get_future().wait())
+    dist.all_reduce(torch.ones(3))
+    check(chained.wait()[0], torch.full((3,), 2.0 * size), "a callback that waits")
+
+
+def lengths() -> None:
+    """A message of another length is an error of the receiver, whoever sees it first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    for num in (5, 20):
+        for late in (False, True):
+            if rank == 0:
+                dist.send(torch.ones(num), 1, tag=3)
+            if rank == 1:
+                work = dist.irecv(torch.empty(10), 0, tag=3)
+                if late:
+                    time.sleep(0.5)  # the thread of the messages sees it
+                    assert work.is_completed()
+                    assert not work.is_success()
+                for _ in range(2):
+                    text = "no error"
+                    try:
+                        work.wait()
+                    except CommunicationError as error:
+                        text = str(error)
+                    assert "the 40" in text, f"{num} elements arrived as 10: {text}"
+                    assert "from rank 0 with tag 3" in text, text
+            dist.barrier()
+    if rank == 0:
+        dist.send(torch.ones(10), 1, tag=3)
+    if rank == 1:
+        found = torch.empty(10)
+        dist.recv(found, 0, tag=3)
+        check(found, torch.ones(10), "after errors")
 
 
 def movements() -> None:
@@ -234,6 +320,49 @@ def groups() -> None:
         assert mesh.get_local_rank() == rank
 
 
+def others() -> None:
+    """Groups of gloo, of all and of some ranks, and a store that all ranks share."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for members in (list(range(size)), list(range(1, size))):
+        group = dist.new_group(members, backend="gloo") if members else None
+        if rank in members:
+            count = torch.ones(2)
+            dist.all_reduce(count, group=group)
+            check(count, torch.full((2,), float(len(members))), "gloo")
+            dist.destroy_process_group(group)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"of rank {rank}", bytes([rank, 200]))
+    assert store.get(f"of rank {(rank + 1) % size}") == bytes([(rank + 1) % size, 200])
+    store.add("all", 1)
+    dist.barrier()
+    assert store.add("all", 0) == size
+    assert not store.check(["nothing"])
+    assert store.compare_set("of rank 0", "other", "new") == bytes([0, 200])
+    dist.barrier()  # rank 0 serves the store
+
+
+def endings() -> None:
+    """A group that is destroyed leaves no communicator, no thread and nothing that is watched."""
+    before = handle(), set(threading.enumerate())
+    for members in [*[[0, dist.get_world_size() - 1]] * 10, None]:
+        group = dist.new_group(sorted(set(members)) if members else None)
+        if members is None or dist.get_rank() in members:
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+            dist.destroy_process_group(group)
+    dist.barrier()
+    assert (handle(), set(threading.enumerate())) == before
+
+
+def handle() -> int:
+    """Returns MPI's number of a new communicator: the lowest that is free on all ranks. Collective."""
+    if "mpi4py.MPI" not in sys.modules:
+        return 0
+    comm = sys.modules["mpi4py.MPI"].COMM_WORLD.Dup()
+    found = int(comm.py2f())
+    comm.Free()
+    return found
+
+
 def refusals() -> None:
     """Errors come before anything is sent, and the group still works afterwards."""
     for wrong in (
@@ -263,7 +392,7 @@ if __name__ == "__main__":
     session = hpctrain.init_process_group(timeout_s=300)
     if sys.argv[1:2] == ["mismatch"]:
         dist.all_reduce(torch.ones(3 + session.rank))
-    for case in (reductions, movements, messages, groups, refusals):
+    for case in (reductions, movements, messages, groups, refusals, callbacks, lengths, others, endings):
         case()
     messages_of_a_transport(session)
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,6 +78,15 @@ def main(directory: Path) -> None:
     model: torch.nn.Module = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
     train(model, part=rank, parts=size)
     check(model, expected, "DDP")
+
+    # Its callbacks ask for operations. With as many columns as the gradients have nothing is lost.
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
+    state = PowerSGDState(
+        None, matrix_approximation_rank=WIDTH, start_powerSGD_iter=2, min_compression_rate=0.01
+    )
+    model.register_comm_hook(state, powerSGD_hook)
+    train(model, part=rank, parts=size)
+    check(model, expected, "DDP with PowerSGD")
 
     sharded = make_model()
     for block in sharded:

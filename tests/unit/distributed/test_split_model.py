@@ -85,8 +85,10 @@ def test_what_cannot_be_split_is_refused_in_words() -> None:
         split(nn.Linear(2, 2), ParallelPlan(activation_checkpointing="blocks"))
     with pytest.raises(UsageError, match="choose none or optimizer or gradients or parameters"):
         ParallelPlan(shard="moments")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="over all ranks"):
+    with pytest.raises(UsageError, match="only sharded parameters can be kept within a node"):
         ParallelPlan(shard="gradients", shard_within="node")
+    with pytest.raises(UsageError, match="only sharded parameters can be kept within a node"):
+        ParallelPlan(tensor=2, tensor_plan={"up": "column", "down": "row"}, shard_within="node")
 
 
 def test_gradients_that_fsdp_cannot_sum_are_refused_before() -> None:
