@@ -73,7 +73,7 @@ def plan_command(
         recipe_path=recipe,
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
-        memory=parse_size(memory) if memory is not None else None,
+        memory=parse_size(memory, rounds_down=True) if memory is not None else None,
     )
     if as_json:
         typer.echo(json.dumps(memory_document(plan), indent=1))
