@@ -109,9 +109,9 @@ def _recommendation(plan: MemoryPlan, chosen: Fit) -> Iterator[str]:
     yield f"{says} In the recipe:" if written else says
     if written:
         yield from ("", *written)
-    for current in plan.ways:
-        if current.is_current and current is not way and fit_of(current, memory=plan.memory or 0) is not None:
-            yield from ("", f"As the recipe is now, {current.name}, it fits too.")
+    current = next(usual_fit(way) for way in plan.ways if way.is_current)
+    if current is not None and current.way is not way and current.needs.total <= (plan.memory or 0):
+        yield from ("", f"As the recipe is now, {current.way.name}, it fits too.")
 
 
 def _refusals(ways: Iterable[Way]) -> Iterator[str]:
