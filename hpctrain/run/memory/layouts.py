@@ -12,6 +12,10 @@ from hpctrain.topology import Topology
 
 # What backward computes again, as a part of all computing; of `selective` it is not known, but little.
 COMPUTED_AGAIN: dict[Checkpointing, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
+# The keys of [parallel] in which ways differ, but for the number of micro-batches; and those in which ways differ of
+# which a table shows more than one.
+FAMILY_KEYS = ("shard", "shard_within", "tensor", "sequence", "offload", "pipeline")
+KEYS = (*FAMILY_KEYS, "schedule", "activation_checkpointing")
 # So many micro-batches for each rank keep the stages of a pipeline busy.
 _MICRO_BATCHES_A_RANK = 4
 
@@ -193,11 +197,6 @@ def name_of(plan: ParallelPlan) -> str:
     if plan.activation_checkpointing != "none":
         words.append(plan.activation_checkpointing)
     return ", ".join(words)
-
-
-# What a way is, of the keys of [parallel], and what ways have in common of which a table shows one.
-FAMILY_KEYS = ("shard", "shard_within", "tensor", "sequence", "offload", "pipeline")
-KEYS = (*FAMILY_KEYS, "schedule", "activation_checkpointing")
 
 
 def family_of(plan: ParallelPlan) -> tuple[object, ...]:

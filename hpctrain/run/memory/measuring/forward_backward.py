@@ -82,7 +82,7 @@ def measure_forward_backward(
             note(
                 f"activations of pipelines were not measured and count as nothing: {type(error).__name__}: {error}"
             )
-    for kind, sequence in (("split", False), ("sequence", True)):
+    for sequence in (False, True):
         split = [plan for plan in plans if plan.tensor > 1 and plan.sequence == sequence]
         if not split:
             continue
@@ -97,7 +97,7 @@ def measure_forward_backward(
                 else {},
                 messages=_messages(makers.runner("none"), fewest, first_of(batch, samples[-1])),
             )
-            found = replace(found, **{kind: part})
+            found = replace(found, sequence=part) if sequence else replace(found, split=part)
         except Exception as error:  # the model may not work with parts of its layers
             what = "split layers and sequences" if sequence else "split layers"
             note(

@@ -23,8 +23,13 @@ _WEIGHT_DIMS = {
 }
 # Of a module's input and of its output, how often the ranks of a group sum it in forward and in backward; what is
 # gathered or scattered counts half.
-_SUMMED = {"row": ((0, 0), (1, 0)), "column": ((0, 1), (0, 0)), "column-gathered": ((0, 1), (0.5, 0))}
-_SUMMED_ON_PARTS = {
+_Shares: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
+_SUMMED: dict[str, _Shares] = {
+    "row": ((0, 0), (1, 0)),
+    "column": ((0, 1), (0, 0)),
+    "column-gathered": ((0, 1), (0.5, 0)),
+}
+_SUMMED_ON_PARTS: dict[str, _Shares] = {
     "row": ((0, 0), (0.5, 0.5)),
     "column": ((0.5, 0.5), (0, 0)),
     "column-gathered": ((0.5, 0.5), (0.5, 0)),

@@ -76,7 +76,7 @@ def test_stages_may_be_sharded_within_nodes_or_split_further() -> None:
     both = names(16, 4, tensor_plan=PLAN, in_stages=True, stages_of_parts=[(2, 2), (4, 4)])
     split = [name for name in both if "pipeline" in name and "tensor" in name and "1f1b" in name]
     # After pipelines alone.
-    assert both[-1].startswith("pipeline 4 gpipe, tensor 4, blocks")
+    assert both[-1].startswith("pipeline 4 gpipe, tensor 4, selective")
     assert [name for name in split if "selective" not in name and "blocks" not in name] == [
         "pipeline 2 1f1b, tensor 2", "pipeline 2 1f1b, parameters within node, tensor 2",
         "pipeline 2 1f1b, parameters, tensor 2", "pipeline 4 1f1b, tensor 4",

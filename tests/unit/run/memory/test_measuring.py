@@ -389,8 +389,8 @@ def test_a_pipeline_of_split_layers_is_planned_from_parts_of_each_layer(data: Pa
     assert own.choices[0] == 4
     needs, alone = own.needs(4), way_named(found, "pipeline 2 1f1b").needs(4)
     in_blocks = 6 * (WIDTH * 4 * WIDTH * 2 + 4 * WIDTH)
-    # Of a stage's half of the blocks a rank has a half.
-    assert alone.parameters - needs.parameters == 4 * in_blocks / 2 / 2
+    # Of a stage's half of the blocks a rank has a half; the last layer is on some ranks only.
+    assert alone.parameters - needs.parameters == pytest.approx(4 * in_blocks / 2 / 2, rel=0.01)
     # A micro-batch has twice the samples, and of the hidden features a rank has a half.
     assert alone.activations < needs.activations < 1.6 * alone.activations
     both = way_named(found, "pipeline 2 1f1b, parameters, tensor 2").needs(4)
@@ -452,7 +452,9 @@ def test_a_recipe_with_sequences_has_a_row_of_its_own(tokens: Path) -> None:
     plain, own = way_named(found, "none, tensor 2"), way_named(found, "none, tensor 2, sequence")
     assert own.is_current
     assert not plain.is_current
-    assert own.needs(1).activations < 0.85 * plain.needs(1).activations
+    # Of 32 samples the inputs of each block's norm, and less at the end, where logits are whole.
+    saved = 4 * (32 * 16 * WIDTH * 4) / 2
+    assert 0.5 * saved < plain.needs(1).activations - own.needs(1).activations < 1.2 * saved
     assert own.needs(1).held == plain.needs(1).held
     lines = memory_lines(found)
     assert lines[-3:] == [
