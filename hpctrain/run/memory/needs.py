@@ -169,6 +169,7 @@ def _of_stages(
         )
     replicas, parts = run.groups.num_data_ranks(plan), run.groups.num_parts(plan)
     gradients = _bytes(own.trained, 1)
+    state: float
     if plan.shard == "parameters":
         share, state = _bytes(own.trained, parts), _optimizer(own, parts)
         updated = max(_update(own, run, parts=parts), min(_SUMMED_AT_ONCE, share) if plan.tensor > 1 else 0)
