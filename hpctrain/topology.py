@@ -156,6 +156,23 @@ class ParallelMesh:
         With unequal ranks per node, or a stage that ends within a node that another begins on, there is one group of
         `node` and all data-parallel ranks of a stage are in `local`. Raises TopologyError if the sizes do not divide.
         """
+        cls.check(topology, pipeline=pipeline, tensor=tensor)
+        in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
+        per_stage = topology.num_ranks // (pipeline * tensor)
+        sizes = {len(ranks) for ranks in topology.ranks_by_node}
+        local = min(per_stage, min(sizes) // tensor)
+        by_node = len(sizes) == 1 and per_stage % local == 0 and min(sizes) // tensor % local == 0
+        grid = (
+            in_order.reshape(pipeline, per_stage // local, local, tensor)
+            if by_node
+            else (in_order.reshape(pipeline, 1, per_stage, tensor))
+        )
+        stages = (tuple(tuple(map(tuple, node)) for node in stage) for stage in grid.tolist())
+        return cls(tuple(stages), by_node)
+
+    @staticmethod
+    def check(topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> None:
+        """Raises TopologyError if `plan` would, without placing any rank."""
         for name, size in (("pipeline", pipeline), ("tensor", tensor)):
             if size < 1:
                 raise TopologyError(f"{name} is {size}: give at least 1")
@@ -170,18 +187,6 @@ class ParallelMesh:
                 f"{topology.num_ranks} ranks cannot be split into pipeline = {pipeline} stages of tensor = {tensor}: "
                 f"start a multiple of {pipeline * tensor} ranks"
             )
-        in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
-        per_stage = topology.num_ranks // (pipeline * tensor)
-        sizes = {len(ranks) for ranks in topology.ranks_by_node}
-        local = min(per_stage, min(sizes) // tensor)
-        by_node = len(sizes) == 1 and per_stage % local == 0 and min(sizes) // tensor % local == 0
-        grid = (
-            in_order.reshape(pipeline, per_stage // local, local, tensor)
-            if by_node
-            else (in_order.reshape(pipeline, 1, per_stage, tensor))
-        )
-        stages = (tuple(tuple(map(tuple, node)) for node in stage) for stage in grid.tolist())
-        return cls(tuple(stages), by_node)
 
     @property
     def shape(self) -> dict[str, int]:

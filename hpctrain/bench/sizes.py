@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from hpctrain.errors import UsageError
@@ -32,8 +33,11 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def parse_size(text: str) -> int:
-    """Returns the bytes of `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError for other texts."""
+def parse_size(text: str, *, rounds_down: bool = False) -> int:
+    """Returns the bytes of `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError for other texts.
+
+    rounds_down: `79.2GiB`, which is no whole number of bytes, is the next smaller one; otherwise it is refused.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(
@@ -41,6 +45,8 @@ def parse_size(text: str) -> int:
             "several separated by commas, or a range 4KB:64MB"
         )
     size = float(match[1]) * _UNITS[match[2].upper()]
+    if rounds_down and size >= 1:
+        size = math.floor(size)
     if size != int(size) or size < 1:
         raise UsageError(f"{text.strip()!r} is {size:g} bytes: a size is a whole number of bytes, at least 1")
     return int(size)

@@ -71,7 +71,7 @@ class Parts:
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunData) -> Parts:
     """Builds the parts. Raises RecipeError for settings that do not fit and for errors in the user's `build_model`."""
-    tensor_plan = _tensor_plan(recipe, task)
+    tensor_plan = tensor_plan_of(recipe, task)
     session.axes.arrange(
         tensor=recipe.parallel.tensor, pipeline=recipe.parallel.pipeline
     )  # before the loaders
@@ -205,8 +205,11 @@ def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
         raise RecipeError(f"{asked}: {error}") from error
 
 
-def _tensor_plan(recipe: Recipe, task: Task) -> TensorPlan:
-    """Returns how the task says that its model is split; empty if the recipe does not ask for that."""
+def tensor_plan_of(recipe: Recipe, task: Task) -> TensorPlan:
+    """Returns how the task says that its model is split; empty if the recipe does not ask for that.
+
+    Raises RecipeError if it asks and the task does not say.
+    """
     if recipe.parallel.tensor == 1:
         return {}
     asked = f"parallel.tensor = {recipe.parallel.tensor}: {recipe.task.target}"

@@ -50,7 +50,8 @@ def plan_command(
     """Say which ways to split the recipe's model fit into memory, what they send and cost, and which to take.
 
     Runs as one process. It knows all of the recipe's section [parallel]: sharded optimizer, gradients and parameters,
-    activation checkpointing, and, if the task says how, split layers (tensor) and pipelines.
+    activation checkpointing, offload on GPUs, and, if the task says how, split layers (tensor), sequences between
+    them, pipelines, and pipelines of split layers or sharded parameters. * marks what the recipe asks for now.
 
     \b
     hpctrain plan recipe.toml --ranks 8 --memory 40GB
@@ -73,7 +74,7 @@ def plan_command(
         recipe_path=recipe,
         num_ranks=ranks,
         ranks_per_node=ranks_per_node,
-        memory=parse_size(memory) if memory is not None else None,
+        memory=parse_size(memory, rounds_down=True) if memory is not None else None,
     )
     if as_json:
         typer.echo(json.dumps(memory_document(plan), indent=1))

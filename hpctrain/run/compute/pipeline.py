@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -30,24 +30,26 @@ def put_in_stages(
     this returns.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-
-    def layers() -> Sequence[torch.nn.Module]:
-        method = getattr(task, "pipeline_layers", None)
-        if not callable(method):
-            raise UsageError(
-                f"pipeline = {plan.pipeline} needs to know the model's layers: give the task a method "
-                "pipeline_layers(self, model), which returns the modules that the model calls one after another, such "
-                "as [model.embedding, *model.blocks, model.head]; together they have all of its parameters"
-            )
-        try:
-            return list(method(model))
-        except Exception as error:  # the user's code may raise anything
-            raise UsageError(f"the task's pipeline_layers raised {type(error).__name__}: {error}") from error
-
     opens = put_in_pipeline(
-        model, plan, layers=layers, world=world, topology=topology, device=device, timeout_s=timeout_s
-    )
+        model, plan, layers=partial(layers_of, task, model), world=world, topology=topology, device=device,
+        timeout_s=timeout_s,
+    )  # fmt: skip
     pipeline = pipeline_of(model)
     assert pipeline is not None
     agreed(world, lambda: pipeline.keep_own(optimizer, names=names), os_error=UsageError)
     return opens
+
+
+def layers_of(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the layers of `model`, in order, as the task's `pipeline_layers` says. Raises UsageError if it cannot."""
+    method = getattr(task, "pipeline_layers", None)
+    if not callable(method):
+        raise UsageError(
+            "a pipeline needs to know the model's layers: give the task a method pipeline_layers(self, model), which "
+            "returns the modules that the model calls one after another, such as "
+            "[model.embedding, *model.blocks, model.head]; together they have all of its parameters"
+        )
+    try:
+        return list(method(model))
+    except Exception as error:  # the user's code may raise anything
+        raise UsageError(f"the task's pipeline_layers raised {type(error).__name__}: {error}") from error

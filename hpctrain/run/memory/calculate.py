@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 
 from hpctrain.distributed import Checkpointing, ParallelPlan, Shard, TensorPlan
-from hpctrain.errors import RecipeError, UsageError
+from hpctrain.errors import RecipeError
 from hpctrain.reduce import (
     AUTO,
     DEFAULT_BUCKET_BYTES,
@@ -28,13 +28,15 @@ from hpctrain.reduce import (
     reduction_needs,
     scatter_needs,
 )
-from hpctrain.run.build import reduction_plan
+from hpctrain.run.build import reduction_plan, tensor_plan_of
+from hpctrain.run.compute.pipeline import layers_of
 from hpctrain.run.memory.choice import Fit, Way, first_that_fits
-from hpctrain.run.memory.layouts import family_of, ways_to_split
+from hpctrain.run.memory.layouts import is_same_way, ways_to_split
 from hpctrain.run.memory.measuring.forward_backward import measure_forward_backward
 from hpctrain.run.memory.measuring.model import count_model, model_on_meta
 from hpctrain.run.memory.measuring.training_data import TrainingData, read_training_data
 from hpctrain.run.memory.needs import needs_of
+from hpctrain.run.memory.rank_groups import RankGroups
 from hpctrain.run.memory.refusals import Judge, Verdict
 from hpctrain.run.memory.sizes import LoaderSizes, Measured, ModelSizes, RunSizes
 from hpctrain.run.recipe.schema import Recipe
@@ -46,12 +48,14 @@ from hpctrain.train import Task, TensorParallelTask, import_task
 class MemoryPlan:
     """All ways to split a recipe's model, in the order in which to try them.
 
-    device: `cpu` or `cuda`, where the run would train. memory: bytes that each rank has; None if it was not said.
-    chosen: the first way that fits; None if none does. notes: what was not measured, or assumed.
+    device: `cpu` or `cuda`, where the run would train. own: the recipe's plan, which one of the ways has. memory: bytes
+    that each rank has; None if it was not said. chosen: the first way that fits; None if none does. notes: what was not
+    measured, or assumed.
     """
 
     topology: Topology
     device: str
+    own: ParallelPlan
     model: ModelSizes
     run: RunSizes
     ways: tuple[Way, ...]
@@ -87,24 +91,33 @@ def plan_memory(
     model = model_on_meta(recipe, lambda: task, note=notes.append)
     tensor_plan = _tensor_plan(task, note=notes.append)
     in_stages = callable(getattr(task, "pipeline_layers", None))
+    own, no_tensor_plan = _own_plan(recipe, task, tensor_plan)
     judge = Judge(
-        recipe=recipe, model=model, topology=topology, on_gpu=on_gpu, layers=partial(_layers, task, model)
-    )
-    plans = ways_to_split(topology, tensor_plan=tensor_plan, in_stages=in_stages)
-    verdicts = [judge.judge(plan) for plan in plans]
+        recipe=recipe, model=model, topology=topology, groups=RankGroups(topology), own=own, on_gpu=on_gpu,
+        layers=partial(layers_of, task, model),
+    )  # fmt: skip
+    plans = ways_to_split(
+        topology, tensor_plan=tensor_plan, in_stages=in_stages,
+        stages_of_parts=judge.stages_of_parts(tensor_plan) if in_stages else (), offload=on_gpu,
+    )  # fmt: skip
+    if not any(is_same_way(plan, own) for plan in plans):
+        plans.append(own)
+    verdicts = [
+        Verdict(refused=no_tensor_plan) if no_tensor_plan and plan is own else judge.judge(plan)
+        for plan in plans
+    ]
     _check_some(verdicts)
     # A plan that a run refuses for any number of ranks may be one whose memory cannot be calculated.
     allowed = [plan for plan, verdict in zip(plans, verdicts, strict=True) if not verdict.refused]
-    split_ranks = min((plan.tensor for plan in allowed if plan.tensor > 1), default=1)
+    splits = any(plan.tensor > 1 for plan in allowed)
     sizes = count_model(
-        model, recipe.optimizer, tensor_plan=tensor_plan if split_ranks > 1 else None, note=notes.append
+        model, recipe.optimizer, tensor_plan=tensor_plan if splits else None, note=notes.append
     )
     data = _data_of(recipe, topology, note=notes.append)
     measured = Measured()
     if data is not None:
         measured = measure_forward_backward(
-            recipe, make_task, data.first, sizes=sizes, savings=_savings(judge), tensor_plan=tensor_plan,
-            split_ranks=split_ranks, in_stages=bool(judge.stages),
+            recipe, make_task, data.first, sizes=sizes, savings=_savings(judge), plans=allowed,
             besides=data.loader.sample_bytes if on_gpu else 0, note=notes.append,
         )  # fmt: skip
     absent = LoaderSizes(prefetch_bytes=int(recipe.data.prefetch_mb * 1e6))
@@ -120,10 +133,9 @@ def plan_memory(
         snapshot=not on_gpu and recipe.checkpoint.mode == "async",
         update_at_once=on_gpu,
     )
-    ways = tuple(
-        _way(plan, verdict, recipe, sizes, run) for plan, verdict in zip(plans, verdicts, strict=True)
-    )
+    ways = tuple(_way(plan, verdict, own, sizes, run) for plan, verdict in zip(plans, verdicts, strict=True))
     return MemoryPlan(
+        own=own,
         topology=topology,
         device="cuda" if on_gpu else "cpu",
         model=sizes,
@@ -160,11 +172,16 @@ def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
         return {}
 
 
-def _layers(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    try:
-        return list(task.pipeline_layers(model))  # type: ignore[attr-defined]
-    except Exception as error:  # the user's code may raise anything
-        raise UsageError(f"the task's pipeline_layers raised {type(error).__name__}: {error}") from error
+def _own_plan(recipe: Recipe, task: Task, tensor_plan: TensorPlan) -> tuple[ParallelPlan, str]:
+    """Returns the recipe's own plan, and why there can be none if it splits layers and the task does not say how."""
+    keys, reason = recipe.parallel.model_dump(), ""
+    if recipe.parallel.tensor > 1 and not tensor_plan:
+        try:
+            tensor_plan_of(recipe, task)
+        except RecipeError as error:
+            reason = str(error)
+        tensor_plan = {"*": "column"}  # which nobody looks at
+    return ParallelPlan(**keys, tensor_plan=tensor_plan if recipe.parallel.tensor > 1 else {}), reason
 
 
 def _check_some(verdicts: Sequence[Verdict]) -> None:
@@ -178,7 +195,7 @@ def _savings(judge: Judge) -> list[Checkpointing]:
     return [
         saving
         for saving in get_args(Checkpointing)
-        if not judge.judge(ParallelPlan(activation_checkpointing=saving)).refused or saving == "none"
+        if saving == "none" or not judge.of_model(ParallelPlan(activation_checkpointing=saving))
     ]
 
 
@@ -222,11 +239,8 @@ def _sharded_sum(recipe: Recipe, *, on_gpu: bool) -> tuple[str, str]:
     return asked if known else (AUTO, "fp32")
 
 
-def _way(plan: ParallelPlan, verdict: Verdict, recipe: Recipe, sizes: ModelSizes, run: RunSizes) -> Way:
-    now = recipe.parallel
-    is_current = family_of(plan) == (now.shard, now.shard_within, now.tensor, now.pipeline) and (
-        (plan.activation_checkpointing, plan.schedule) == (now.activation_checkpointing, now.schedule)
-    )
+def _way(plan: ParallelPlan, verdict: Verdict, own: ParallelPlan, sizes: ModelSizes, run: RunSizes) -> Way:
+    is_current = is_same_way(plan, own)
     if verdict.refused:
         return Way(plan=plan, refused=verdict.refused, is_current=is_current)
     return Way(

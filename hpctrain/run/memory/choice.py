@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.run.memory.layouts import COMPUTED_AGAIN, family_of, name_of, waiting, with_micro_batches
+from hpctrain.run.memory.layouts import (
+    COMPUTED_AGAIN,
+    FAMILY_KEYS,
+    family_of,
+    name_of,
+    waiting,
+    with_micro_batches,
+)
 from hpctrain.run.memory.needs import Needs
+from hpctrain.run.memory.sizes import in_decimal_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +87,17 @@ def first_that_fits(ways: Iterable[Way], *, memory: int) -> Fit | None:
 def best_of_families(ways: Iterable[Way], *, memory: int | None) -> list[Way]:
     """Returns of ways that differ only in activation checkpointing and schedule the first that fits.
 
-    If none does, that which needs least; without `memory`, the first that is not refused.
+    If none does, that which needs least; without `memory`, the first that is not refused. The recipe's own way is there
+    in any case.
     """
-    families: dict[tuple[str, str, int, int], list[Way]] = {}
+    families: dict[tuple[object, ...], list[Way]] = {}
     for way in ways:
         families.setdefault(family_of(way.plan), []).append(way)
-    return [_best(family, memory=memory) for family in families.values()]
+    found = []
+    for family in families.values():
+        best = _best(family, memory=memory)
+        found += [way for way in family if way is best or way.is_current]
+    return found
 
 
 def _best(ways: Sequence[Way], *, memory: int | None) -> Way:
@@ -113,6 +126,8 @@ def cost_of(fit: Fit) -> str:
         costs.append("computes blocks several times")
     elif again:
         costs.append("computes a third more")
+    if plan.offload:
+        costs.append(f"copies from {in_decimal_units(fit.needs.host)} in host memory")
     if fit.waiting:
         less = "less than " if plan.schedule == "zero-bubble" else ""
         costs.append(f"waits {less}{fit.waiting:.0%}")
@@ -125,12 +140,10 @@ def recipe_lines(fit: Fit, *, micro_batches: int) -> list[str]:
     micro_batches: that the recipe's section [data] has.
     """
     plan, usual, lines = fit.plan, ParallelPlan(), []
-    for key in (
-        "shard", "shard_within", "tensor", "pipeline", "schedule", "micro_batches", "activation_checkpointing",
-    ):  # fmt: skip
+    for key in (*FAMILY_KEYS, "schedule", "micro_batches", "activation_checkpointing"):
         value = getattr(plan, key)
         if value != getattr(usual, key) or (key == "schedule" and plan.pipeline > 1):
-            lines.append(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}")
+            lines.append(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}".lower())
     if lines:
         lines.insert(0, "[parallel]")
     of_data = 1 if plan.pipeline > 1 else fit.micro_batches

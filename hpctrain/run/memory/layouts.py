@@ -12,40 +12,74 @@ from hpctrain.topology import Topology
 
 # What backward computes again, as a part of all computing; of `selective` it is not known, but little.
 COMPUTED_AGAIN: dict[Checkpointing, float | None] = {"none": 0.0, "selective": None, "blocks": 1 / 3}
+# The keys of [parallel] in which ways differ, but for the number of micro-batches; and those in which ways differ of
+# which a table shows more than one.
+FAMILY_KEYS = ("shard", "shard_within", "tensor", "sequence", "offload", "pipeline")
+KEYS = (*FAMILY_KEYS, "schedule", "activation_checkpointing")
 # So many micro-batches for each rank keep the stages of a pipeline busy.
 _MICRO_BATCHES_A_RANK = 4
 
 
 def ways_to_split(
-    topology: Topology, *, tensor_plan: TensorPlan | None = None, in_stages: bool = False
+    topology: Topology,
+    *,
+    tensor_plan: TensorPlan | None = None,
+    in_stages: bool = False,
+    stages_of_parts: Sequence[tuple[int, int]] = (),
+    offload: bool = False,
 ) -> list[ParallelPlan]:
     """Returns the ways in the order in which to try them: what usually costs least time first.
 
     tensor_plan: of the task; None: its layers cannot be split. in_stages: whether it says what its layers are.
+    stages_of_parts: sizes of pipelines and of tensor groups that are to be combined. offload: whether ranks have GPUs.
     Whole parameters come first, with more and more activations computed again, then sharded ones, which are sent once
-    more, within nodes if a node's ranks share them; then split layers, which send activations within a node; then
-    pipelines, whose ranks wait for each other.
+    more, within nodes if a node's ranks share them; then split layers, which send activations within a node, and
+    sequences between them if the task says how; then pipelines, whose ranks wait for each other, and these with split
+    layers; last, what has to be copied from host memory.
     """
     found = _sharded(topology)
     if tensor_plan:
         found += [
             ParallelPlan(shard=shard, shard_within=within, activation_checkpointing=saving, tensor=tensor,
-                         tensor_plan=tensor_plan)
-            for tensor in _divisors(math.gcd(*map(len, topology.ranks_by_node)))
+                         tensor_plan=tensor_plan, sequence=sequence)
+            for tensor in tensor_sizes(topology)
             for shard, within in _split_shards(topology, tensor=tensor)
             for saving in get_args(Checkpointing)
+            for sequence in ((False, True) if splits_sequences(tensor_plan) else (False,))
         ]  # fmt: skip
-    if in_stages:
+    pipelines = [(size, 1) for size in pipeline_sizes(topology)] if in_stages else []
+    found += [
+        ParallelPlan(
+            pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving, shard=shard,
+            shard_within=within, tensor=tensor, tensor_plan=(tensor_plan or {}) if tensor > 1 else {},
+        )
+        for size, tensor in (*pipelines, *stages_of_parts)
+        for saving in get_args(Checkpointing)
+        for shard, within in _stage_shards(topology, pipeline=size, tensor=tensor)
+        for schedule in _schedules(saving)
+    ]  # fmt: skip
+    if offload and topology.num_ranks > 1:
         found += [
-            ParallelPlan(
-                pipeline=size, schedule=schedule, micro_batches=size, activation_checkpointing=saving, shard=shard
-            )
-            for size in _divisors(topology.num_ranks)
+            ParallelPlan(shard="parameters", activation_checkpointing=saving, offload=True)
             for saving in get_args(Checkpointing)
-            for shard in _stage_shards(topology, pipeline=size)
-            for schedule in _schedules(saving)
-        ]  # fmt: skip
+        ]
     return found
+
+
+def tensor_sizes(topology: Topology) -> list[int]:
+    """Returns the sizes above 1 that tensor groups may have, which lie on a node, ascending."""
+    return _divisors(math.gcd(*map(len, topology.ranks_by_node)))
+
+
+def pipeline_sizes(topology: Topology) -> list[int]:
+    """Returns the sizes above 1 that pipelines may have, ascending."""
+    return _divisors(topology.num_ranks)
+
+
+def splits_sequences(tensor_plan: TensorPlan) -> bool:
+    """Returns whether the task says how sequences are split between its layers."""
+    words = (how if isinstance(how, str) else how[0] for how in tensor_plan.values())
+    return any(word in ("sequence", "sequence-gathered") for word in words)
 
 
 def _sharded(topology: Topology) -> list[ParallelPlan]:
@@ -78,9 +112,19 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[Shard, Withi
     return found
 
 
-def _stage_shards(topology: Topology, *, pipeline: int) -> tuple[Shard, ...]:
-    """Returns what of a stage may be sharded over its data-parallel ranks."""
-    return ("none", "optimizer") if topology.num_ranks > pipeline else ("none",)
+def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[Shard, Within]]:
+    """Returns what of a stage may be sharded over its data-parallel ranks, and whether within nodes."""
+    found: list[tuple[Shard, Within]] = [("none", "world")]
+    replicas = topology.num_ranks // (pipeline * tensor)
+    if replicas == 1:
+        return found
+    if tensor == 1:
+        found.append(("optimizer", "world"))
+    sizes = set(map(len, topology.ranks_by_node))
+    of_node = min(sizes) // tensor
+    if len(sizes) == 1 and 1 < of_node < replicas and replicas % of_node == 0:
+        found.append(("parameters", "node"))
+    return [*found, ("parameters", "world")]
 
 
 def _schedules(saving: Checkpointing) -> tuple[Schedule, ...]:
@@ -142,17 +186,24 @@ def waiting(plan: ParallelPlan, *, micro_batches: int) -> float:
 
 def name_of(plan: ParallelPlan) -> str:
     """For example `parameters within node, tensor 2, blocks` or `pipeline 4 1f1b, optimizer`."""
+    sharded = plan.shard + (" within node" if plan.shard_within == "node" else "")
     if plan.pipeline > 1:
-        words = [f"pipeline {plan.pipeline} {plan.schedule}", *([plan.shard] if plan.shard != "none" else [])]
+        words = [f"pipeline {plan.pipeline} {plan.schedule}", *([sharded] if plan.shard != "none" else [])]
     else:
-        words = [plan.shard + (" within node" if plan.shard_within == "node" else "")]
+        words = [sharded]
     if plan.tensor > 1:
         words.append(f"tensor {plan.tensor}")
+    words += [name for name in ("sequence", "offload") if getattr(plan, name)]
     if plan.activation_checkpointing != "none":
         words.append(plan.activation_checkpointing)
     return ", ".join(words)
 
 
-def family_of(plan: ParallelPlan) -> tuple[str, str, int, int]:
+def family_of(plan: ParallelPlan) -> tuple[object, ...]:
     """Returns what ways have in common that differ only in activation checkpointing and schedule."""
-    return plan.shard, plan.shard_within, plan.tensor, plan.pipeline
+    return tuple(getattr(plan, key) for key in FAMILY_KEYS)
+
+
+def is_same_way(plan: ParallelPlan, other: ParallelPlan) -> bool:
+    """Returns whether two plans differ at most in the number of micro-batches."""
+    return all(getattr(plan, key) == getattr(other, key) for key in KEYS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.comm import MESSAGE_BYTES
 from hpctrain.distributed import ParallelPlan
@@ -16,7 +16,6 @@ from hpctrain.reduce import Sent
 from hpctrain.run.memory.sizes import ModelSizes, ParameterSize, RunSizes
 from hpctrain.run.memory.stages import stage_activations
 from hpctrain.run.memory.traffic import sent_in_a_step
-from hpctrain.topology import ParallelMesh, Topology
 
 # Gradients of split layers and of a sharded stage are summed in copies of so many bytes.
 _SUMMED_AT_ONCE = 25_000_000
@@ -30,7 +29,8 @@ class Needs:
     while they are computed. accumulated: gradients that wait whole for the last micro-batch. activations: at their
     most, at the begin of backward; late_activations: at its end; None and 0 if they were not measured. update:
     temporary tensors of the optimizer's step. start: of the whole model before it is split.
-    gradients_stay: whether there is memory for gradients at the begin of backward too. sent: to other ranks in a step.
+    gradients_stay: whether there is memory for gradients at the begin of backward too. host: of a rank with a GPU that
+    keeps its parts in host memory, bytes there, which do not count in the GPU's. sent: to other ranks in a step.
     """
 
     parameters: int
@@ -48,6 +48,7 @@ class Needs:
     activations: int | None = None
     late_activations: int = 0
     gradients_stay: bool = True
+    host: int = 0
     sent: Sent
 
     @property
@@ -89,7 +90,7 @@ def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches
         return _of_sharded_optimizer(plan, model, run, micro_batches=micro_batches)
     samples = math.ceil(run.samples(ranks_of_a_sample=plan.tensor) / micro_batches)
     local = model.part(plan.tensor)
-    parts = _num_parts(plan, run.topology)
+    parts = run.groups.num_parts(plan)
     sharded, split = plan.shard == "parameters", plan.tensor > 1
     reduction = run.reductions["none"]
     gathered, gathered_gradients = _whole_blocks(local) if sharded else (0, 0)
@@ -99,7 +100,7 @@ def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches
         # The norms and what else every rank of a tensor group holds is summed too, and so is all without FSDP2.
         updated = max(updated, min(_SUMMED_AT_ONCE, _bytes(local.trained, parts)))
     activations, late = _activations(plan, model, run, samples=samples)
-    return Needs(
+    found = Needs(
         parameters=parameters,
         gradients=_bytes(local.trained, parts) if sharded or split else reduction.buckets,
         optimizer=_optimizer(local, parts),
@@ -117,6 +118,12 @@ def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches
         gradients_stay=not (sharded or split) or micro_batches > 1,
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
     )
+    if plan.offload:
+        # The optimizer steps where its state is.
+        return replace(
+            found, parameters=0, gradients=0, optimizer=0, update=0, host=found.held + found.update
+        )
+    return found
 
 
 def _of_sharded_optimizer(
@@ -152,37 +159,48 @@ def _of_stages(
 ) -> Needs:
     """Returns what the rank with the stages `place`, and `place + pipeline` if it has two, needs."""
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
-    own = ModelSizes(
-        parameters=tuple(p for p in model.parameters if stages.stage_of[p.name] % plan.pipeline == place),
-        buffer_bytes=model.buffer_bytes,
-    )
-    samples = run.samples(ranks_of_a_sample=plan.pipeline) // micro_batches
-    layers = run.measured.layers.get(plan.activation_checkpointing)
+    own = model.on_place(place, stages=stages, pipeline=plan.pipeline).part(plan.tensor)
+    samples = run.samples(ranks_of_a_sample=plan.pipeline * plan.tensor) // micro_batches
+    layers = run.measured.layers_of(plan)
     found = None
     if layers is not None:
         found = stage_activations(
             plan, stages, layers, place=place, samples=samples, micro_batches=micro_batches
         )
-    replicas = run.topology.num_ranks // plan.pipeline
+    replicas, parts = run.groups.num_data_ranks(plan), run.groups.num_parts(plan)
     gradients = _bytes(own.trained, 1)
-    if plan.shard == "optimizer":
+    state: float
+    if plan.shard == "parameters":
+        share, state = _bytes(own.trained, parts), _optimizer(own, parts)
+        updated = max(_update(own, run, parts=parts), min(_SUMMED_AT_ONCE, share) if plan.tensor > 1 else 0)
+    elif plan.shard == "optimizer":
         # Whole gradients are dropped while they are summed, before the optimizer's step: each unit of them is copied,
         # and so is its sum.
         share, updated = math.ceil(gradients / replicas), 2 * min(_SUMMED_AT_ONCE, gradients)
         state = sum(p.state_bytes / replicas + p.other_state_bytes for p in own.trained)
     else:
         share, state = 0, _optimizer(own, 1)
-        # With replicas all gradients are copied into one tensor to be summed.
-        updated = max(_update(own, run, parts=1), gradients if replicas > 1 else 0)
+        # With replicas all gradients are copied into one tensor to be summed; those of split layers one by one.
+        copied = gradients if replicas > 1 else 0
+        updated = max(
+            _update(own, run, parts=1), min(_SUMMED_AT_ONCE, gradients) if plan.tensor > 1 else copied
+        )
+    sharded = plan.shard == "parameters"
+    parameters = _bytes(own.parameters, parts)
+    # Layers are split before those of other stages are released; then what is left is sharded.
+    split, left = (model.part(plan.tensor).num_bytes, own.num_bytes) if plan.tensor > 1 else (0, 0)
+    # FSDP2 holds the stage whole in a step, besides the parts, and copies a block's gradients to sum them.
     return Needs(
-        parameters=own.num_bytes,
+        parameters=parameters,
         gradients=gradients + share,
         optimizer=math.ceil(state),
         buffers=model.buffer_bytes,
+        gathered=own.num_bytes if sharded else 0,
+        gathered_gradients=max((grads for _, grads in own.blocks().values()), default=0) if sharded else 0,
         data=_data(plan, run),
         snapshot=_snapshot(model, run),
         update=updated,
-        start=_start(model),
+        start=_start(model, parts=max(split, left + parameters if sharded else 0)),
         activations=found,
         sent=sent_in_a_step(plan, model, run, micro_batches=micro_batches),
     )
@@ -192,17 +210,9 @@ def _activations(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, samples: int
 ) -> tuple[int | None, int]:
     """Returns the bytes at the begin of backward, None if they were not measured, and at its end."""
-    found = run.measured.activation_bytes(plan.activation_checkpointing, tensor=plan.tensor, samples=samples)
+    found = run.measured.activation_bytes(plan, samples=samples)
     num_blocks = len(model.blocks().keys() - {""})
     return found, (found or 0) // (num_blocks + 1)
-
-
-def _num_parts(plan: ParallelPlan, topology: Topology) -> int:
-    """Returns the number of ranks that share a copy of the parameters, or of their part of the layers."""
-    if plan.shard != "parameters":
-        return 1
-    mesh = ParallelMesh.plan(topology, tensor=plan.tensor)
-    return len(mesh.data_ranks()) if plan.shard_within == "world" else len(mesh.data_grid()[0])
 
 
 def _bytes(parameters: Sequence[ParameterSize], num_parts: int) -> int:

@@ -9,17 +9,21 @@ from typing import Any
 
 import torch
 
-from hpctrain.distributed import ParallelPlan, check_plan, divide
+from hpctrain.distributed import ParallelPlan, TensorPlan, check_plan, divide
 from hpctrain.errors import HpctrainError
-from hpctrain.run.memory.layouts import micro_batch_choices
+from hpctrain.run.memory.layouts import (
+    KEYS,
+    is_same_way,
+    micro_batch_choices,
+    pipeline_sizes,
+    tensor_sizes,
+)
+from hpctrain.run.memory.rank_groups import RankGroups
 from hpctrain.run.memory.sizes import StageSizes
 from hpctrain.run.recipe.load import parse_recipe
+from hpctrain.run.recipe.parallel_schema import check_enough_samples
 from hpctrain.run.recipe.schema import Recipe, ReductionSection
 from hpctrain.topology import ParallelMesh, Topology
-
-_KEYS = (
-    "shard", "shard_within", "activation_checkpointing", "tensor", "pipeline", "schedule", "micro_batches",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,40 +38,90 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Judges plans for one recipe and its model, on the meta device. layers: calls the task's `pipeline_layers`.
+    """Judges plans for one recipe and its model, on the meta device. What many plans have in common is checked once.
 
-    stages: those that plans were found to have, by their number; filled by `judge`.
+    own: the recipe's plan. layers: calls the task's `pipeline_layers`. stages: those that plans were found to have, by
+    their number; filled by `judge`. reasons: why what was checked is refused, by what it was; filled too.
     """
 
     recipe: Recipe
     model: torch.nn.Module
     topology: Topology
+    groups: RankGroups
+    own: ParallelPlan
     on_gpu: bool = False
     layers: Callable[[], Sequence[torch.nn.Module]] = list
     stages: dict[int, StageSizes] = field(default_factory=dict)
+    reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def judge(self, plan: ParallelPlan) -> Verdict:
         """Returns whether a run of the recipe with `plan` would start."""
-        drops = False
+        refused = self._of_samples(plan) or self.of_model(plan) or self._of_ranks(plan)
+        if refused:
+            return Verdict(refused=refused)
         try:
-            check_plan(self.model, plan)
-            mesh = ParallelMesh.plan(self.topology, pipeline=plan.pipeline, tensor=plan.tensor)
-            if plan.shard_within == "node":
-                mesh.data_grid()
-            if plan.pipeline > 1:
-                self._check_stages(plan)
             drops = self._check_recipe(plan)
         except HpctrainError as error:
             return Verdict(refused=_reason(error))
         choices = self._choices(plan)
         if not choices:
-            replicas = self.topology.num_ranks // plan.pipeline
-            return Verdict(
-                refused=f"data.global_batch = {self.recipe.data.global_batch} cannot be split into equal micro-batches "
-                f"for {replicas} data-parallel ranks and pipeline = {plan.pipeline}: use a multiple of "
-                f"{replicas * plan.pipeline}"
-            )
+            return Verdict(refused=self._why_no_choices(plan))
         return Verdict(drops_reduction=drops, choices=choices)
+
+    def of_model(self, plan: ParallelPlan) -> str:
+        """Returns why the model cannot be split so, on any ranks; empty if it can."""
+        sharded, stages = plan.shard == "parameters", plan.pipeline * plan.stages_per_rank
+        key = ("model", plan.activation_checkpointing, plan.tensor, plan.sequence, sharded)
+        found = self._once(key, lambda: check_plan(self.model, plan))
+        if not found and plan.pipeline > 1:
+            found = self._once(("stages", stages), lambda: self._find_stages(stages))
+        return found
+
+    def stages_of_parts(self, tensor_plan: TensorPlan) -> list[tuple[int, int]]:
+        """Returns sizes of pipelines and of tensor groups that the model allows and that go together on these ranks."""
+        tensors = [
+            size
+            for size in tensor_sizes(self.topology)
+            if tensor_plan and not self.of_model(ParallelPlan(tensor=size, tensor_plan=tensor_plan))
+        ]
+        return [
+            (stages, size)
+            for stages in (pipeline_sizes(self.topology) if tensors else ())
+            if not self.of_model(ParallelPlan(pipeline=stages, micro_batches=stages))
+            for size in tensors
+            if self.topology.num_ranks % (stages * size) == 0
+        ]
+
+    def _of_samples(self, plan: ParallelPlan) -> str:
+        try:
+            check_enough_samples(
+                global_batch=self.recipe.data.global_batch, ranks=self.topology.num_ranks,
+                ranks_of_a_sample=plan.tensor * plan.pipeline,
+            )  # fmt: skip
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _of_ranks(self, plan: ParallelPlan) -> str:
+        """Returns why these ranks, which compute on CPUs or GPUs, cannot be the plan's; empty if they can."""
+        if plan.offload and not self.on_gpu:
+            return "offload = true keeps what a GPU holds in host memory; these ranks compute on CPUs: leave it out"
+        sizes = {"pipeline": plan.pipeline, "tensor": plan.tensor}
+        found = self._once(("ranks", *sizes.values()), lambda: ParallelMesh.check(self.topology, **sizes))
+        if not found and plan.shard_within == "node":
+            key = ("nodes", *sizes.values())
+            found = self._once(key, lambda: self.groups.mesh(plan).data_grid())
+        return found
+
+    def _once(self, key: tuple[object, ...], check: Callable[[], object]) -> str:
+        """Returns the reason with which `check` refuses, which runs once for each key; empty if it does not."""
+        if key not in self.reasons:
+            try:
+                check()
+                self.reasons[key] = ""
+            except HpctrainError as error:
+                self.reasons[key] = _reason(error)
+        return self.reasons[key]
 
     def _check_recipe(self, plan: ParallelPlan) -> bool:
         """Returns True if the section [reduction] has to go. Raises RecipeError if the plan is refused even then."""
@@ -90,7 +144,9 @@ class Judge:
         document = self.recipe.model_dump(exclude_unset=True)
         usual = ParallelPlan()
         document["parallel"] = {
-            key: getattr(plan, key) for key in _KEYS if getattr(plan, key) != getattr(usual, key)
+            key: getattr(plan, key)
+            for key in (*KEYS, "micro_batches")
+            if getattr(plan, key) != getattr(usual, key)
         }
         document["run"] = {**document["run"], "ranks": self.topology.num_ranks}
         if not with_reduction:
@@ -101,10 +157,7 @@ class Judge:
             }
         return document
 
-    def _check_stages(self, plan: ParallelPlan) -> None:
-        number = plan.pipeline * plan.stages_per_rank
-        if number in self.stages:
-            return
+    def _find_stages(self, number: int) -> None:
         found = divide(self.model, self.layers(), num_stages=number)
         ends = accumulate(map(len, found.layers), initial=0)
         self.stages[number] = StageSizes(
@@ -112,18 +165,32 @@ class Judge:
         )
 
     def _choices(self, plan: ParallelPlan) -> Sequence[int]:
-        recipe, together = self.recipe, plan.tensor * plan.pipeline
-        data_ranks = self.topology.num_ranks // together
+        recipe, data_ranks = self.recipe, self.groups.num_data_ranks(plan)
+        batch = recipe.data.global_batch
         if plan.pipeline == 1:
-            samples = -(-recipe.data.global_batch // data_ranks)
-            return micro_batch_choices(plan, samples=samples, at_least=recipe.data.micro_batches)
-        if recipe.data.global_batch % data_ranks:
+            return micro_batch_choices(
+                plan, samples=-(-batch // data_ranks), at_least=recipe.data.micro_batches
+            )
+        samples, rest = divmod(batch, data_ranks)
+        asked = recipe.parallel.micro_batches if recipe.parallel.pipeline == plan.pipeline else 1
+        if rest or (is_same_way(plan, self.own) and samples % asked):
             return ()
-        same = recipe.parallel.pipeline == plan.pipeline
-        return micro_batch_choices(
-            plan, samples=recipe.data.global_batch // data_ranks,
-            at_least=recipe.parallel.micro_batches if same else 1,
-        )  # fmt: skip
+        return micro_batch_choices(plan, samples=samples, at_least=asked) or micro_batch_choices(
+            plan, samples=samples, at_least=1
+        )
+
+    def _why_no_choices(self, plan: ParallelPlan) -> str:
+        replicas, batch = self.groups.num_data_ranks(plan), self.recipe.data.global_batch
+        if is_same_way(plan, self.own):
+            parts = self.own.micro_batches
+            return (
+                f"data.global_batch = {batch} cannot be split into parallel.micro_batches = {parts} equal parts on "
+                f"each of {replicas} data-parallel ranks: use a multiple of {replicas * parts}"
+            )
+        return (
+            f"data.global_batch = {batch} cannot be split into equal micro-batches for {replicas} data-parallel ranks "
+            f"and pipeline = {plan.pipeline}: use a multiple of {replicas * plan.pipeline}"
+        )
 
 
 def _reason(error: HpctrainError) -> str:

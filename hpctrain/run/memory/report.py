@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.distributed import ParallelPlan
 from hpctrain.run.memory.calculate import MemoryPlan
 from hpctrain.run.memory.choice import (
     Fit,
@@ -16,6 +17,8 @@ from hpctrain.run.memory.choice import (
     recipe_lines,
     usual_fit,
 )
+from hpctrain.run.memory.layouts import FAMILY_KEYS
+from hpctrain.run.memory.sizes import in_decimal_units
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,6 +48,9 @@ def memory_table(plan: MemoryPlan, *, every: bool = False) -> Table:
     for way in plan.ways if every else best_of_families(plan.ways, memory=plan.memory):
         if not way.refused:
             table.add_row(*_cells(way, plan))
+        elif way.is_current:
+            empty = [""] * (len(table.columns) - 2)
+            table.add_row(f"{way.name} *", *empty, "refused, see below")
     return table
 
 
@@ -75,8 +81,7 @@ def _title(plan: MemoryPlan) -> str:
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """Returns what was assumed or refused, and what to write into the recipe if the memory was said."""
-    lines = ["* as the recipe is now"] if any(way.is_current and not way.refused for way in plan.ways) else []
-    lines += [f"note: {note}" for note in plan.notes]
+    lines = ["* as the recipe is now", *(f"note: {note}" for note in plan.notes)]
     lines += _refusals(plan.ways)
     if plan.memory is None:
         return [*lines, "With --memory it says what fits, and what to write into the recipe."]
@@ -86,20 +91,40 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
             f"Nothing fits into {in_decimal_units(plan.memory)}, not even one sample at a time: take more ranks, more "
             "memory for each, or a smaller model",
         ]
-    written = recipe_lines(plan.chosen, micro_batches=plan.run.micro_batches)
-    if not written:
-        return [*lines, "It fits as it is, without a section [parallel]."]
-    way = plan.chosen.way
-    drop = " Leave the section [reduction] out, which does not apply to it." if way.drops_reduction else ""
-    return [*lines, f"Recommended, the first that fits: {way.name}.{drop} In the recipe:", "", *written]
+    return [*lines, *_recommendation(plan, plan.chosen)]
+
+
+def _recommendation(plan: MemoryPlan, chosen: Fit) -> Iterator[str]:
+    way, is_split = chosen.way, plan.own != ParallelPlan()
+    own = plan.own.micro_batches if plan.own.pipeline > 1 else plan.run.micro_batches
+    if way.is_current and chosen.micro_batches == own:
+        yield "It fits as it is." if is_split else "It fits as it is, without a section [parallel]."
+        return
+    written = recipe_lines(chosen, micro_batches=plan.run.micro_batches)
+    says = f"Recommended, the first that fits: {way.name}."
+    if way.drops_reduction:
+        says += " Leave the section [reduction] out, which does not apply to it."
+    if is_split and "[parallel]" not in written:
+        says += " Leave the section [parallel] out."
+    yield f"{says} In the recipe:" if written else says
+    if written:
+        yield from ("", *written)
+    current = next(usual_fit(way) for way in plan.ways if way.is_current)
+    if current is not None and current.way is not way and current.needs.total <= (plan.memory or 0):
+        yield from ("", f"As the recipe is now, {current.way.name}, it fits too.")
 
 
 def _refusals(ways: Iterable[Way]) -> Iterator[str]:
-    """Yields why ways are refused, each reason once; of split layers and of pipelines one reason."""
+    """Yields why ways are refused, each reason once; of split layers and of pipelines one reason.
+
+    Of the recipe's own way its reason comes in any case.
+    """
     reasons: dict[str, list[str]] = {}
     of_kind: dict[str, str] = {}
     for way in ways:
-        if way.refused:
+        if way.refused and way.is_current:
+            yield f"{way.name} *: refused: {way.refused}"
+        elif way.refused:
             plan = way.plan
             kind = "pipelines" if plan.pipeline > 1 else "split layers" if plan.tensor > 1 else ""
             reason = of_kind.setdefault(kind, way.refused) if kind else way.refused
@@ -142,10 +167,7 @@ def _way_document(way: Way, plan: MemoryPlan) -> dict[str, Any]:
     split: dict[str, Any] = {
         "way": way.name,
         "is_current": way.is_current,
-        **{
-            key: getattr(way.plan, key)
-            for key in ("shard", "shard_within", "activation_checkpointing", "tensor", "pipeline")
-        },
+        **{key: getattr(way.plan, key) for key in (*FAMILY_KEYS, "activation_checkpointing")},
     }
     if way.plan.pipeline > 1:
         split["schedule"] = way.plan.schedule
@@ -168,12 +190,3 @@ def _way_document(way: Way, plan: MemoryPlan) -> dict[str, Any]:
         "waiting": shown.waiting,
         "costs": cost_of(shown),
     }
-
-
-def in_decimal_units(num_bytes: float) -> str:
-    """For example `1.23 GB`, `45 MB`."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if abs(num_bytes) >= unit:
-            number = num_bytes / unit
-            return f"{number:.0f} {name}" if abs(number) >= 100 else f"{number:.3g} {name}"
-    return f"{num_bytes:.0f} B"

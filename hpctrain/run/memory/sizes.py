@@ -6,9 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from hpctrain.distributed import Checkpointing, Shard
+from hpctrain.distributed import Checkpointing, ParallelPlan, Shard
 from hpctrain.reduce import ReductionNeeds
+from hpctrain.run.memory.rank_groups import RankGroups
 from hpctrain.topology import Topology
 
 
@@ -83,7 +85,14 @@ class ModelSizes:
 
     def part(self, tensor: int) -> ModelSizes:
         """Returns what one of `tensor` ranks has that hold a layer."""
+        if tensor == 1:
+            return self
         return replace(self, parameters=tuple(p.part(tensor) for p in self.parameters))
+
+    def on_place(self, place: int, *, stages: StageSizes, pipeline: int) -> ModelSizes:
+        """Returns what the ranks of a pipeline have whose first stage is `place`, with all buffers."""
+        own = tuple(p for p in self.parameters if stages.stage_of[p.name] % pipeline == place)
+        return replace(self, parameters=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,32 +140,73 @@ class TensorMessages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What was measured of forward and backward, by activation checkpointing; empty where it was not.
+class MeasuredPart:
+    """What was measured, by activation checkpointing, of what one of `ranks` ranks has that hold a layer.
 
-    split: on one of `split_ranks` ranks that hold a layer. layers: for pipelines.
+    layers: for pipelines; empty where they were not measured.
     """
 
-    whole: Mapping[Checkpointing, Activations] = field(default_factory=dict)
-    split: Mapping[Checkpointing, Activations] = field(default_factory=dict)
-    split_ranks: int = 1
+    ranks: int
+    whole: Mapping[Checkpointing, Activations]
     layers: Mapping[Checkpointing, LayerActivations] = field(default_factory=dict)
     messages: TensorMessages | None = None
 
-    def activation_bytes(self, saving: Checkpointing, *, tensor: int, samples: int) -> int | None:
-        """Returns the bytes of a micro-batch on one of `tensor` ranks that hold a layer; None if not measured.
+    def of_one(self, whole: Activations, part: Activations, *, tensor: int) -> Activations:
+        """Returns what one of `tensor` ranks has: some is the same with any number of ranks, the rest is divided.
 
-        A part is the same with any number of ranks, and the rest is divided by it.
+        whole: without split layers. part: with `ranks` of them.
         """
+
+        def bytes_of(most: float, less: float) -> float:
+            divided = min(most, max(0.0, (most - less) * self.ranks / (self.ranks - 1)))
+            return most - divided + divided / tensor
+
+        return Activations(
+            fixed_bytes=bytes_of(whole.fixed_bytes, part.fixed_bytes),
+            sample_bytes=bytes_of(whole.sample_bytes, part.sample_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of forward and backward, by activation checkpointing; empty where it was not.
+
+    layers: for pipelines. split: with split layers. sequence: with split layers and sequences.
+    """
+
+    whole: Mapping[Checkpointing, Activations] = field(default_factory=dict)
+    layers: Mapping[Checkpointing, LayerActivations] = field(default_factory=dict)
+    split: MeasuredPart | None = None
+    sequence: MeasuredPart | None = None
+
+    def part(self, plan: ParallelPlan) -> MeasuredPart | None:
+        """Returns what was measured of the layers as `plan` splits them."""
+        return self.sequence if plan.sequence else self.split
+
+    def activation_bytes(self, plan: ParallelPlan, *, samples: int) -> int | None:
+        """Returns the bytes of a micro-batch on a rank that has all layers, or parts of all; None if not measured."""
+        saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.whole.get(saving)
-        if whole is None or tensor == 1:
+        if whole is None or plan.tensor == 1:
             return None if whole is None else whole.at(samples)
-        split = self.split.get(saving)
-        if split is None:
+        if part is None or saving not in part.whole:
             return None
-        most, less = whole.at(samples), split.at(samples)
-        divided = max(0.0, (most - less) * self.split_ranks / (self.split_ranks - 1))
-        return math.ceil(most - divided + divided / tensor)
+        return part.of_one(whole, part.whole[saving], tensor=plan.tensor).at(samples)
+
+    def layers_of(self, plan: ParallelPlan) -> LayerActivations | None:
+        """Returns what the layers of a pipeline hold, or a rank's parts of them; None if not measured."""
+        saving, part = plan.activation_checkpointing, self.part(plan)
+        whole = self.layers.get(saving)
+        if whole is None or plan.tensor == 1:
+            return whole
+        if part is None or saving not in part.layers:
+            return None
+        of_one, parts = partial(part.of_one, tensor=plan.tensor), part.layers[saving]
+        return LayerActivations(
+            kept=tuple(map(of_one, whole.kept, parts.kept)),
+            more=tuple(map(of_one, whole.more, parts.more)),
+            output_bytes=whole.output_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +243,7 @@ class RunSizes:
     sharded. sharded_sum: algorithm and wire format of those that are. stages: by number of stages. loader: None: not in
     this memory. snapshot: whether a save in the background keeps a copy of the rank's share of the state in this
     memory. update_at_once: whether the optimizer's step makes temporary tensors of all parameters at once, as on GPUs,
-    or of one after the other.
+    or of one after the other. groups: of the topology.
     """
 
     topology: Topology
@@ -206,7 +256,20 @@ class RunSizes:
     loader: LoaderSizes | None = None
     snapshot: bool = False
     update_at_once: bool = False
+    groups: RankGroups = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", RankGroups(self.topology))
 
     def samples(self, *, ranks_of_a_sample: int = 1) -> int:
         """Returns the samples of a rank in a step, if so many ranks compute the same ones."""
         return math.ceil(self.global_batch / (self.topology.num_ranks // ranks_of_a_sample))
+
+
+def in_decimal_units(num_bytes: float) -> str:
+    """For example `1.23 GB`, `45 MB`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if abs(num_bytes) >= unit:
+            number = num_bytes / unit
+            return f"{number:.0f} {name}" if abs(number) >= 100 else f"{number:.3g} {name}"
+    return f"{num_bytes:.0f} B"

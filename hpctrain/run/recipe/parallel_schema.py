@@ -87,6 +87,15 @@ class ParallelSection(Section):
         return self
 
 
+def check_enough_samples(*, global_batch: int, ranks: int, ranks_of_a_sample: int) -> None:
+    """Raises ValueError if there is not a sample for each of the data-parallel ranks."""
+    if global_batch * ranks_of_a_sample < ranks:
+        raise ValueError(
+            f"data.global_batch = {global_batch} cannot be split over run.ranks = {ranks}: every rank needs at least "
+            "one sample"
+        )
+
+
 def check_parallel(
     parallel: ParallelSection,
     *,

@@ -13,7 +13,7 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.guards_schema import GuardsSection
 from hpctrain.run.recipe.limits_schema import LimitsSection
-from hpctrain.run.recipe.parallel_schema import ParallelSection, check_parallel
+from hpctrain.run.recipe.parallel_schema import ParallelSection, check_enough_samples, check_parallel
 from hpctrain.run.recipe.section import Section
 from hpctrain.run.recipe.slurm_schema import SlurmSection
 from hpctrain.run.recipe.stop_schema import StopSection
@@ -344,12 +344,11 @@ class Recipe(Section):
                 f"{self.checkpoint.signal} is checkpoint.signal and one of stop.signals: choose another, or "
                 'checkpoint.signal = "none"'
             )
-        ranks_of_a_sample = self.parallel.tensor * self.parallel.pipeline
-        if self.run.ranks is not None and self.data.global_batch * ranks_of_a_sample < self.run.ranks:
-            raise ValueError(
-                f"data.global_batch = {self.data.global_batch} cannot be split over run.ranks = {self.run.ranks}: "
-                "every rank needs at least one sample"
-            )
+        if self.run.ranks is not None:
+            check_enough_samples(
+                global_batch=self.data.global_batch, ranks=self.run.ranks,
+                ranks_of_a_sample=self.parallel.tensor * self.parallel.pipeline,
+            )  # fmt: skip
         usual = ReductionSection()
         check_parallel(
             self.parallel, optimizer=self.optimizer.name, algorithm=self.reduction.algorithm, wire=self.reduction.wire,

@@ -46,6 +46,14 @@ def test_a_plain_number_of_bytes_stays_what_it_is(num_bytes: int) -> None:
     assert parse_size(str(num_bytes)) == num_bytes
 
 
+def test_a_size_that_is_no_whole_number_of_bytes_is_rounded_down_where_that_is_asked() -> None:
+    assert parse_size("79.2GiB", rounds_down=True) == 85040352460
+    assert parse_size("1.5MB", rounds_down=True) == 1_500_000
+    for text, rounds_down in (("79.2GiB", False), ("0.9B", True)):
+        with pytest.raises(UsageError, match="whole number"):
+            parse_size(text, rounds_down=rounds_down)
+
+
 def test_sizes_are_shown_in_the_unit_that_is_round() -> None:
     shown = [describe_bytes(n) for n in (12, 4000, 4096, 1_500_000, 16 * 2**20, 64_000_000, 1_024_000)]
     assert shown == ["12 B", "4 KB", "4 KiB", "1.5 MB", "16 MiB", "64 MB", "1.02 MB"]

@@ -92,6 +92,37 @@ def test_characters_are_planned_without_their_data(tmp_path: Path) -> None:
     assert "pipeline 4 zero-bubble" in plan(*asked, "--all", cwd=tmp_path).stdout
 
 
+def test_the_recipes_own_pipeline_of_split_layers_is_marked_and_recommended_as_it_is(tmp_path: Path) -> None:
+    recipe = str(EXAMPLES / "characters_pipeline.toml")
+    wide = ["--set", "task.options={ window = 128, width = 512, layers = 24, heads = 4 }"]
+    asked = [recipe, "--ranks", "8", *wide, "--set", "parallel.tensor=2", "--set", "data.prefetch_mb=1"]
+    text = plan(*asked, "--memory", "79.2GiB", cwd=tmp_path).stdout
+    assert "│ pipeline 2 1f1b, tensor 2 *" in text
+    assert "Recommended, the first that fits: none. Leave the section [parallel] out." in text
+    assert "As the recipe is now, pipeline 2 1f1b, tensor 2, it fits too." in text
+    sharded = [*asked, "--set", "parallel.shard=parameters"]
+    assert "│ pipeline 2 1f1b, parameters, tensor 2 *" in plan(*sharded, cwd=tmp_path).stdout
+    found = document(*sharded, cwd=tmp_path)
+    sizes = {way["way"]: way["bytes"] for way in found["ways"] if "bytes" in way}
+    elements = found["parameters"]
+    # Almost all of the model is in split layers of blocks, which are divided over the stages.
+    assert sizes["pipeline 2 1f1b, tensor 2"]["optimizer"] == pytest.approx(8 * elements / 4, rel=0.1)
+    assert sizes["pipeline 2 1f1b, parameters, tensor 2"]["optimizer"] == pytest.approx(
+        8 * elements / 8, rel=0.1
+    )
+    assert sizes["pipeline 2 1f1b, parameters"]["optimizer"] == pytest.approx(8 * elements / 8, rel=0.1)
+
+
+def test_a_recipe_that_is_split_fits_as_it_is(tmp_path: Path) -> None:
+    recipe, keys = str(EXAMPLES / "characters.toml"), ["parallel.shard=gradients", "data.prefetch_mb=1"]
+    wide = ["--set", "task.options={ window = 128, width = 512, layers = 24, heads = 4 }"]
+    asked = [recipe, "--ranks", "8", *wide, *(word for key in keys for word in ("--set", key))]
+    ways = {way["way"]: way for way in document(*asked, cwd=tmp_path)["ways"]}
+    enough = ways["gradients"]["bytes"]["total"]
+    text = plan(*asked, "--memory", str(enough), cwd=tmp_path).stdout
+    assert text.rstrip().endswith("It fits as it is.")
+
+
 def test_where_nothing_fits_the_code_is_that_of_a_run_out_of_memory(tmp_path: Path) -> None:
     recipe = str(EXAMPLES / "characters.toml")
     done = plan(recipe, "--ranks", "2", "--memory", "1MB", cwd=tmp_path, expect=int(ExitCode.OUT_OF_MEMORY))
@@ -103,7 +134,9 @@ def test_where_nothing_fits_the_code_is_that_of_a_run_out_of_memory(tmp_path: Pa
     ("words", "message"),
     [
         (["digits.toml", "--ranks", "100"], "cannot be split over run.ranks = 100"),
+        (["characters.toml", "--ranks", "100000"], "cannot be split over run.ranks = 100000"),
         (["characters.toml", "--ranks", "2", "--memory", "much"], "'much' is no size"),
+        (["characters.toml", "--ranks", "2", "--memory", "0.4B"], "whole number of bytes"),
         (["characters.toml", "--ranks", "2", "--set", "task.target=nowhere:Task"], "cannot be imported"),
     ],
 )

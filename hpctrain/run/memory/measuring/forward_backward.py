@@ -10,13 +10,21 @@ import psutil
 import torch
 
 from hpctrain.data import Batch
-from hpctrain.distributed import Checkpointing, TensorPlan, checkpoint_activations
+from hpctrain.distributed import Checkpointing, ParallelPlan, checkpoint_activations
 from hpctrain.run.build import build_model
 from hpctrain.run.compute.precision import MODEL_DTYPE, autocast_for
 from hpctrain.run.memory.measuring.activations import first_of, measure_activations
 from hpctrain.run.memory.measuring.layer_parts import counted_messages, leave_one_part
 from hpctrain.run.memory.measuring.layers import measure_layers
-from hpctrain.run.memory.sizes import Activations, Measured, ModelSizes, line_through
+from hpctrain.run.memory.sizes import (
+    Activations,
+    LayerActivations,
+    Measured,
+    MeasuredPart,
+    ModelSizes,
+    TensorMessages,
+    line_through,
+)
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.train import Task, TaskRunner, derive_seed, seed_generators
 
@@ -32,16 +40,14 @@ def measure_forward_backward(
     *,
     sizes: ModelSizes,
     savings: Sequence[Checkpointing],
-    tensor_plan: TensorPlan,
-    split_ranks: int,
-    in_stages: bool,
+    plans: Sequence[ParallelPlan],
     besides: int,
     note: Callable[[str], None],
 ) -> Measured:
     """Returns what forward and backward of the first samples of `batch` hold.
 
-    savings: kinds of activation checkpointing that the model allows. split_ranks: how many ranks hold a layer, by
-    `tensor_plan`; 1: none. in_stages: whether the task says what its layers are. besides: bytes of a sample that do not
+    savings: kinds of activation checkpointing that the model allows. plans: which are to be measured: of those with
+    split layers, and of those with sequences too, the one with the fewest ranks. besides: bytes of a sample that do not
     count here, but on the run's device. What fails is left out, with a note.
     """
     free = psutil.virtual_memory().available
@@ -67,33 +73,65 @@ def measure_forward_backward(
         return Measured()
     found = Measured(whole=lines(whole))
     samples = sorted(whole["none"])
-    if split_ranks > 1:
+    if any(plan.pipeline > 1 for plan in plans):
         try:
-            make = partial(makers.runner, tensor_plan=tensor_plan, tensor=split_ranks)
-            split = lines(measure_activations(make, batch, ways=savings, memory=0, sizes=samples))
-            runner = makers.runner("none")
-            with counted_messages(runner.model, tensor_plan, samples=samples[-1]) as sums, torch.no_grad():
-                runner.loss(first_of(batch, samples[-1]))
-            found = replace(found, split=split, split_ranks=split_ranks, messages=sums())
-        except Exception as error:  # the model may not work with parts of its layers
-            note(
-                "activations of split layers were not measured and count as nothing: "
-                f"{type(error).__name__}: {error}"
+            found = replace(
+                found, layers=_layers(makers.runner, makers, batch, savings=savings, sizes=samples)
             )
-    if in_stages:
-        try:
-            layers = {}
-            for saving in savings:
-                runner = makers.runner(saving)
-                of_task = runner.task.pipeline_layers(runner.model)  # type: ignore[attr-defined]
-                runner_of = partial(makers.runner_of, runner.task)
-                layers[saving] = measure_layers(runner_of, list(of_task), batch, sizes=samples)
-            found = replace(found, layers=layers)
         except Exception as error:  # the layers may not be callable one after another
             note(
                 f"activations of pipelines were not measured and count as nothing: {type(error).__name__}: {error}"
             )
+    for sequence in (False, True):
+        split = [plan for plan in plans if plan.tensor > 1 and plan.sequence == sequence]
+        if not split:
+            continue
+        try:
+            fewest = min(split, key=lambda plan: plan.tensor)
+            make = partial(makers.runner, split_as=fewest)
+            part = MeasuredPart(
+                ranks=fewest.tensor,
+                whole=lines(measure_activations(make, batch, ways=savings, memory=0, sizes=samples)),
+                layers=_layers(make, makers, batch, savings=savings, sizes=samples)
+                if found.layers and any(plan.pipeline > 1 for plan in split)
+                else {},
+                messages=_messages(makers.runner("none"), fewest, first_of(batch, samples[-1])),
+            )
+            found = replace(found, sequence=part) if sequence else replace(found, split=part)
+        except Exception as error:  # the model may not work with parts of its layers
+            what = "split layers and sequences" if sequence else "split layers"
+            note(
+                f"activations of {what} were not measured and count as nothing: {type(error).__name__}: {error}"
+            )
     return found
+
+
+def _layers(
+    make_runner: Callable[[Checkpointing], TaskRunner],
+    makers: _Makers,
+    batch: Batch,
+    *,
+    savings: Sequence[Checkpointing],
+    sizes: Sequence[int],
+) -> dict[Checkpointing, LayerActivations]:
+    """Returns what the layers hold that the task names for pipelines."""
+    found = {}
+    for saving in savings:
+        runner = make_runner(saving)
+        of_task = runner.task.pipeline_layers(runner.model)  # type: ignore[attr-defined]
+        runner_of = partial(makers.runner_of, runner.task)
+        found[saving] = measure_layers(runner_of, list(of_task), batch, sizes=sizes)
+    return found
+
+
+def _messages(runner: TaskRunner, plan: ParallelPlan, batch: Batch) -> TensorMessages:
+    """Returns what the ranks of a tensor group send each other. runner: of the whole model."""
+    counting = counted_messages(
+        runner.model, plan.tensor_plan, samples=batch.num_samples, sequence=plan.sequence
+    )
+    with counting as sums, torch.no_grad():
+        runner.loss(batch)
+    return sums()
 
 
 class _Makers:
@@ -103,15 +141,13 @@ class _Makers:
         self._recipe = recipe
         self._make_task = make_task
 
-    def runner(
-        self, saving: Checkpointing, *, tensor_plan: TensorPlan | None = None, tensor: int = 1
-    ) -> TaskRunner:
-        """Returns one with a new model, or with what one of `tensor` ranks has of it."""
+    def runner(self, saving: Checkpointing, *, split_as: ParallelPlan | None = None) -> TaskRunner:
+        """Returns one with a new model, or with what one of the ranks has of it that hold its layers."""
         seed_generators(derive_seed(self._recipe.run.seed, "model"))
         task = self._make_task()
         model = build_model(self._recipe, task, device=_CPU)
-        if tensor_plan is not None:
-            leave_one_part(model, tensor_plan, tensor=tensor)
+        if split_as is not None:
+            leave_one_part(model, split_as.tensor_plan, tensor=split_as.tensor, sequence=split_as.sequence)
         if saving != "none":
             checkpoint_activations(model, saving)
         return self.runner_of(task, model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +20,21 @@ _WEIGHT_DIMS = {
     (nn.Linear, "row"): 1,
     (nn.Embedding, "column-gathered"): 1,
     (nn.Embedding, "row"): 0,
+}
+# Of a module's input and of its output, how often the ranks of a group sum it in forward and in backward; what is
+# gathered or scattered counts half.
+_Shares: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
+_SUMMED: dict[str, _Shares] = {
+    "row": ((0, 0), (1, 0)),
+    "column": ((0, 1), (0, 0)),
+    "column-gathered": ((0, 1), (0.5, 0)),
+}
+_SUMMED_ON_PARTS: dict[str, _Shares] = {
+    "row": ((0, 0), (0.5, 0.5)),
+    "column": ((0.5, 0.5), (0, 0)),
+    "column-gathered": ((0.5, 0.5), (0.5, 0)),
+    "sequence": ((0, 0), (0, 0)),
+    "sequence-gathered": ((0, 0), (0.5, 0)),
 }
 
 
@@ -36,10 +52,11 @@ def split_dimensions(model: nn.Module, plan: TensorPlan) -> dict[str, int]:
     return found
 
 
-def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int) -> None:
+def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
     """Leaves in `model`, in place, what the first of `tensor` ranks has, which computes without the others.
 
-    Shapes are those of that rank; the numbers are wrong: a part is taken for the sum over the ranks.
+    sequence: of what lies between split layers it has its part of the sequence. Shapes are those of that rank; the
+    numbers are wrong: a part is taken for the sum over the ranks, and repeated for what is gathered.
     """
     dims = split_dimensions(model, plan)
     for name, how in tensor_styles(model, plan).items():
@@ -49,26 +66,55 @@ def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int) -> None:
             if dim is not None:
                 part = parameter.detach().chunk(tensor, dim)[0].clone()
                 setattr(module, key, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        embeds = isinstance(module, nn.Embedding)
+        if sequence and how != "row" and not embeds:
+            _change_input(module, partial(_repeated, times=tensor, dim=-2))
         if how == "column-gathered":
-            module.register_forward_hook(_repeated(tensor))
-        elif isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_within(module.weight.shape[0]))
+            _change_output(module, partial(_repeated, times=tensor, dim=-1))
+        elif embeds:
+            _change_input(module, partial(torch.remainder, other=module.weight.shape[0]))
+        if sequence and (how == "row" or embeds):
+            _change_output(module, partial(_first_part, parts=tensor, dim=-2))
+    for name, how in _on_parts(model, plan).items() if sequence else ():
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            _change_input(module, partial(_first_part, parts=tensor, dim=-1))
+        if how == "sequence-gathered":
+            _change_output(module, partial(_repeated, times=tensor, dim=-2))
 
 
-def _repeated(tensor: int) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-    """Returns a hook that gives the output the shape that it has once it is gathered."""
+def _on_parts(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
+    """Returns how each module is computed that has a part of the sequence, by name."""
+    found = {}
+    for how in ("sequence", "sequence-gathered"):
+        # By their patterns alone: those of layers that are split are found in the same way.
+        named = {
+            pattern: "column"
+            for pattern, given in plan.items()
+            if (given if isinstance(given, str) else given[0]) == how
+        }
+        found.update(dict.fromkeys(tensor_styles(model, named), how))
+    return found
 
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return torch.cat([output] * tensor, dim=-1)
 
-    return hook
+_Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _within(rows: int) -> Callable[[nn.Module, Any], tuple[torch.Tensor]]:
-    def hook(module: nn.Module, args: Any) -> tuple[torch.Tensor]:
-        return (args[0] % rows,)
+def _change_input(module: nn.Module, change: _Change) -> None:
+    module.register_forward_pre_hook(lambda _, args: (change(args[0]),))
 
-    return hook
+
+def _change_output(module: nn.Module, change: _Change) -> None:
+    module.register_forward_hook(lambda _, args, output: change(output))
+
+
+def _repeated(part: torch.Tensor, *, times: int, dim: int) -> torch.Tensor:
+    """Returns a tensor of the shape that the ranks' parts have once they are gathered."""
+    return torch.cat([part] * times, dim=dim)
+
+
+def _first_part(whole: torch.Tensor, *, parts: int, dim: int) -> torch.Tensor:
+    return whole.chunk(parts, dim)[0].clone()
 
 
 def _weight_dim(module: nn.Module, how: str) -> int:
@@ -79,12 +125,13 @@ def _weight_dim(module: nn.Module, how: str) -> int:
 
 @contextmanager
 def counted_messages(
-    model: nn.Module, plan: TensorPlan, *, samples: int
+    model: nn.Module, plan: TensorPlan, *, samples: int, sequence: bool = False
 ) -> Iterator[Callable[[], TensorMessages]]:
     """Counts, in a forward of `samples` within the `with` block, what the ranks of a tensor group would sum.
 
     The value is a function that returns the sums afterwards. A `row` module's output is summed in forward, the gradient
-    of a `column` module's input in backward.
+    of a `column` module's input in backward. With `sequence` both are scattered or gathered in both directions, which
+    is half a sum each.
     """
     blocks = repeated_blocks(model)
     sums = {"forward": 0.0, "in_blocks": 0.0, "backward": 0.0}
@@ -93,17 +140,20 @@ def counted_messages(
         in_block = any(name.startswith(f"{block}.") for block in blocks)
 
         def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            summed = {"row": 1.0, "column-gathered": 0.5, "column": 0.0}[how] * output.nbytes / samples
-            sums["forward"] += summed
-            sums["in_blocks"] += summed if in_block else 0.0
-            if how != "row" and args[0].is_floating_point():
-                sums["backward"] += args[0].nbytes / samples
+            takes = args[0].nbytes if args[0].is_floating_point() else 0
+            of_input, of_output = _SUMMED_ON_PARTS[how] if sequence else _SUMMED[how]
+            forward, backward = (
+                (a * takes + b * output.nbytes) / samples for a, b in zip(of_input, of_output, strict=True)
+            )
+            sums["forward"] += forward
+            sums["in_blocks"] += forward if in_block else 0.0
+            sums["backward"] += backward
 
         return hook
 
+    styles = {**tensor_styles(model, plan), **(_on_parts(model, plan) if sequence else {})}
     hooks = [
-        model.get_submodule(name).register_forward_hook(counting(name, how))
-        for name, how in tensor_styles(model, plan).items()
+        model.get_submodule(name).register_forward_hook(counting(name, how)) for name, how in styles.items()
     ]
     try:
         yield lambda: TensorMessages(**sums)

@@ -67,6 +67,34 @@ def test_pipelines_come_last_with_each_schedule() -> None:
     assert not any("pipeline 6" in name and "optimizer" in name for name in found)
 
 
+def test_stages_may_be_sharded_within_nodes_or_split_further() -> None:
+    found = set(names(16, 4, in_stages=True))
+    assert {"pipeline 2 1f1b, parameters within node", "pipeline 2 1f1b, parameters"} <= found
+    # A stage of one node's ranks has no replicas on others.
+    assert "pipeline 4 1f1b, parameters" in found
+    assert "pipeline 4 1f1b, parameters within node" not in found
+    both = names(16, 4, tensor_plan=PLAN, in_stages=True, stages_of_parts=[(2, 2), (4, 4)])
+    split = [name for name in both if "pipeline" in name and "tensor" in name and "1f1b" in name]
+    # After pipelines alone.
+    assert both[-1].startswith("pipeline 4 gpipe, tensor 4, selective")
+    assert [name for name in split if "selective" not in name and "blocks" not in name] == [
+        "pipeline 2 1f1b, tensor 2", "pipeline 2 1f1b, parameters within node, tensor 2",
+        "pipeline 2 1f1b, parameters, tensor 2", "pipeline 4 1f1b, tensor 4",
+    ]  # fmt: skip
+
+
+def test_sequences_are_split_if_the_task_says_how_and_offload_comes_last() -> None:
+    found = names(4, 4, tensor_plan={**PLAN, "norm": ("sequence", 8)}, offload=True)
+    assert found[12:14] == ["none, tensor 2", "none, tensor 2, sequence"]
+    assert "parameters, tensor 2, sequence, blocks" in found
+    assert found[-3:] == [
+        "parameters, offload",
+        "parameters, offload, blocks",
+        "parameters, offload, selective",
+    ]
+    assert not any("sequence" in name or "offload" in name for name in names(4, 4, tensor_plan=PLAN))
+
+
 def test_micro_batches_are_as_few_as_each_size_needs() -> None:
     assert micro_batch_choices(ParallelPlan(), samples=16, at_least=1) == [1, 2, 3, 4, 6, 8, 16]
     assert micro_batch_choices(ParallelPlan(), samples=16, at_least=5) == [5, 6, 8, 16]
@@ -139,6 +167,11 @@ def test_of_each_family_the_first_that_fits_is_shown() -> None:
     assert best_of_families(ways, memory=410 * MB)[0].name == "none, selective"
     # None fits: what needs least.
     assert best_of_families(ways, memory=1)[0].name == "none, blocks"
+    # What the recipe asks for is there too.
+    now = [replace(way, is_current=way.name == "none, selective") for way in ways]
+    assert [way.name for way in best_of_families(now, memory=None)][:3] == [
+        "none", "none, selective", "optimizer",
+    ]  # fmt: skip
 
 
 def test_costs_are_computing_again_and_waiting() -> None:
@@ -176,6 +209,22 @@ def test_the_lines_of_the_recipe_are_those_that_differ_from_the_usual() -> None:
     assert lines("parameters within node, blocks", 10**12) == [
         "[parallel]", 'shard = "parameters"', 'shard_within = "node"', 'activation_checkpointing = "blocks"',
     ]  # fmt: skip
+
+
+def test_the_lines_of_the_recipe_have_sequences_and_offload() -> None:
+    run = run_of(4)
+    some = usual_fit(all_ways(run)[0])
+    assert some is not None
+    split = ParallelPlan(tensor=2, tensor_plan=PLAN, sequence=True)
+    offloaded = ParallelPlan(shard="parameters", offload=True)
+    for plan, lines in (
+        (split, ["[parallel]", "tensor = 2", "sequence = true"]),
+        (offloaded, ["[parallel]", 'shard = "parameters"', "offload = true"]),
+    ):
+        assert recipe_lines(replace(some, way=replace(some.way, plan=plan)), micro_batches=1) == lines
+    needs = replace(some.needs, host=12 * MB)
+    fit = replace(some, way=replace(some.way, plan=offloaded), needs=needs)
+    assert cost_of(fit) == "copies from 12 MB in host memory"
 
 
 @pytest.mark.parametrize("of_data", [1, 4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,16 @@ from torch import nn
 from torch.nn import functional
 
 from hpctrain.data import Batch, pack_arrays
-from hpctrain.distributed import Checkpointing, checkpoint_activations
+from hpctrain.distributed import Checkpointing, ParallelPlan, checkpoint_activations
 from hpctrain.errors import RecipeError
-from hpctrain.run import memory_document, memory_lines, parse_recipe, plan_memory
+from hpctrain.run import memory_document, memory_lines, memory_table, parse_recipe, plan_memory
+from hpctrain.run.memory.choice import Fit
 from hpctrain.run.memory.measuring.activations import LiveBytes, measure_activations, most_bytes
 from hpctrain.run.memory.measuring.layer_parts import counted_messages, leave_one_part, split_dimensions
 from hpctrain.run.memory.measuring.model import META, count_model, optimizer_state
 from hpctrain.run.memory.sizes import TensorMessages
 from hpctrain.run.recipe.schema import OptimizerSection
+from hpctrain.topology import ParallelMesh, Topology
 from hpctrain.train import TaskRunner
 from hpctrain.train.task.task import Fields
 
@@ -346,7 +350,7 @@ class Splittable(Task):
 def test_split_layers_and_pipelines_are_planned_if_the_task_says_how(data: Path) -> None:
     found = planned(data, num_ranks=4, task={"target": f"{__name__}:Splittable"}, data={"global_batch": 256})
     assert found.notes == ()
-    assert found.run.measured.split_ranks == 2
+    assert found.run.measured.split.ranks == 2
     whole, split = (way_named(found, name).needs(1) for name in ("none", "none, tensor 2"))
     # Of a block `up` and `down` are split, without the bias of `down` and the norm.
     in_blocks = 6 * (WIDTH * 4 * WIDTH * 2 + 4 * WIDTH)
@@ -368,6 +372,172 @@ def test_split_layers_and_pipelines_are_planned_if_the_task_says_how(data: Path)
     summed = 2 * 1 / 2 * whole.parameters / 2
     assert needs.sent.total == pytest.approx(summed + 2 * 256 * 4 * WIDTH / 4, rel=1e-3)
     assert "cannot be split into 4 stages" in way_named(found, "pipeline 4 1f1b").refused
+
+
+def test_a_pipeline_of_split_layers_is_planned_from_parts_of_each_layer(data: Path) -> None:
+    parallel = {"pipeline": 2, "tensor": 2, "micro_batches": 4}
+    found = planned(
+        data,
+        num_ranks=8,
+        task={"target": f"{__name__}:Splittable"},
+        data={"global_batch": 256},
+        parallel=parallel,
+    )
+    assert found.notes == ()
+    own = way_named(found, "pipeline 2 1f1b, tensor 2")
+    assert own.is_current
+    assert own.choices[0] == 4
+    needs, alone = own.needs(4), way_named(found, "pipeline 2 1f1b").needs(4)
+    in_blocks = 6 * (WIDTH * 4 * WIDTH * 2 + 4 * WIDTH)
+    # Of a stage's half of the blocks a rank has a half; the last layer is on some ranks only.
+    assert alone.parameters - needs.parameters == pytest.approx(4 * in_blocks / 2 / 2, rel=0.01)
+    whole, part = (found.run.measured.layers_of(plan) for plan in (ParallelPlan(), own.plan))
+    # Of a block's 10 values for each input, of the norm, of `up`, of its activation and of the block, 4 + 4 are halved.
+    assert part.kept[0].at(64) == pytest.approx(6 / 10 * whole.kept[0].at(64), rel=0.02)
+    # A first stage of three blocks, with twice 32 samples in flight.
+    assert needs.activations > 2 * 3 * part.kept[0].at(32)
+    both = way_named(found, "pipeline 2 1f1b, parameters, tensor 2").needs(4)
+    assert both.gathered == needs.parameters
+    assert both.optimizer == pytest.approx(needs.optimizer / 2, rel=0.02)
+
+
+class Sequences(Task):
+    """Tokens, whose sequence is split between the layers."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(40, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 40))
+
+    def tensor_plan(self) -> dict[str, str | tuple[str, int]]:
+        return {
+            "0": ("sequence", 16), "*.norm": "sequence", "*.up": "column", "*.down": "row", "5": "sequence-gathered",
+        }  # fmt: skip
+
+    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
+        tokens = fields["tokens"].long()
+        return functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def test_with_sequences_only_inputs_of_split_layers_and_the_output_are_whole() -> None:
+    model, plan = Sequences().build_model(), Sequences().tensor_plan()
+    leave_one_part(model, plan, tensor=4, sequence=True)
+    shapes: dict[str, tuple[Any, Any]] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(
+            lambda _, args, output, name=name: shapes.update({name: (args[0].shape, output.shape)})
+        )
+    output = model(torch.zeros(2, 16, dtype=torch.int64))
+    output.sum().backward()
+    assert output.shape == (2, 16, 40)
+    assert shapes["0"] == ((2, 4), (2, 4, WIDTH))
+    assert shapes["1.norm"] == ((2, 4, WIDTH), (2, 4, WIDTH))
+    assert shapes["1.up"] == ((2, 16, WIDTH), (2, 16, WIDTH))
+    assert shapes["1.down"] == ((2, 16, WIDTH), (2, 4, WIDTH))
+    whole = Sequences().build_model()
+    with counted_messages(whole, plan, samples=2, sequence=True) as sums:
+        whole(torch.zeros(2, 16, dtype=torch.int64))
+    # Of each block the input of `up` is gathered and the output of `down` scattered, at the end logits are gathered.
+    features, logits = 16 * WIDTH * 4, 16 * 40 * 4
+    in_blocks = 4 * features
+    assert sums() == TensorMessages(forward=in_blocks + logits / 2, in_blocks=in_blocks, backward=in_blocks)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("tokens") / "data"
+    pack_arrays(where, {"tokens": np.random.default_rng(0).integers(40, size=(64, 16)).astype(np.uint8)})
+    return where
+
+
+def test_a_recipe_with_sequences_has_a_row_of_its_own(tokens: Path) -> None:
+    task = {"target": f"{__name__}:Sequences"}
+    found = planned(tokens, num_ranks=4, task=task, parallel={"tensor": 2, "sequence": True}, memory=10**9)
+    assert found.notes == ()
+    plain, own = way_named(found, "none, tensor 2"), way_named(found, "none, tensor 2, sequence")
+    assert own.is_current
+    assert not plain.is_current
+    # Of 32 samples the inputs of each block's norm, and less at the end, where logits are whole.
+    saved = 4 * (32 * 16 * WIDTH * 4) / 2
+    assert 0.5 * saved < plain.needs(1).activations - own.needs(1).activations < 1.2 * saved
+    assert own.needs(1).held == plain.needs(1).held
+    lines = memory_lines(found)
+    assert lines[-3:] == [
+        "Recommended, the first that fits: none. Leave the section [parallel] out.", "",
+        "As the recipe is now, none, tensor 2, sequence, it fits too.",
+    ]  # fmt: skip
+    # The recommended lines keep it where it is what fits first.
+    own_fits = replace(found, chosen=Fit(way=own, micro_batches=1, needs=own.needs(1)))
+    assert memory_lines(own_fits)[-1] == "It fits as it is."
+    more = replace(found, chosen=Fit(way=own, micro_batches=2, needs=own.needs(2)))
+    assert memory_lines(more)[-1].splitlines() != []
+    assert "sequence = true" in memory_lines(more)
+
+
+@pytest.mark.parametrize(
+    ("target", "parallel", "name", "reason"),
+    [
+        ("Task", {"tensor": 2}, "none, tensor 2", "does not say how its model is split"),
+        ("Task", {"pipeline": 2, "micro_batches": 2}, "pipeline 2 1f1b", "pipeline_layers"),
+        ("Splittable", {"tensor": 3}, "none, tensor 3", "does not divide"),
+        ("Splittable", {"pipeline": 2, "micro_batches": 5}, "pipeline 2 1f1b", "use a multiple of 10"),
+        ("Splittable", {"tensor": 2, "sequence": True}, "none, tensor 2, sequence", "does not name"),
+        ("Task", {"shard": "parameters", "offload": True}, "parameters, offload", "compute on CPUs"),
+    ],
+)
+def test_the_recipes_own_way_has_a_row_also_if_a_run_would_refuse_it(
+    data: Path, target: str, parallel: dict[str, Any], name: str, reason: str
+) -> None:
+    task = {"target": f"{__name__}:{target}"}
+    found = planned(data, num_ranks=4, task=task, parallel=parallel, memory=10**9)
+    own = way_named(found, name)
+    assert [way for way in found.ways if way.is_current] == [own]
+    assert reason in own.refused
+    assert any(line.startswith(f"{name} *: refused: ") and reason in line for line in memory_lines(found))
+    table = memory_table(found)
+    column = list(table.columns[0].cells)
+    assert column.count(f"{name} *") == 1
+    assert list(table.columns[-1].cells)[column.index(f"{name} *")] == "refused, see below"
+    assert found.chosen.way.name == "none"
+
+
+def test_on_gpus_offloaded_parameters_are_the_last_resort(data: Path) -> None:
+    parallel = {"shard": "parameters", "offload": True}
+    found = planned(data, run={"device": "cuda"}, parallel=parallel)
+    own = way_named(found, "parameters, offload")
+    assert own.is_current
+    assert own.needs(1).held == 0 < own.needs(1).host
+    assert found.ways[-1].plan.offload
+    cpu = planned(data)
+    assert not any(way.plan.offload for way in cpu.ways)
+
+
+def test_many_ranks_are_refused_for_too_few_samples_before_any_is_placed(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def placed(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mesh was planned")
+
+    monkeypatch.setattr(ParallelMesh, "plan", placed)
+    with pytest.raises(RecipeError, match=r"cannot be split over run\.ranks = 20000"):
+        planned(data, num_ranks=20_000, task={"target": f"{__name__}:Splittable"})
+
+
+def test_each_mesh_of_many_ranks_is_planned_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[tuple[int, int]] = Counter()
+    plan = ParallelMesh.plan
+
+    def counted(topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
+        found[pipeline, tensor] += 1
+        return plan(topology, pipeline=pipeline, tensor=tensor)
+
+    monkeypatch.setattr(ParallelMesh, "plan", counted)
+    done = planned(
+        data, num_ranks=1000, task={"target": f"{__name__}:Splittable"},
+        data={"global_batch": 4000, "train": "nowhere"}, memory=10**6,
+    )  # fmt: skip
+    memory_document(done)
+    # Once to be judged, once to be calculated.
+    assert found
+    assert max(found.values()) <= 2
 
 
 def test_a_stage_keeps_what_its_layers_keep_in_a_real_forward(data: Path) -> None:

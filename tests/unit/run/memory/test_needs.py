@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from hpctrain.distributed import ParallelPlan
-from hpctrain.reduce import Algorithm, ReductionNeeds
+from hpctrain.reduce import Algorithm, ReductionNeeds, gathered_in_a_ring
 from hpctrain.run.memory.layouts import name_of, ways_to_split
 from hpctrain.run.memory.needs import Needs, needs_of
+from hpctrain.run.memory.rank_groups import RankGroups
 from hpctrain.run.memory.sizes import (
     Activations,
     LayerActivations,
     LoaderSizes,
     Measured,
+    MeasuredPart,
     ModelSizes,
     ParameterSize,
     RunSizes,
@@ -23,7 +26,7 @@ from hpctrain.run.memory.sizes import (
     TensorMessages,
     line_through,
 )
-from hpctrain.topology import Topology
+from hpctrain.topology import ParallelMesh, Topology
 
 MB = 10**6
 PLAN = {"blocks.*.up": "column"}
@@ -187,7 +190,8 @@ def test_split_layers_send_activations_of_all_samples_and_those_in_blocks_again_
 ):
     messages = TensorMessages(forward=1000.0, in_blocks=800.0, backward=500.0)
     model = transformer(layers=8)
-    bare, run = run_on(4), run_on(4, measured=Measured(messages=messages))
+    bare = run_on(4)
+    run = run_on(4, measured=Measured(split=MeasuredPart(ranks=2, whole={}, messages=messages)))
     # 64 samples on two data-parallel ranks.
     more = needs(tensor(2), model, run).sent.total - needs(tensor(2), model, bare).sent.total
     assert more == pytest.approx(2 * 1 / 2 * 32 * 1500, rel=1e-9)
@@ -199,12 +203,19 @@ def test_activations_of_split_layers_follow_from_two_measurements() -> None:
     def line(sample: float) -> Activations:
         return Activations(fixed_bytes=0, sample_bytes=sample)
 
-    measured = Measured(whole={"none": line(100)}, split={"none": line(70)}, split_ranks=2)
-    # 60 of 100 are divided.
-    assert measured.activation_bytes("none", tensor=1, samples=10) == 1000
-    assert measured.activation_bytes("none", tensor=2, samples=10) == 700
-    assert measured.activation_bytes("none", tensor=4, samples=10) == 550
-    assert measured.activation_bytes("blocks", tensor=1, samples=10) is None
+    measured = Measured(
+        whole={"none": line(100)},
+        split=MeasuredPart(ranks=2, whole={"none": line(70)}),
+        sequence=MeasuredPart(ranks=4, whole={"none": line(40)}),
+    )
+    # 60 of 100 are divided, with sequences 80.
+    assert measured.activation_bytes(NONE, samples=10) == 1000
+    assert measured.activation_bytes(tensor(2), samples=10) == 700
+    assert measured.activation_bytes(tensor(4), samples=10) == 550
+    assert measured.activation_bytes(tensor(2, sequence=True), samples=10) == 600
+    assert measured.activation_bytes(tensor(4, sequence=True), samples=10) == 400
+    assert measured.activation_bytes(ParallelPlan(activation_checkpointing="blocks"), samples=10) is None
+    assert measured.activation_bytes(tensor(2, activation_checkpointing="blocks"), samples=10) is None
 
 
 LAYERS = LayerActivations(
@@ -250,6 +261,108 @@ def test_a_pipeline_sends_activations_and_their_gradients_and_sums_gradients_of_
     assert found.sent.between_nodes == 0
 
 
+def split_pipeline(*, replicas: int = 1, **keys: Any) -> Needs:
+    """Four stages of two blocks, each block split over two ranks, with half of a layer's activations divided."""
+    plan = tensor(2, pipeline=4, micro_batches=8, **keys)
+    half = LayerActivations(
+        kept=tuple(replace(line, sample_bytes=line.sample_bytes * 3 / 4) for line in LAYERS.kept),
+        more=LAYERS.more, output_bytes=LAYERS.output_bytes,
+    )  # fmt: skip
+    messages = TensorMessages(forward=1000.0, in_blocks=800.0, backward=500.0)
+    part = MeasuredPart(ranks=2, whole={}, layers={"none": half}, messages=messages)
+    measured = Measured(layers={"none": LAYERS}, split=part)
+    run = run_on(8 * replicas, ranks_per_node=2, stages=(4, 8), measured=measured)
+    return needs(plan, transformer(layers=8), run, 8)
+
+
+def test_split_stages_take_16_bytes_of_what_both_divide() -> None:
+    found = split_pipeline()
+    elements = (
+        2 * MB / 2 + 0.5 * MB
+    )  # two blocks, of which a rank has a half, and the embedding, which is not split
+    assert found.held == pytest.approx(16 * elements, rel=1e-3)
+    # 64 samples in 8 micro-batches, four of which are in flight on the first rank; a quarter of what they keep is half
+    # of what two ranks divide.
+    assert found.activations == 4 * 8 * (10 + 2 * 100) * 3 / 4 + 64 * 10 + 8 * 7
+    # Three boundaries, there and back, by both ranks of a group, each to another node.
+    between = 3 * 2 * 64 * 10 * 2 / 8
+    assert found.sent.between_nodes == pytest.approx(between)
+    # A stage has a quarter of the sums within its group; what is not split is averaged.
+    assert found.sent.total == pytest.approx(between + 2 * (2 * MB + 64 * 1500) / 4 / 2)
+    # With two replicas a rank sums its part of a stage, on average a quarter of all.
+    summed = 2 * 1 / 2 * 4 * (8 * MB / 2 + 0.5 * MB) / 4
+    twice = split_pipeline(replicas=2)
+    assert twice.sent.total == pytest.approx(
+        summed + between / 2 + 2 * (2 * MB + 32 * 1500) / 4 / 2, rel=1e-6
+    )
+
+
+def test_a_stage_with_sharded_parameters_is_whole_in_a_step_and_gathered_once() -> None:
+    found = in_pipeline("1f1b", 8, shard="parameters")
+    elements = 2.5 * MB
+    assert found.held + found.gathered == pytest.approx((8 + 16 / 2) * elements, rel=1e-3)
+    assert found.optimizer == pytest.approx(8 / 2 * elements, rel=1e-3)
+    # Gathered once and summed once: as many bytes as whole gradients that are summed.
+    assert found.sent == in_pipeline("1f1b", 8).sent
+    both = split_pipeline(replicas=2, shard="parameters")
+    whole = 2 * MB / 2 + 0.5 * MB
+    assert both.held + both.gathered == pytest.approx((8 + 16 / 2) * whole, rel=1e-3)
+
+
+def test_within_nodes_each_node_has_a_replica_of_a_stage() -> None:
+    model = transformer(layers=8)
+    run = run_on(16, ranks_per_node=2, stages=(4, 8))
+    world, node = (
+        needs(
+            ParallelPlan(pipeline=4, micro_batches=4, shard="parameters", shard_within=within), model, run, 4
+        )
+        for within in ("world", "node")
+    )
+    assert node.optimizer == pytest.approx(2 * world.optimizer, rel=1e-3)
+    assert node.sent.between_nodes == pytest.approx(2 * 1 / 2 * 4 * 8.5 * MB / 4 / 2, rel=1e-6)
+
+
+def test_with_sequences_what_is_not_split_is_summed_as_well() -> None:
+    model, run = transformer(layers=8), run_on(4)
+    plain, sequence = needs(tensor(2), model, run), needs(tensor(2, sequence=True), model, run)
+    assert sequence.held == plain.held
+    assert sequence.sent.total - plain.sent.total == pytest.approx(2 * 2 * MB / 2, rel=1e-6)
+
+
+def test_offloaded_parts_are_in_host_memory() -> None:
+    model = transformer(layers=24)
+    run = run_on(4, measured=Measured(whole={"none": Activations(fixed_bytes=0, sample_bytes=10 * MB)}))
+    here, offloaded = (
+        needs(ParallelPlan(shard="parameters", offload=offload), model, run) for offload in (False, True)
+    )
+    assert offloaded.held == here.host == 0
+    assert offloaded.host == pytest.approx(here.held + here.update, rel=1e-6)
+    assert offloaded.gathered == here.gathered
+    assert here.total - offloaded.total == pytest.approx(here.parameters + here.optimizer, rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(16, 4), (24, 6), (8, 8), (12, 2)])
+def test_groups_are_those_of_the_mesh(num_ranks: int, per_node: int) -> None:
+    topology = topology_of(num_ranks, per_node)
+    groups = RankGroups(topology)
+    for plan in (
+        tensor(2, pipeline=2, micro_batches=2),
+        ParallelPlan(pipeline=4, micro_batches=4),
+        tensor(2),
+    ):
+        mesh = ParallelMesh.plan(topology, pipeline=plan.pipeline, tensor=plan.tensor)
+        assert groups.num_data_ranks(plan) == len(mesh.data_ranks())
+        pipelines = {mesh.pipeline_axis(rank).ranks for rank in range(num_ranks)}
+        for place, far in enumerate(groups.far_messages(plan)):
+            following = (place + 1) % plan.pipeline
+            assert far == sum(
+                topology.node_of(ranks[place]) != topology.node_of(ranks[following]) for ranks in pipelines
+            )
+        for place in range(plan.pipeline):
+            ranks = mesh.data_ranks(stage=place)
+            assert groups.ring(plan, place=place) == gathered_in_a_ring(1.0, ranks=ranks, topology=topology)
+
+
 @given(
     layers=st.integers(0, 6), num_ranks=st.integers(1, 40), per_node=st.integers(1, 8),
     rows=st.sampled_from([7, 1000]), fixed=st.integers(0, 10**8), sample=st.integers(0, 10**8),
@@ -259,11 +372,12 @@ def test_more_micro_batches_never_need_more_from_the_second_on(
 ) -> None:
     line = Activations(fixed_bytes=fixed, sample_bytes=sample)
     lines = {"none": line, "blocks": line, "selective": line}
+    part = MeasuredPart(ranks=2, whole=lines)
     run = run_on(
-        num_ranks, ranks_per_node=per_node, measured=Measured(whole=lines, split=lines, split_ranks=2)
+        num_ranks, ranks_per_node=per_node, measured=Measured(whole=lines, split=part, sequence=part)
     )
     model = transformer(layers=layers, rows=rows)
-    for plan in ways_to_split(run.topology, tensor_plan=PLAN):
+    for plan in ways_to_split(run.topology, tensor_plan={**PLAN, "tokens": "sequence"}, offload=True):
         totals = [needs(plan, model, run, parts).total for parts in (2, 3, 5, 8, 64, 65)]
         assert totals == sorted(totals, reverse=True), name_of(plan)
         first = needs(plan, model, run)
