@@ -81,8 +81,7 @@ def all_reduce(
 ) -> None:
     """Reduces `flat`, shape (n,), contiguous, in place. sums: sums over the ranks instead of `comm.all_reduce`.
 
-    A mean of a half type is computed in float32 and rounded once; with `sums` its sum has the half type, and may
-    overflow where the mean would not.
+    A mean of a half type is computed in float32 and rounded once; with `sums` it is sent as float32 too.
     """
     if op in ("product", "and", "or", "exclusive or"):
         _from_all_parts(comm, flat, op=op)
@@ -91,7 +90,7 @@ def all_reduce(
         counts = split_evenly(flat.numel(), num_parts=comm.num_ranks)
         all_gather(comm, _mean_of_halves(comm, flat, counts=counts), counts=counts, out=flat)
         return
-    wide = flat.to(_wide_dtype(flat.dtype, op="sum" if flat.dtype in _HALF else op))
+    wide = flat.to(_wide_dtype(flat.dtype, op=op))
     if op in ("sum", "mean"):
         (sums or comm.all_reduce)(wide)
     elif op == "maximum":

@@ -87,6 +87,10 @@ def reduce_flat(
     """
     if op is Adasum:
         adasum(comm, flat, sizes=sizes)
+    elif op is Average and sums is not None and flat.dtype in (torch.float16, torch.bfloat16):
+        # Two levels would send the mean of a half type as float32. The sum may overflow, as Horovod's does.
+        distributed.all_reduce(comm, flat, op="sum", sums=sums)
+        flat.div_(comm.num_ranks)
     else:
         distributed.all_reduce(comm, flat, op=_NAMES[op], sums=sums)
 
