@@ -22,7 +22,7 @@ class Backwards:
         self.calls: list[tuple[float, float, bool]] = []
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        (loss * weight).backward()
+        torch.autograd.backward(loss * weight)
         self.calls.append((float(loss.detach()), weight, last))
 
 
@@ -41,7 +41,8 @@ class Tempered:
         self.seen.append(fields["x"].flatten().tolist())
         model.train()
         normalised = model(fields["x"]) if len(fields["x"]) != 1 else fields["x"]
-        return (normalised.square().mean() * model.temperature).sum()
+        mean: torch.Tensor = normalised.square().mean()
+        return (mean * model.get_parameter("temperature")).sum()
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         return {}
