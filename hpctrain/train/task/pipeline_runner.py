@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from hpctrain.data import Batch
 from hpctrain.distributed import Pipeline
 from hpctrain.errors import UsageError
 from hpctrain.reduce import Updater
-from hpctrain.train.state.seeds import capture_generators, restore_generators
 from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.task import Task, takes_valid
 
@@ -153,9 +154,11 @@ class PipelineRunner:
         if self._pipeline.has_first:
             yield
             return
-        generators = capture_generators(self.device)
-        yield
-        restore_generators(generators, device=self.device, otherwise=0)
+        of_numpy, of_python = np.random.get_state(), random.getstate()
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            yield
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 class _InputsFound(Exception):  # ends the task's loss once its inputs are known

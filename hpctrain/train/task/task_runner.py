@@ -83,14 +83,15 @@ class TaskRunner:
         """Forward and backward with weight 0, as those of the ranks that have samples are collective.
 
         Of samples that were computed before, or of zeros: the mean over no samples is NaN, and so would be the gradient
-        of what multiplies it. Running statistics and other buffers stay as they are.
+        of what multiplies it. Running statistics, other buffers and the random numbers of later steps stay as they are.
         """
         if self._takes_empty:
             updater.backward(self.loss(part), weight=0.0, last=last)
             return
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         again = self._computed if self._computed is not None else row_of_zeros(part)
-        updater.backward(self.loss(again), weight=0.0, last=last)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            updater.backward(self.loss(again), weight=0.0, last=last)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

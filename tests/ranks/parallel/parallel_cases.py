@@ -93,7 +93,8 @@ class Tempered(Layers):
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
         logits, temperature = model(fields["x"])
         mean = functional.cross_entropy(logits, fields["label"])
-        return (mean * torch.exp(-temperature) + temperature).sum()
+        loss: torch.Tensor = (mean * torch.exp(-temperature) + temperature).sum()
+        return loss
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         return {"nats": float(functional.cross_entropy(model(fields["x"])[0], fields["label"]))}

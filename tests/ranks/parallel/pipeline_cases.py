@@ -137,7 +137,7 @@ class Scaled(Block):
         self.register_buffer("by", by)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * self.by
+        return super().forward(hidden) * self.get_buffer("by")
 
 
 class Sequences(Deep):
@@ -155,8 +155,8 @@ class Positioned(Sequences):
     """Takes no sequences of more than LENGTH rows."""
 
     def build_model(self) -> torch.nn.Module:
-        model = super().build_model()
-        return torch.nn.Sequential(torch.nn.Sequential(Positions(), model[0]), *list(model)[1:])  # type: ignore[index, arg-type]
+        first, *others = super().build_model().children()
+        return torch.nn.Sequential(torch.nn.Sequential(Positions(), first), *others)
 
 
 class Positions(torch.nn.Module):

@@ -36,7 +36,7 @@ class Recorded:
     ) -> None:
         self.given.append(inputs)
         if self.has_last:
-            for number, output in enumerate(inputs.split(ROWS)):
+            for number, output in enumerate(inputs.view(-1, ROWS, *inputs.shape[1:])):
                 loss_of(output, number)
 
     def forward(self, inputs: torch.Tensor, *, parts: int) -> torch.Tensor | None:
@@ -57,7 +57,8 @@ class Noisy:
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
         fields["x"].amin()
         torch.rand(1), np.random.rand(), random.random()
-        return model(fields["x"][:, : self._longest(fields)]).mean()
+        output: torch.Tensor = model(fields["x"][:, : self._longest(fields)])
+        return output.mean()
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         return {"mean": float(self.loss(model, fields))}

@@ -22,7 +22,7 @@ class Backwards:
         self.calls: list[tuple[float, float, bool]] = []
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        (loss * weight).backward()
+        torch.autograd.backward(loss * weight)
         self.calls.append((float(loss.detach()), weight, last))
 
 
@@ -39,9 +39,11 @@ class Tempered:
 
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
         self.seen.append(fields["x"].flatten().tolist())
+        torch.rand(len(fields["x"]))  # as dropout does
         model.train()
         normalised = model(fields["x"]) if len(fields["x"]) != 1 else fields["x"]
-        return (normalised.square().mean() * model.temperature).sum()
+        mean: torch.Tensor = normalised.square().mean()
+        return (mean * model.get_parameter("temperature")).sum()
 
     def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
         return {}
@@ -65,7 +67,9 @@ def test_samples_computed_before_are_computed_again_with_weight_0_and_leave_buff
     runner.forward_backward(batch_of(4), updater)  # type: ignore[arg-type]
     means, gradient = model[0].running_mean.clone(), model.temperature.grad.clone()
     assert means.item() != 0
+    generator = torch.get_rng_state()
     assert runner.forward_backward(batch_of(0), updater, micro_batches=2) == 0.0  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), generator)
     assert task.seen == [[1.0, 2.0, 3.0, 4.0]] * 3
     assert [(weight, last) for _, weight, last in updater.calls] == [(1.0, True), (0.0, False), (0.0, True)]
     torch.testing.assert_close(model.temperature.grad, gradient, rtol=0, atol=0)
