@@ -40,11 +40,13 @@ def note_sections(world: World, session: Session) -> dict[str, set[Section | Non
     found: dict[str, set[Section | None]] = {}
     gather = world.all_gather
 
-    def all_gather(part: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
+    def all_gather(
+        part: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         for frame in traceback.extract_stack():
             if "train/loop" in frame.filename:
                 found.setdefault(frame.name, set()).add(session.world._watcher.sections.now)  # type: ignore[attr-defined]
-        return gather(part, counts=counts)
+        return gather(part, counts=counts, out=out)
 
     world.all_gather = all_gather  # type: ignore[method-assign]
     return found
