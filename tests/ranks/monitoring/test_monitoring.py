@@ -57,7 +57,7 @@ def quick_rules(exported: Path, *alerts: str) -> Path:
 
 
 def slowest(own_times: list[dict[str, Any]]) -> str | None:
-    """The rank whose time is more than twice that of the other one; None if there is none, or a rank has no rate yet."""
+    """The rank whose time is more than twice the other one's; None if there is none, or a rank has no rate yet."""
     if len(own_times) < 2:
         return None
     less, more = sorted(own_times, key=lambda one: float(one["value"][1]))
