@@ -239,7 +239,7 @@ class OperationThread:
     def run(
         self, operation: Callable[[], None], outputs: Sequence[torch.Tensor], *, behind: bool
     ) -> CollectiveWork:
-        """Returns the work of `operation`. behind: the caller goes on; otherwise it has ended when this returns.
+        """Returns the work of `operation`. behind: the caller continues; otherwise it has ended when this returns.
 
         Raises UsageError after `close`.
         """

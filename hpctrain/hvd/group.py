@@ -76,7 +76,7 @@ class Group:
     ) -> CollectiveWork:
         """Runs `operation` after those that were started before, and returns its work.
 
-        what: operation, name, shapes, as a text that must be the same on every rank. behind: the caller goes on;
+        what: operation, name, shapes, as a text that must be the same on every rank. behind: the caller continues;
         otherwise the operation has ended when this returns. zeros: what ranks that have joined reduce, see
         `reduction_of_zeros`; None: the operation fails when a rank has joined. named: operation and name, if it was
         given one. Raises HorovodInternalError on every rank, with what each one called, if they differ: here, or in the
@@ -167,7 +167,7 @@ class Group:
                 if zeros is None:
                     raise HorovodInternalError(
                         f"{what}: rank {self.comm.members[joined]} has called join, and without it only sums, "
-                        "averages and Adasum of dense tensors go on",
+                        "averages and Adasum of dense tensors are possible",
                         agreed=True,
                     )
             operation()
