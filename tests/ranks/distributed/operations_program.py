@@ -151,7 +151,7 @@ def callbacks() -> None:
 
 
 def lengths() -> None:
-    """A message of another length is an error of the receiver, whoever sees it first."""
+    """A message of another length is an error on the receiving rank, in whichever thread it is found."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return

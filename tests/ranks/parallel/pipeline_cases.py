@@ -179,12 +179,11 @@ def cropped(fields: dict[str, NDArray[Any]], context: TransformContext) -> dict[
 def train_on_sequences(
     world: World, directory: Path, name: str, layout: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """Evaluates after the first steps too, after which training goes on."""
+    """Evaluates not only at the end, but also between steps."""
     data = {
-        "train": str(directory / "sequences"), "held_out": str(directory / "longer"), "global_batch": 12,
-        "micro_batches": 1 if "pipeline" in layout else 2, "evaluation_batch": 12,
+        **data_of(directory, layout, train="sequences", held_out="longer"),
         "transform": "tests.ranks.parallel.pipeline_cases:cropped",
-    }  # fmt: skip
+    }
     telemetry = {"evaluate_every_steps": 4}
     return train(
         world,
@@ -195,13 +194,20 @@ def train_on_sequences(
     )
 
 
+def data_of(
+    directory: Path, layout: dict[str, Any], *, train: str = "data", held_out: str = "data"
+) -> dict[str, Any]:
+    """The section [data]; train, held_out: folders in `directory`."""
+    return {
+        "train": str(directory / train), "held_out": str(directory / held_out), "global_batch": 12,
+        "micro_batches": 1 if "pipeline" in layout else 2, "evaluation_batch": 12,
+    }  # fmt: skip
+
+
 def train_in(
     world: World, directory: Path, name: str, layout: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    data = {
-        "train": str(directory / "data"), "held_out": str(directory / "data"), "global_batch": 12,
-        "micro_batches": 1 if "pipeline" in layout else 2, "evaluation_batch": 12,
-    }  # fmt: skip
+    data = data_of(directory, layout)
     return train(world, directory, name, layout, **{"task": Deep(), "data": data, **options})
 
 
