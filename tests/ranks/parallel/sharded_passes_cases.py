@@ -149,8 +149,8 @@ def not_summed(session: Session, *, dropped: bool) -> float:
 
 
 def backward_fails(session: Session) -> dict[str, Any]:
-    """A backward that fails on all ranks, within a block: errors of the calls that follow, and differences from training
-    alone after the gradients were dropped in three ways."""
+    """A backward that fails on all ranks, within a block: errors of the calls that follow, and differences from
+    training alone after the gradients were dropped in three ways."""
     twins = Twins(session)
     twins.step()
     found: dict[str, Any] = {"refused": []}
