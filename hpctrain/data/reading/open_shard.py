@@ -159,7 +159,7 @@ class OpenShard:
         if self._reader is None:
             self._reader = RowReader(self.path)
         source: StoredChunks | NumberBlocks
-        plain = stored.member is None and not layout.dtype.hasobject and spec.kind != "classes"
+        plain = stored.member is None and not layout.only_hdf5 and spec.kind != "classes"
         if plain and layout.chunks is not None and can_undo(layout.filters):
             source = StoredChunks(
                 self._reader, file=self._file, mapped=self._map, dataset=stored.dataset, layout=layout
