@@ -11,6 +11,7 @@ The first yields samples, in the order that DataLoader's sampler chooses. The se
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset as TorchDataset, IterableDataset, get_worker_info
 
+from hpctrain.data.loading.epoch_start import EpochStart, SharedEpoch
 from hpctrain.data.loading.loader import Loader, Samples
 from hpctrain.data.loading.loader_state import LoaderState
+from hpctrain.data.order.order_spec import Fixed, Sequential
 from hpctrain.data.reading.dataset import Dataset, Verify
 from hpctrain.data.transforms.torch_dtypes import as_tensor
 from hpctrain.errors import DataError, UsageError
@@ -86,13 +89,16 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def __init__(self, source: Path | str | Samples, **loader_options: Any) -> None:
         self._source = _Source(source)
         self._options = loader_options
-        self._epoch = 0
-        self._position: int | None = None  # position of this worker's next batch; None: of its first
-        self._is_restored = False  # True from load_state_dict until the next __iter__
+        self._start = EpochStart()
+        self._begun = False  # whether this process has begun an iteration at `_start`
+        self._position: int | None = None  # of this worker's next batch; None: of its first
+        self._iterated_by = 0  # process that has begun the last iteration
+        self._shared = SharedEpoch()
         self._made: tuple[int, Loader] | None = None
         self._loader()  # raises an error now if the options do not fit
 
     def __getstate__(self) -> dict[str, Any]:
+        self._own_shared()
         return {**self.__dict__, "_made": None}
 
     def _loader(self) -> Loader:
@@ -107,41 +113,81 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which resumes within it if a state of that epoch was just loaded.
 
-        Without this call each iteration in this process is the next epoch. It is needed if DataLoader starts new
-        workers for each epoch (`persistent_workers=False`).
+        Applies to the iterations that begin later, also in workers that exist already (`persistent_workers=True`).
+        Without this call each iteration in a process is the next epoch, even if the one before was left early. It is
+        needed if DataLoader starts new workers for each epoch (`persistent_workers=False`), which all begin alike.
+        If several DataLoaders share this dataset, take a batch of one before the epoch of the next one is set.
         """
-        if not (self._is_restored and epoch == self._epoch):
-            self._epoch, self._position = epoch, None
+        is_restored = self._start.position is not None and not self._begun and not self._shared.has_begun
+        if not (is_restored and epoch == self._start.epoch):
+            self._begin_at(EpochStart(epoch=epoch))
+
+    def _begin_at(self, start: EpochStart) -> None:
+        self._start, self._begun, self._position = start, False, None
+        if get_worker_info() is None:  # a worker sets its own start only
+            self._own_shared()
+            self._shared.set(start)
+
+    def _own_shared(self) -> None:
+        """A process that got this dataset from another one, but is no worker, has workers of its own."""
+        if get_worker_info() is None and not self._shared.is_own:
+            self._shared = SharedEpoch()
+            self._shared.set(self._start)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yields this worker's batches: of W workers, worker w has batches w, w + W, ..., as DataLoader expects."""
         loader = self._loader()
         number, count = _worker()
-        self._is_restored = False
-        start = self._position
-        if start is None:
-            start = number * loader.global_batch
-        return self._batches(loader, start=min(start, loader.num_positions), every=count)
+        # A new worker has a copy of the start that applied when it was made, which is that of its first iteration.
+        is_new, self._iterated_by = self._iterated_by != os.getpid(), os.getpid()
+        is_worker = get_worker_info() is not None
+        set_since = self._shared.changed() if is_worker and not is_new else None
+        if set_since is not None:
+            self._start = set_since
+        elif self._begun:
+            self._start = EpochStart(epoch=self._start.epoch + 1)
+        if is_worker and number == 0:
+            if is_new and self._shared.has_begun and not isinstance(loader.order, (Sequential, Fixed)):
+                self._shared.warn_of_repetition(self._start.epoch)
+            self._shared.begin()
+        self._begun, self._position = True, None
+        first = self._start.first_position(number, num_workers=count, global_batch=loader.global_batch)
+        return self._batches(loader, self._start, first=min(first, loader.num_positions), every=count)
 
-    def _batches(self, loader: Loader, *, start: int, every: int) -> Iterator[dict[str, torch.Tensor]]:
-        with loader.epoch(self._epoch, start=start, every=every) as batches:
+    def _batches(
+        self, loader: Loader, start: EpochStart, *, first: int, every: int
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        with loader.epoch(start.epoch, start=first, every=every) as batches:
             for batch in batches:
-                self._position = min(batch.start + every * loader.global_batch, loader.num_positions)
+                if self._start is start:  # otherwise another iteration has begun
+                    self._position = min(batch.start + every * loader.global_batch, loader.num_positions)
                 yield batch.fields
-        self._epoch, self._position = self._epoch + 1, None
+        if self._start is start:
+            self._start, self._begun, self._position = EpochStart(epoch=start.epoch + 1), False, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls it."""
+        """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls it.
+
+        Where plain workers of a DataLoader make the batches, it is the beginning of their epoch, with a warning.
+        """
+        if get_worker_info() is None and self._position is None and self._shared.has_begun:
+            warnings.warn(
+                f"the workers of a DataLoader make this dataset's batches, and state_dict() in the main process does "
+                f"not know how far they are: it returns the beginning of epoch {self._start.epoch}. Use torchdata's "
+                "StatefulDataLoader, or num_workers=0, for states within an epoch",
+                stacklevel=2,
+            )
         loader = self._loader()
-        position = self._position
+        start, is_begun = self._start, self._position is not None
         place = LoaderState(
-            order=loader.order.name, num_samples=loader.dataset.num_samples, seed=loader.seed, epoch=self._epoch,
-            position=position or 0,
+            order=loader.order.name, num_samples=loader.dataset.num_samples, seed=loader.seed, epoch=start.epoch,
+            position=self._position or 0,
         )  # fmt: skip
-        return {"place": place.as_json(), "begun": position is not None, "num_workers": _worker()[1]}
+        return {"place": place.as_json(), "begun": is_begun, "num_workers": _worker()[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes at the position of `state`. The number of ranks may have changed, the number of workers may not.
+        """Resumes at the position of `state`. The number of ranks may have changed, the number of workers may not,
+        except that a state of no workers may be resumed by any number of them.
 
         Raises DataError if `state` is not from `state_dict`, or belongs to another order, seed or number of samples.
         """
@@ -157,8 +203,13 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
                 f"the state was saved in the middle of an epoch by {state['num_workers']} workers, now there are "
                 f"{_worker()[1]}: use the same number of workers"
             )
-        self._epoch, self._position = place.epoch, place.position if state["begun"] else None
-        self._is_restored = True
+        self._begin_at(
+            EpochStart(
+                epoch=place.epoch,
+                position=place.position if state["begun"] else None,
+                num_workers=_worker()[1],
+            )
+        )
 
 
 def torch_map_dataset(
