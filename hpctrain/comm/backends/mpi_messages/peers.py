@@ -4,9 +4,9 @@ MPI counts the bytes of a message in 32 bits. A longer buffer is sent as several
 the order in which they were sent, since all have the same sender, tag and communicator. Sender and receiver each cut
 their buffers at multiples of the same length, so that they need not exchange anything before.
 
-A receive from any rank, of more than one piece, takes its first piece from any rank and the others from the sender of
-the first. A later receive with the same tag could take one of those others. Therefore it is posted only when the first
-piece has arrived.
+A long receive posts its next piece when the one before has arrived, for two reasons: only then is it known whether
+the sender's buffer has another piece, and, of a receive from any rank, who the sender is. Later receives with the same
+tag could take pieces of its message. Therefore they are posted after its last piece.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 class _Operation:
     """A buffer that is being sent or received.
 
-    requests: of the pieces posted so far, in order; those of a receive from any rank may follow later, `unposted`.
-    num_ended: how many of them have ended. error: how it failed. MPI reports that once only: a request that has ended
-    counts as finished afterwards. source: the rank whose message was received.
+    posted: the pieces given to MPI so far, in order, with their requests. unposted: the pieces that follow.
+    num_ended: how many of those posted have ended. error: how it failed. MPI reports that once only: a request that has
+    ended counts as finished afterwards. source: the rank whose message was received.
     """
 
     def __init__(self, buffer: Array, *, peer: int, tag: int, receives: bool, most_bytes: int) -> None:
@@ -65,9 +65,8 @@ class MpiMessages:
         self._most_bytes = most_bytes
         # Pieces of two buffers must not mix, whichever threads send and receive them.
         self._posting = threading.RLock()
-        # By tag, receives that are not posted completely: the first one waits for its first piece, the others for it.
+        # By tag, receives of which pieces are unposted: the others wait for the first one.
         self._held_back: dict[int, deque[_Operation]] = {}
-        self._failed: list[_Operation] = []  # MPI may still write to their buffers
 
     @contextlib.contextmanager
     def _reported(self, operation: str) -> Iterator[None]:
@@ -98,17 +97,16 @@ class MpiMessages:
         waiting = self._held_back[tag]
         while waiting:
             first = waiting[0]
-            if not first.posted:
-                self._post(first)
-            if first.unposted and first.error is None:
+            while first.unposted and first.error is None:
                 if not self._test_piece(first):
                     return
-                self._post(first)
+                if first.error is None:
+                    self._post(first)
             waiting.popleft()
 
     def _post(self, operation: _Operation) -> None:
-        """Posts all pieces; of a receive from any rank only the first, until its sender is known."""
-        while operation.unposted and operation.error is None:
+        """Posts the next piece; of a buffer that is sent, all."""
+        while operation.unposted:
             piece = operation.unposted.popleft()
             message = [operation.buffer[piece], self._mpi.BYTE]
             if operation.receives:
@@ -116,7 +114,7 @@ class MpiMessages:
             else:
                 request = self._comm.Isend(message, operation.peer, operation.tag)
             operation.posted.append((piece, request))
-            if operation.peer == self._mpi.ANY_SOURCE:
+            if operation.receives:
                 return
 
     def finished(self, pending: Pending) -> bool:
@@ -142,10 +140,6 @@ class MpiMessages:
             operation.num_ended += 1
         except CommunicationError as error:
             operation.error = error
-            for _, later in operation.posted[operation.num_ended + 1 :]:
-                if operation.receives:  # so that it does not take what is sent to a later receive
-                    later.Cancel()
-            self._failed.append(operation)
         return True
 
     def _test(self, operation: _Operation, request: Any, *, expected: int) -> bool:
