@@ -7,7 +7,6 @@ import gc
 import os
 import socket
 import sys
-import time
 from typing import Annotated
 
 from hpctrain.resilience import hold_signals, let_interrupts_end, let_stop_end
@@ -22,7 +21,7 @@ elif sys.argv[1:2] in (["launch"], ["supervise"]):
 import typer
 
 from hpctrain.errors import HpctrainError, LaunchError
-from hpctrain.launch import STOP_VARIABLE, identify, restart_with_sleep
+from hpctrain.launch import STOP_VARIABLE, identify, print_and_exit, restart_with_sleep
 from hpctrain.version import __version__
 
 HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
@@ -51,9 +50,6 @@ Exit codes: 0 done; 2 usage or recipe; 3 data; 4 checkpoint; 5 launch or topolog
 7 diverged; 8 out of memory; 75 stopped early with its state saved (run the same command again to resume); 76 given up
 by supervise (do not queue the job again).
 """
-
-# On a loaded machine the launcher needs up to this long to notice that rank 0 has exited.
-OTHERS_PRINT_AFTER_S = 5.0
 
 app = typer.Typer(
     help=HELP,
@@ -135,27 +131,6 @@ def _let_stops_end() -> None:
         let_interrupts_end()
     elif STOP_VARIABLE in os.environ:
         let_stop_end(os.environ[STOP_VARIABLE], says=identity.rank == 0)
-
-
-def print_and_exit(error: HpctrainError) -> None:
-    """Prints `error` once for the whole job, and exits with its code.
-
-    Rank 0 prints at once, and the launcher ends the other ranks when it exits. A rank that still runs after
-    OTHERS_PRINT_AFTER_S prints the error itself, since rank 0 did not have it, unless the error is agreed.
-    """
-    rank = 0
-    with contextlib.suppress(LaunchError):
-        rank = identify(os.environ, socket.gethostname()).rank
-    prefix = "hpctrain: "
-    if rank != 0:
-        sys.stdout.flush()
-        time.sleep(OTHERS_PRINT_AFTER_S)
-        if error.agreed:
-            sys.exit(int(error.exit_code))
-        prefix = f"hpctrain: rank {rank} on {socket.gethostname()}: "
-    print(f"{prefix}{error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(int(error.exit_code))  # unloading torch takes longer than the other ranks wait
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from .backends.library_probe import (
     probe_mpi_alone as probe_mpi_alone,
     probe_started_mpi as probe_started_mpi,
 )
+from .backends.mpi_process.exit_status import end_all_on_error as end_all_on_error
 from .backends.open_world import OpenedWorld as OpenedWorld, open_world as open_world
 from .backends.serial_world import SerialWorld as SerialWorld
 from .backends.threads_world import run_threads as run_threads
@@ -55,6 +56,7 @@ from .interface.host_copies import to_host as to_host
 from .interface.peer_messages import PeerMessages as PeerMessages
 from .interface.remote_memory import RemoteMemory as RemoteMemory
 from .interface.transport import NUM_TAGS as NUM_TAGS, Pending as Pending, Transport as Transport
+from .lifetime.starting import starting as starting
 from .watchdog.host_probe import host_addresses as host_addresses
 from .watchdog.monitored_world import Monitored as Monitored
 from .watchdog.section_limits import (

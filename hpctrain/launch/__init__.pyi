@@ -18,6 +18,7 @@ from .environment_archive import (
 from .failure import RankFailure as RankFailure, find_failure as find_failure, signal_name as signal_name
 from .machine import Machine as Machine, survey_machine as survey_machine
 from .placement import place_ranks as place_ranks
+from .plain_errors import print_and_exit as print_and_exit
 from .process import (
     STOP_SIGNALS as STOP_SIGNALS,
     STOP_VARIABLE as STOP_VARIABLE,
@@ -37,6 +38,13 @@ from .rank_identity.identity import (
     RankIdentity as RankIdentity,
     cross_check as cross_check,
     identify as identify,
+)
+from .rank_identity.launcher_process import (
+    RANK_PID_VARIABLE as RANK_PID_VARIABLE,
+    command_of as command_of,
+    describe_outer_rank as describe_outer_rank,
+    find_launcher_process as find_launcher_process,
+    processes_of_ranks as processes_of_ranks,
 )
 from .rank_identity.launchers import cure_for as cure_for, find_launcher as find_launcher
 from .yielding import (

@@ -18,6 +18,7 @@ from pathlib import Path
 from hpctrain.errors import LaunchError
 from hpctrain.launch.cores import RankCores, num_cpus_of_host
 from hpctrain.launch.rank_identity.identity import identify
+from hpctrain.launch.rank_identity.launcher_process import find_launcher_process
 from hpctrain.launch.rank_identity.launchers import find_launcher
 
 YIELD_VARIABLE = "OMPI_MCA_mpi_yield_when_idle"
@@ -129,27 +130,15 @@ def restart_with_sleep() -> None:
 def _launcher_cpus(environ: Mapping[str, str]) -> int | None:
     """Number of hardware threads that the launcher may use on this host, which its ranks share; None if unknown.
 
-    A rank's own affinity may already be its share of them (--bind-to core). The launcher is the nearest ancestor that
-    lacks the rank's variables: a shell script between the two has the rank's variables and affinity.
+    A rank's own affinity may already be its share of them (--bind-to core), as is that of a script between the two.
     """
-    row = find_launcher(environ)
-    if row is None:
+    row, pid = find_launcher(environ), find_launcher_process(environ).pid
+    if row is None or pid is None:
         return None
-    pid = os.getppid()
     try:
-        while pid > 1 and _has_variable(pid, row.rank):
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        num_cpus = len(os.sched_getaffinity(pid)) if pid > 0 else None
-    except (OSError, ValueError, IndexError):
+        num_cpus = len(os.sched_getaffinity(pid))
+    except OSError:
         return None
     text = environ.get("SLURM_CPUS_ON_NODE", "") if row.name == "Slurm" else ""
     # The affinity of slurmstepd is not limited to the step's part of the node.
-    return min(num_cpus, int(text)) if num_cpus is not None and text.isdigit() else num_cpus
-
-
-def _has_variable(pid: int, name: str) -> bool:
-    try:
-        items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except PermissionError:
-        return False  # a process of another user, such as slurmstepd
-    return any(item.startswith(name.encode() + b"=") for item in items)
+    return min(num_cpus, int(text)) if text.isdigit() else num_cpus

@@ -22,6 +22,7 @@ from hpctrain.comm import (
     all_reduce_values,
     is_true_everywhere,
     open_world,
+    starting,
 )
 from hpctrain.data import Dataset, Loader, Samples, open_together
 from hpctrain.distributed import (
@@ -57,7 +58,7 @@ from hpctrain.run.compute.device import choose_device
 from hpctrain.run.compute.postponed_dynamo import postpone_dynamo
 from hpctrain.run.compute.rank_axes import RankAxes
 from hpctrain.run.compute.ranks import check_num_ranks, set_threads
-from hpctrain.run.compute.uncaught_errors import UncaughtErrors
+from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
 from hpctrain.telemetry import tell
@@ -345,6 +346,7 @@ class Session:
         self.close()
 
 
+@uncaught_as_message
 def start(
     *,
     backend: str = "auto",
@@ -358,16 +360,17 @@ def start(
     """Connects to the other ranks that mpirun or srun started; without a launcher, one rank. Collective.
 
     ranks: required number of ranks. algorithm: of the reduction, if Horovod must know it when it starts
-    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer ends the run with exit code 6, and all
-    ranks have ended by then (see `Monitored`); after `session.world.publish_in(shared_folder)`, which is collective,
-    the message names the ranks that did not take part.
+    (nccl-hierarchical, nccl-torus). timeout_s: a collective that takes longer, or a rank that starts so much later
+    than the first, ends the run with exit code 6, and all ranks have ended by then (see `Monitored`); after
+    `session.world.publish_in(shared_folder)`, which is collective, the message names the ranks that did not take part.
     Raises LaunchError or TopologyError if launcher, environment and communication library disagree.
     """
     postpone_dynamo()
     keep_freed_memory()
     identity = identify(environ if environ is not None else os.environ, socket.gethostname())
     check_num_ranks(identity, ranks=ranks)
-    opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
+    with starting(identity, timeout_s=timeout_s):
+        opened = open_world(backend, identity=identity, algorithm=algorithm, device=device)
     world = Monitored(opened.world, timeout_s=timeout_s)
     mine = [identity.node_name, identity.emulated, read_cores().to_json(), may_starve()]
     found, number_of_rank = all_gather_distinct(world, mine)

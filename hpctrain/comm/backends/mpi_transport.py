@@ -1,4 +1,4 @@
-"""Point-to-point messages over MPI, and MPI's shared windows within a node.
+"""`Transport` over MPI: messages, and MPI's shared windows within a node.
 
 `hpctrain.comm.backends.mpi_world`, the only module that imports mpi4py, passes the communicators.
 Source of the shared window: MPI 3.1 standard, section 11.2.3 (MPI_Win_allocate_shared).
@@ -15,8 +15,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from hpctrain.comm.backends.mpi_messages.pieces import piece_bytes, pieces
-from hpctrain.comm.interface.polling import poll_until
+from hpctrain.comm.backends.mpi_messages.pieces import MOST_BYTES, piece_bytes, pieces
 from hpctrain.comm.interface.transport import Pending
 from hpctrain.errors import CommunicationError
 from hpctrain.topology import Topology
@@ -40,7 +39,7 @@ class MpiTransport:
         self._windows: list[Any] = []
         self._byte = mpi.BYTE
         # Equal on every rank: messages between two ranks with one tag arrive in the order in which they were sent.
-        self._piece_bytes = piece_bytes(mpi, comm)
+        self._piece_bytes = piece_bytes(mpi, comm) or MOST_BYTES
 
     @property
     def rank(self) -> int:
@@ -124,96 +123,6 @@ class MpiTransport:
             window.Free()
         self._windows.clear()
         self._node.Free()
-        self._comm.Free()
-
-
-class _Operation:
-    """A request, and the rank whose message it has received.
-
-    error: how it failed. MPI reports that once only: a request that has ended counts as finished afterwards.
-    """
-
-    def __init__(self, request: Any, buffer: Any, *, receives: bool) -> None:
-        self.request = request
-        self.buffer = buffer  # kept alive as long as MPI uses it
-        self.receives = receives
-        self.finished = False
-        self.error: CommunicationError | None = None
-        self.source = -1
-
-
-@final
-class MpiMessages:
-    """`PeerMessages` over a separate MPI communicator."""
-
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        """mpi: the module mpi4py.MPI. comm: of the group, used by this object only."""
-        self._mpi = mpi
-        self._comm = comm
-
-    @contextlib.contextmanager
-    def _reported(self, operation: str) -> Iterator[None]:
-        try:
-            yield
-        except self._mpi.Exception as error:
-            rank = self._comm.Get_rank()
-            raise CommunicationError(
-                f"{operation} on rank {rank} of the group: MPI reported {error}"
-            ) from error
-
-    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        view = buffer.numpy()
-        with self._reported(f"send to rank {to}"):
-            return _Operation(self._comm.Isend([view, self._mpi.BYTE], to, tag), view, receives=False)
-
-    def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
-        view = buffer.numpy()
-        from_rank = self._mpi.ANY_SOURCE if source is None else source
-        with self._reported(f"receive from rank {'any' if source is None else source}"):
-            return _Operation(self._comm.Irecv([view, self._mpi.BYTE], from_rank, tag), view, receives=True)
-
-    def finished(self, pending: Pending) -> bool:
-        operation: _Operation = pending
-        if operation.error is not None:
-            raise operation.error
-        if not operation.finished:
-            try:
-                operation.finished = self._test(operation)
-            except CommunicationError as error:
-                operation.error = error
-                raise
-        return operation.finished
-
-    def _test(self, operation: _Operation) -> bool:
-        status = self._mpi.Status()
-        expected = len(operation.buffer)
-        try:
-            with self._reported("messages"):
-                if not operation.request.Test(status):
-                    return False
-        except CommunicationError as error:
-            cause = error.__cause__
-            if operation.receives and cause.Get_error_class() == self._mpi.ERR_TRUNCATE:  # type: ignore[union-attr]
-                raise self._other_length(f"more than the {expected} bytes", status) from cause
-            raise
-        operation.source = status.Get_source()
-        if operation.receives and (found := status.Get_count(self._mpi.BYTE)) != expected:
-            raise self._other_length(f"{found} bytes instead of the {expected}", status)
-        return True
-
-    def _other_length(self, found: str, status: Any) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self._comm.Get_rank()} of the group has received a message of {found} that its tensor has, from "
-            f"rank {status.Get_source()} with tag {status.Get_tag()}: send and receive tensors of one size and dtype"
-        )
-
-    def wait(self, pending: Pending, *, what: str) -> None:
-        poll_until(lambda: self.finished(pending))
-
-    def source_of(self, pending: Pending) -> int:
-        return int(pending.source)
-
-    def close(self) -> None:
         self._comm.Free()
 
 

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from hpctrain.comm.backends.mpi_group import MpiGroup, make_collective_files
-from hpctrain.comm.backends.mpi_transport import MpiMessages, MpiTransport
+from hpctrain.comm.backends.mpi_messages.peers import MpiMessages
+from hpctrain.comm.backends.mpi_messages.pieces import MOST_BYTES
+from hpctrain.comm.backends.mpi_process.exit_status import finalize_at_exit, leave_finalizing
+from hpctrain.comm.backends.mpi_transport import MpiTransport
 from hpctrain.comm.interface.buffer_checks import MAX_CHUNK_ELEMS, check_groups
 from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Collective
@@ -40,7 +43,11 @@ def _import_mpi(*, initialize: bool = True) -> Any:
             mpi4py.rc.initialize = initialize
         # The bucket thread and the main thread may communicate at the same time.
         mpi4py.rc.thread_level = "multiple"
+        finalizes = leave_finalizing(mpi4py.rc)
         from mpi4py import MPI
+
+        if finalizes:
+            finalize_at_exit(MPI)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"mpi4py cannot be loaded ({error}): install it (make setup), or choose another backend"
@@ -160,7 +167,7 @@ class MpiWorld(Forwarding):
         group.Free()
         everyone.Free()
         collective = MpiGroup(comm, members=tuple(members), chunk_elems=self._chunk_elems, polls=True)
-        return collective, MpiMessages(mpi, comm.Dup())
+        return collective, MpiMessages(mpi, comm.Dup(), most_bytes=min(MOST_BYTES, self._chunk_elems))
 
     def transport(self, topology: Topology) -> Transport:
         return open_transport(topology)

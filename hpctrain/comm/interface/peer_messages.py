@@ -13,7 +13,7 @@ from hpctrain.comm.interface.transport import Pending
 class PeerMessages(Protocol):
     """One rank's handle on a separate message space of one group. Any thread may use it. Not collective.
 
-    Buffers are contiguous one-dimensional uint8 tensors in host memory, of at most 2**31 - 1 bytes. Ranks are those of
+    Buffers are contiguous one-dimensional uint8 tensors in host memory, of any length. Ranks are those of
     the group. Tags are from 0 to 32,767. Raises CommunicationError when the library reports a failure.
     """
 

@@ -17,21 +17,12 @@ from pathlib import Path
 
 import psutil
 
+from hpctrain.launch.rank_identity.launcher_process import STARTERS
 from hpctrain.launch.rank_identity.launchers import find_launcher
 
 # The path in a Slurm step's control groups, of both versions.
 _SLURM_TASK = re.compile(r"/job_(\d+)/step_(\d+)/(?:user/)?task_(\d+)")
-# Programs whose children are the ranks of a node, and what else they start.
-_STARTERS = {
-    "slurmstepd",
-    "orted",
-    "prted",
-    "mpirun",
-    "mpiexec",
-    "mpiexec.hydra",
-    "hydra_pmi_proxy",
-    "flux-shell",
-}
+# What these programs start besides the ranks.
 _HELPERS = {"ssh", "rsh", "srun", "orted", "prted", "hydra_pmi_proxy"}
 
 
@@ -127,7 +118,7 @@ def _ancestors() -> list[Ancestor]:
             name, environ = process.name(), {}
             with contextlib.suppress(psutil.AccessDenied):  # a process of another user
                 environ = process.environ()
-            tasks = process.children() if name in _STARTERS else []
+            tasks = process.children() if name in STARTERS else []
             found.append(
                 Ancestor(
                     name=name,

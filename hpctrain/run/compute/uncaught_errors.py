@@ -1,17 +1,23 @@
-"""An error that a program does not catch on one rank ends all ranks."""
+"""An error that a program does not catch on one rank, or its exit with an error code, ends all ranks."""
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn, ParamSpec, TypeVar
 
-from hpctrain.comm import World
+from hpctrain.comm import World, end_all_on_error
 from hpctrain.errors import ExitCode, HpctrainError
+from hpctrain.launch import print_and_exit
 from hpctrain.resilience import shortage
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class UncaughtErrors:
@@ -23,15 +29,22 @@ class UncaughtErrors:
         self._hook_before: Callable[..., object] | None = None
 
     def watch(self) -> None:
-        """Makes an uncaught error end all ranks, not only this one."""
-        if self._world.num_ranks > 1:
-            self._hook_before = sys.excepthook
-            sys.excepthook = self._uncaught
+        """Makes an uncaught error end all ranks, not only this one, and so an exit with another code than 0."""
+        self._hook_before = sys.excepthook
+        if self._world.num_ranks == 1:
+            print_uncaught()
+            return
+        sys.excepthook = self._uncaught
+        end_all_on_error(
+            f"hpctrain: rank {self._world.rank} on {socket.gethostname()}: the program has exited with code %d while "
+            "its session was open; all ranks end with that code, so that no other rank waits for this one\n"
+        )
 
     def release(self) -> None:
         """Undoes `watch`."""
         if self._hook_before is not None:
             sys.excepthook = self._hook_before
+            end_all_on_error(None)
 
     def end_all(self, error: BaseException) -> None:
         """Ends this rank and all others because of `error`. Returns only if there are no others."""
@@ -59,9 +72,47 @@ class UncaughtErrors:
         try:
             self.end_all(error)
         except SystemExit as leave:
-            # A hook cannot choose the exit code; atexit has nothing left to do once communication is closed.
-            sys.stdout.flush()
-            os._exit(leave.code if isinstance(leave.code, int) else 1)
+            _leave(leave)  # `atexit` has nothing to do once communication is closed
+
+
+def uncaught_as_message(function: Callable[P, T]) -> Callable[P, T]:
+    """Has an HpctrainError that `function` raises, and that the program does not catch, printed as for a command of
+    `hpctrain`: as a message without a traceback, and with the error's exit code."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*arguments, **options)
+        except HpctrainError:
+            print_uncaught()
+            raise
+
+    return call
+
+
+def print_uncaught() -> None:
+    """Has any HpctrainError that this program does not catch printed as a message. Not where someone types, and reads
+    what happened: the interpreter goes on there."""
+    before = sys.excepthook
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if not isinstance(error, HpctrainError):
+            before(kind, error, where)
+            return
+        try:
+            print_and_exit(error)
+        except SystemExit as leave:
+            _leave(leave)
+
+    sys.excepthook = hook
+
+
+def _leave(leave: SystemExit) -> NoReturn:
+    """Exits as asked: a hook cannot choose the exit code otherwise."""
+    sys.stdout.flush()
+    os._exit(leave.code if isinstance(leave.code, int) else 1)
 
 
 def _exit_code_of(error: BaseException) -> int:

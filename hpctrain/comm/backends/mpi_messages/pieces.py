@@ -1,4 +1,4 @@
-"""In which pieces messages travel between nodes (ADR 60)."""
+"""In which pieces messages travel: of any, since MPI counts 32 bits, and smaller ones between nodes (ADR 60)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 
+# Less than 2^31 - 1, and no length that a tensor is likely to have: where sender and receiver have buffers of different
+# lengths, the sender's then ends with a shorter piece, by which the receiver notices it.
+MOST_BYTES = (1 << 30) - 4096 - 64
+
 # Below Open MPI's eager limit over TCP, 64 KiB with its header.
 _EAGER_BYTES = 56 << 10
 # Host interfaces by which MPI sends without TCP.
@@ -18,7 +22,7 @@ _FABRICS = ("infiniband", "cxi")
 
 
 def piece_bytes(mpi: Any, comm: Any) -> int | None:
-    """Returns the most bytes of a message between the ranks of `comm`; None if whole ones are best. Collective.
+    """Returns the most bytes of a message of the ranks of `comm`; None if long ones are best, `MOST_BYTES`. Collective.
 
     mpi: the module mpi4py.MPI. A message above the eager limit waits for the receiver's answer before its bytes leave,
     and over TCP that answer waits behind all bytes that the receiver's own link still has to send. Within a node, and

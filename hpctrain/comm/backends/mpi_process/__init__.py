@@ -1,0 +1,1 @@
+"""The process of a rank, as MPI sees it: how it ends."""

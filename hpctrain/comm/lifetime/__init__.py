@@ -1,0 +1,1 @@
+"""The start of a rank, before any communicator with a deadline exists."""

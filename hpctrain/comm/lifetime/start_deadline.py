@@ -1,0 +1,205 @@
+"""A deadline for the start: MPI_Init waits without end for a rank that never calls it, and lets no other thread run.
+
+Each rank that starts writes a file into a folder of its node's memory, which belongs to its launcher's process, and
+removes it once all have started. A thread of the C library (`gil_free_timer`) ends a rank that still waits at the
+deadline, after running this file as a program. It prints, once on each node, which of the node's ranks have no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# At run time hpctrain is imported in functions: the program finds it only then.
+if TYPE_CHECKING:
+    from hpctrain.launch import RankIdentity
+
+_PREFIX = "hpctrain-start-"
+_ENDING_SHARE, _LONGEST_ENDING_S = 0.25, 5.0  # as a collective operation's, see `Monitored`
+_RANKS_NAMED = 8
+# Ranks that wait for the one that prints, so that the launcher does not end it before it has.
+_OTHERS_LEAVE_AFTER_S = 1.0
+
+
+@contextlib.contextmanager
+def start_deadline(
+    identity: RankIdentity, *, timeout_s: float, environ: Mapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Ends this rank with exit code 6 if the block takes longer than `timeout_s`, less the time to end all ranks.
+
+    For the block that waits for all other ranks to start. Does nothing for a single rank.
+    """
+    from hpctrain.comm.watchdog.gil_free_timer import GilFreeTimer, find_library
+    from hpctrain.errors import ExitCode
+
+    library = find_library()
+    if identity.num_ranks == 1 or library is None or not 0 < timeout_s < math.inf:
+        yield
+        return
+    folder, launcher = _folder(environ)
+    limit_s = timeout_s - min(_LONGEST_ENDING_S, _ENDING_SHARE * timeout_s)
+    numbers = {
+        "rank": identity.rank, "num_ranks": identity.num_ranks, "host_size": identity.host_size,
+        "launcher": identity.launcher, "pid": launcher, "variable": _variable(environ), "limit_s": limit_s,
+        "timeout_s": timeout_s, "folder": None if folder is None else str(folder),
+    }  # fmt: skip
+    own = _write(folder, identity)
+    try:
+        timer = GilFreeTimer(
+            library,
+            [sys.executable, "-I", __file__, json.dumps(numbers)],
+            exit_code=int(ExitCode.COMMUNICATION),
+        )
+    except OSError:
+        timer = None
+    try:
+        if timer is not None:
+            timer.set(limit_s)
+        yield
+    finally:
+        if timer is not None:
+            timer.stop()
+        if own is not None:
+            with contextlib.suppress(OSError):
+                own.unlink(missing_ok=True)
+                own.parent.rmdir()  # the last rank does
+
+
+def _variable(environ: Mapping[str, str]) -> str | None:
+    from hpctrain.launch import find_launcher
+
+    row = find_launcher(environ)
+    return None if row is None else row.rank
+
+
+def _folder(environ: Mapping[str, str]) -> tuple[Path | None, int | None]:
+    """Returns the folder of the launcher's ranks on this node, and the launcher's process id; None where unknown."""
+    from hpctrain.comm.watchdog.board.local_folder import identity_of, local_parent
+    from hpctrain.launch import find_launcher_process
+
+    launcher = find_launcher_process(environ)
+    key = launcher.key()
+    if key is None:
+        return None, None
+    try:
+        parent = local_parent()
+        _, _, processes = identity_of(parent).partition(":[")
+    except OSError:
+        return None, launcher.pid
+    return parent / f"{_PREFIX}{os.getuid()}-{processes.strip(']')}-{key}", launcher.pid
+
+
+def _write(folder: Path | None, identity: RankIdentity) -> Path | None:
+    """Writes this rank's file; None if that is not possible."""
+    if folder is None:
+        return None
+    path = folder / f"rank-{identity.rank}"
+    try:
+        _remove_abandoned(folder)
+        for _ in range(100):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another rank has started meanwhile, and removed the folder
+                path.write_text("" if identity.host_rank is None else str(identity.host_rank))
+                return path
+    except OSError:
+        pass
+    return None
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes folders of this user's launchers that have ended: of ranks that were killed while they started."""
+    start, _, _ = folder.name.rsplit("-", 2)
+    for other in folder.parent.glob(f"{start}-*"):
+        pid, ticks = other.name.rsplit("-", 2)[1:]
+        with contextlib.suppress(OSError, IndexError):
+            stat = Path(f"/proc/{pid}/stat")
+            if not stat.exists() or stat.read_text().rpartition(")")[2].split()[19] != ticks:
+                shutil.rmtree(other, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------- the program
+
+
+def _report(found: Mapping[str, Any]) -> None:
+    """Prints why the rank ends. Returns when it must."""
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    folder = None if found["folder"] is None else Path(found["folder"])
+    if folder is not None:
+        try:
+            os.close(os.open(folder / "told", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            time.sleep(_OTHERS_LEAVE_AFTER_S)
+            return
+        except OSError:
+            folder = None
+    lines = [
+        f"hpctrain: rank {found['rank']} on {socket.gethostname()} has waited {found['limit_s']:.1f} s in its start "
+        f"for the other ranks (timeout_s = {found['timeout_s']:g}) and ends the run",
+        *describe_absent(folder, found),
+        f"each of the {found['num_ranks']} ranks that {found['launcher']} started must start hpctrain (hpctrain.start, "
+        "hpctrain.hvd.init, init_process_group, `hpctrain train`) within that time of the first. A program that is "
+        "read from standard input reaches rank 0 only: save it as a file",
+    ]
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> list[str]:
+    """Returns lines about the ranks of this node that have not started. found: the program's argument."""
+    from hpctrain.launch import command_of, processes_of_ranks
+
+    if folder is None:
+        return [
+            "which ranks of this node have not started cannot be seen from here (a container of its own?)"
+        ]
+    here = {int(path.name.removeprefix("rank-")): path for path in folder.glob("rank-*")}
+    running = processes_of_ranks(found["pid"], variable=found["variable"])
+    num_ranks, on_host = int(found["num_ranks"]), found["host_size"]
+    if on_host == num_ranks:
+        absent = [rank for rank in range(num_ranks) if rank not in here]
+    else:
+        absent = sorted(rank for rank in running if rank not in here)
+    lines = []
+    for rank in absent[:_RANKS_NAMED]:
+        pid = running.get(rank)
+        state = (
+            "its process has ended"
+            if pid is None
+            else f"its process {pid} ({command_of(pid)}) runs, and has not started hpctrain"
+        )
+        lines.append(f"rank {rank} on {socket.gethostname()} is absent: {state}")
+    if len(absent) > _RANKS_NAMED:
+        lines.append(f"and {len(absent) - _RANKS_NAMED} more are absent: {_listed(absent[_RANKS_NAMED:])}")
+    if on_host is not None and on_host != num_ranks and on_host > len(here) + len(absent):
+        local = {path.read_text() for path in here.values()}
+        missing = [number for number in range(on_host) if str(number) not in local]
+        lines.append(
+            f"{on_host - len(here) - len(absent)} of the {on_host} ranks of {socket.gethostname()} have ended before "
+            f"they started hpctrain: among local ranks {_listed(missing)}; those that wait are {_listed(sorted(here))}"
+        )
+    if not lines:
+        lines.append(
+            f"all ranks of {socket.gethostname()} wait ({_listed(sorted(here))}): absent are ranks of other nodes, or "
+            "the network between the nodes does not connect them (`hpctrain doctor` tests it)"
+        )
+    return lines
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_RANKS_NAMED]))
+    return shown + (f" and {len(numbers) - _RANKS_NAMED} more" if len(numbers) > _RANKS_NAMED else "")
+
+
+if __name__ == "__main__":
+    _report(json.loads(sys.argv[1]))

@@ -1,0 +1,144 @@
+"""The launcher's process on this machine, and what is between it and this one: wrapper scripts, or a rank's own process
+that started this one.
+
+The launcher is the nearest ancestor that is one of the known programs, or that lacks the rank's variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.launch.rank_identity.launchers import find_launcher
+
+# Programs whose children are the ranks of a node.
+STARTERS = {
+    "slurmstepd",
+    "orted",
+    "orterun",
+    "prted",
+    "prterun",
+    "mpirun",
+    "mpiexec",
+    "mpiexec.hydra",
+    "hydra_pmi_proxy",
+    "flux-shell",
+}
+# A library that Open MPI loads in MPI_Init.
+_LOADED_BY_INIT = "/mca_pml_"
+# Set in a rank by `hpctrain.start`, for the processes that it starts: the process id of the rank.
+RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherProcess:
+    """pid: None if it cannot be seen, as from a container with process numbers of its own. between: ancestors of this
+    process that have the rank's variables, the nearest first."""
+
+    pid: int | None
+    between: tuple[int, ...] = ()
+
+    def key(self) -> str | None:
+        """Returns a text that only this launcher's process on this machine has, until the machine starts again."""
+        try:
+            return f"{self.pid}-{_stat(self.pid)[19]}" if self.pid is not None else None
+        except (OSError, IndexError):
+            return None
+
+
+def find_launcher_process(environ: Mapping[str, str]) -> LauncherProcess:
+    """Finds the launcher of the rank that this process is. environ: of this process."""
+    row = find_launcher(environ)
+    between: list[int] = []
+    if row is None:
+        return LauncherProcess(pid=None)
+    try:
+        pid = _parent("self")
+        while pid > 0 and _name(pid) not in STARTERS and variable_of(pid, row.rank) is not None:
+            between.append(pid)
+            pid = _parent(pid)
+    except (OSError, ValueError, IndexError):
+        pid = 0
+    return LauncherProcess(pid=pid or None, between=tuple(between))
+
+
+def describe_outer_rank(environ: Mapping[str, str]) -> str | None:
+    """Returns which process above this one is the rank already; None if this one is. environ: of this process.
+
+    MPI takes one process as a rank. A wrapper script between it and the launcher is none, as it does not start MPI.
+    """
+    marked = environ.get(RANK_PID_VARIABLE, "")
+    for pid in find_launcher_process(environ).between:
+        if str(pid) == marked:
+            return f"process {pid} ({command_of(pid)}), which has called hpctrain.start()"
+        if _LOADED_BY_INIT in _read(pid, "maps"):
+            return f"process {pid} ({command_of(pid)}), which has started MPI"
+    return None
+
+
+def processes_of_ranks(launcher: int, *, variable: str) -> dict[int, int]:
+    """Returns rank -> process id of the ranks on this machine that `launcher` has started and that have not ended.
+
+    variable: name of the launcher's variable of the rank. Of a rank's processes the one nearest to the launcher.
+    """
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = _stat(entry.name)
+                if fields[0] not in "ZX":
+                    parents[int(entry.name)] = int(fields[1])
+            except (OSError, ValueError, IndexError):
+                continue  # it has ended
+    found: dict[int, int] = {}
+    for pid in _descendants(launcher, parents):
+        text = variable_of(pid, variable) or ""
+        if text.isdigit():
+            found.setdefault(int(text), pid)
+    return found
+
+
+def _descendants(root: int, parents: Mapping[int, int]) -> Iterator[int]:
+    """Yields the descendants of a process, those nearest to it first."""
+    level = [root]
+    while level:
+        level = [pid for pid, parent in parents.items() if parent in level]
+        yield from level
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """Returns the value with which a variable was set when the process began; None without it, or without leave."""
+    start = name.encode() + b"="
+    try:
+        items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except PermissionError:
+        return None  # a process of another user, such as slurmstepd
+    return next(
+        (item[len(start) :].decode(errors="replace") for item in items if item.startswith(start)), None
+    )
+
+
+def command_of(pid: int) -> str:
+    """Returns the beginning of a process's command line; empty if it has ended."""
+    return _read(pid, "cmdline").replace("\0", " ").strip()[:120]
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _name(pid: int) -> str:
+    return _read(pid, "comm").strip()
+
+
+def _parent(pid: int | str) -> int:
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat after the name: state, parent, and so on; the start time is number 19."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
