@@ -25,6 +25,7 @@ from hpctrain.reduce.contract.bucket_reducer import (
     Shapes,
     StateTensor,
 )
+from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
 from hpctrain.reduce.contract.gradient_norm import GradientSquares
 from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, result_of
 from hpctrain.reduce.contract.step_end import all_reduced
@@ -75,8 +76,7 @@ class AllReduceUpdater:
         overlap: bool = True,
         crowded: bool = False,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+        check_clip_norm(clip_norm)
         if max_in_flight < 1:
             raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
         self._optimizer = optimizer
@@ -370,8 +370,7 @@ class AllReduceUpdater:
 
     def _take_gradients(self, norm: float) -> bool:
         """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient."""
-        clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-        self._memory.scale(clip / self._summed_scale)
+        self._memory.scale(clip_factor(norm, clip_norm=self._clip_norm) / self._summed_scale)
         return self._memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> Numbers:

@@ -18,6 +18,7 @@ from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient, one_device
@@ -80,8 +81,7 @@ class ScatterUpdater:
         self._parameters = self._trainable()
 
         def check() -> None:
-            if clip_norm is not None and not clip_norm > 0:
-                raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+            check_clip_norm(clip_norm)
             if max_in_flight < 1:
                 raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
             if not self._parameters:
@@ -335,8 +335,7 @@ class ScatterUpdater:
 
     def _take_gradients(self, norm: float, used: list[bool]) -> bool:
         """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient, on all ranks."""
-        clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-        self._owned.scale(clip / self._scale.value)
+        self._owned.scale(clip_factor(norm, clip_norm=self._clip_norm) / self._scale.value)
         fits = self._owned.give_out(used)
         return is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits
 

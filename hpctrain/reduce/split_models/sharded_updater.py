@@ -24,6 +24,7 @@ from hpctrain.distributed import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
 from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
@@ -61,8 +62,7 @@ class ShardedUpdater:
         clip_norm: float | None = None,
         end_sums: Callable[[], object] | None = None,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+        check_clip_norm(clip_norm)
         self._optimizer = optimizer
         self._comm = comm
         self._scale = loss_scale or LossScale()
@@ -187,8 +187,7 @@ class ShardedUpdater:
             )
         applied = accepted and finite
         if applied:
-            clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-            waited_s += self._update(factor=clip / scale)
+            waited_s += self._update(factor=clip_factor(norm, clip_norm=self._clip_norm) / scale)
         self._end_step()
         used_scale = self._scale.value
         if accepted:
