@@ -113,20 +113,27 @@ def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) 
 
 
 def build_runner(
-    recipe: Recipe, task: Task, parts: Parts, *, session: Session, updater: SessionUpdater
+    recipe: Recipe,
+    task: Task,
+    parts: Parts,
+    *,
+    session: Session,
+    updater: SessionUpdater,
+    loss_unit: float | None,
 ) -> Runner:
-    """Returns what computes the batches of `parts.model`."""
+    """Returns what computes the batches of `parts.model`. loss_unit: of the checkpoint that the run resumes from."""
     dtype = MODEL_DTYPE[recipe.run.precision]
     pipeline = pipeline_of(parts.model)
     if pipeline is None:
         return TaskRunner(
             task, parts.model, device=session.device, dtype=dtype, autocast=parts.autocast,
-            counts_samples=session.axes.counts_samples,
+            counts_samples=session.axes.counts_samples, comm=session.world, loss_unit=loss_unit,
         )  # fmt: skip
     assert isinstance(updater, ShardedUpdater)
     return PipelineRunner(
         task, parts.model, pipeline=pipeline, rows=_pipeline_rows(recipe, session=session), scaled=updater.scaled,
         counts_samples=session.axes.counts_samples, device=session.device, dtype=dtype, autocast=parts.autocast,
+        comm=session.world, loss_unit=loss_unit,
     )  # fmt: skip
 
 

@@ -257,7 +257,9 @@ def carry_out(
             say=recorder.say,
         )
         stragglers = build_straggler_watch(recipe, session=session, recorder=recorder, probe=probe)
-        runner = build_runner(recipe, task, parts, session=session, updater=updater)
+        runner = build_runner(
+            recipe, task, parts, session=session, updater=updater, loss_unit=resumed.loss_unit
+        )
         training = Training(
             runner,
             state=state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, overload
 
 import torch
@@ -51,7 +51,18 @@ def _numbers(comm: Collective, value: Mapping[str, float], *, op: Operation) -> 
 def _joined(numbers: list[float], *, op: Operation) -> float:
     if op == "max":
         return math.nan if any(math.isnan(n) for n in numbers) else max(numbers)
-    return sum(numbers) / (len(numbers) if op == "mean" else 1)
+    return in_order(numbers) / (len(numbers) if op == "mean" else 1)
+
+
+def in_order(numbers: Iterable[float]) -> float:
+    """Returns the sum of `numbers`, added one by one in their order.
+
+    The builtin `sum` compensates rounding errors since Python 3.12, so its last bit depends on the Python version.
+    """
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
 
 
 def _tensor(comm: Collective, value: torch.Tensor, *, op: Operation) -> torch.Tensor:

@@ -25,6 +25,8 @@ from hpctrain.reduce.contract.bucket_reducer import (
     Shapes,
     StateTensor,
 )
+from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
+from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
 from hpctrain.reduce.contract.gradient_norm import GradientSquares
 from hpctrain.reduce.contract.polling import LONGEST_WAIT_CROWDED_S, LONGEST_WAIT_S, result_of
 from hpctrain.reduce.contract.step_end import all_reduced
@@ -75,8 +77,7 @@ class AllReduceUpdater:
         overlap: bool = True,
         crowded: bool = False,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+        check_clip_norm(clip_norm)
         if max_in_flight < 1:
             raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
         self._optimizer = optimizer
@@ -141,7 +142,7 @@ class AllReduceUpdater:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
             )
-        self._unsent_factor = 1.0
+        self._unsent_factor, self._weighted = 1.0, True
         # `backward` with a gradient as its argument would import sympy: 0.3 s of every start.
         scaled = loss * (weight * self._scale.value)
         if last:
@@ -171,13 +172,21 @@ class AllReduceUpdater:
         if not any(self._placed):
             self._unsent_factor = self._scale.value / self._comm.num_ranks
 
-    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
+    def step(
+        self,
+        *,
+        sums: Mapping[str, float] | None = None,
+        accepts: Accepts | None = None,
+        divide_by: str | None = None,
+    ) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, or if parameters or gradients were
         changed since `backward` in a way that `step` cannot take into account."""
         if self._closed:
             raise UsageError(
                 "this updater is closed and no longer sums gradients over the ranks: make a new one"
             )
+        plain = not self._weighted and any(p.grad is not None for p in self._parameters)
+        check_divide_by(divide_by, sums=sums, plain=plain)
         self._check_parameters()
         self._put_rest()
         self._memory.check_untouched()
@@ -188,9 +197,11 @@ class AllReduceUpdater:
         replan, *numbers = reduced.numbers.tolist()
         totals = dict(zip(sorted(sums or {}), numbers, strict=True))
         square = reduced.norm_square
-        norm = math.sqrt(square) / self._summed_scale if square >= 0 else math.nan
+        total = divisor(totals, divide_by=divide_by)
+        self._summed_scale *= total
+        norm = math.sqrt(square) / self._summed_scale if square >= 0 and total else math.nan
         finite = math.isfinite(norm)
-        accepted = accepts is None or accepts(norm if finite else math.nan, totals)
+        accepted = (accepts is None or accepts(norm if finite else math.nan, totals)) and total != 0
         applied = accepted and finite and self._take_gradients(norm)
         if applied:
             self._memory.give_out()
@@ -302,6 +313,7 @@ class AllReduceUpdater:
         self._placed = [False] * len(self._parameters)
         self._ready: list[int] = []
         self._next_bucket = 0
+        self._weighted = False
         self._clock.reset()
         # Factor for gradients of a plain `loss.backward()`, applied when they are written into the bucket. It must be
         # applied before the reduction, as the sum of many ranks' gradients near 1024 overflows float16.
@@ -370,8 +382,7 @@ class AllReduceUpdater:
 
     def _take_gradients(self, norm: float) -> bool:
         """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient."""
-        clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-        self._memory.scale(clip / self._summed_scale)
+        self._memory.scale(clip_factor(norm, clip_norm=self._clip_norm) / self._summed_scale)
         return self._memory.copy_out()
 
     def _numbers(self, sums: Mapping[str, float]) -> Numbers:

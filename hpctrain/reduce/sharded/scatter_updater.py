@@ -18,6 +18,8 @@ from hpctrain.comm import Collective, agreed, broadcast_json, is_true_everywhere
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
+from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.backward_clock import BackwardClock
 from hpctrain.reduce.data_parallel.gradient_buckets import describe_gradient, one_device
@@ -80,8 +82,7 @@ class ScatterUpdater:
         self._parameters = self._trainable()
 
         def check() -> None:
-            if clip_norm is not None and not clip_norm > 0:
-                raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+            check_clip_norm(clip_norm)
             if max_in_flight < 1:
                 raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
             if not self._parameters:
@@ -149,7 +150,7 @@ class ScatterUpdater:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}: give a single number, such as its mean"
             )
-        self._unsent_factor = 1.0
+        self._unsent_factor, self._weighted = 1.0, True
         scaled = loss * (weight * self._scale.value)
         if last:
             with self._clock:
@@ -174,13 +175,21 @@ class ScatterUpdater:
         if not self._progress.has_begun:
             self._unsent_factor = self._plain_factor()
 
-    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
+    def step(
+        self,
+        *,
+        sums: Mapping[str, float] | None = None,
+        accepts: Accepts | None = None,
+        divide_by: str | None = None,
+    ) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, if the optimizer or the parameters were
         exchanged, or if gradients were set since `backward`."""
         if self._closed:
             raise UsageError(
                 "this updater is closed and no longer sums gradients over the ranks: make a new one"
             )
+        plain = not self._weighted and (any(self._had) or any(p.grad is not None for p in self._parameters))
+        check_divide_by(divide_by, sums=sums, plain=plain)
         blocked_before_s = self._units.take_blocked_s()  # in forward and backward
         started = time.perf_counter()
         self.wait_for_parameters()
@@ -191,10 +200,11 @@ class ScatterUpdater:
         square, totals, used, replan = self._sum_numbers(sums or {})
         self._units.take_blocked_s()  # is in what follows
         blocked_s = blocked_before_s + time.perf_counter() - started
-        norm = math.sqrt(square) / self._scale.value if square >= 0 else math.nan
+        total = divisor(totals, divide_by=divide_by)
+        norm = math.sqrt(square) / (self._scale.value * total) if square >= 0 and total else math.nan
         finite = math.isfinite(norm)
-        accepted = accepts is None or accepts(norm if finite else math.nan, totals)
-        applied = accepted and finite and self._take_gradients(norm, used)
+        accepted = (accepts is None or accepts(norm if finite else math.nan, totals)) and total != 0
+        applied = accepted and finite and self._take_gradients(norm, used, divided_by=total)
         update_s = gathered_s = 0.0
         if applied:
             began = time.perf_counter()
@@ -284,6 +294,7 @@ class ScatterUpdater:
     def _reset(self) -> None:
         self._progress.begin_step()
         self._had = [False] * len(self._parameters)
+        self._weighted = False
         self._clock.reset()
         self._unsent_factor = self._plain_factor()
 
@@ -333,10 +344,10 @@ class ScatterUpdater:
             used = [count > 0 for count in had.tolist()]
         return square, dict(zip(names, totals, strict=True)), used, replan > 0
 
-    def _take_gradients(self, norm: float, used: list[bool]) -> bool:
-        """Clips and unscales the sums. Returns True if every parameter's dtype can hold its gradient, on all ranks."""
-        clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-        self._owned.scale(clip / self._scale.value)
+    def _take_gradients(self, norm: float, used: list[bool], *, divided_by: float) -> bool:
+        """Clips, unscales and divides the sums. Returns True if every parameter's dtype can hold its gradient, on all ranks."""
+        clip = clip_factor(norm, clip_norm=self._clip_norm)
+        self._owned.scale(clip / (self._scale.value * divided_by))
         fits = self._owned.give_out(used)
         return is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits
 

@@ -24,6 +24,8 @@ from hpctrain.distributed import (
 )
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_reducer import Shapes, StateTensor
+from hpctrain.reduce.contract.clipping import check_clip_norm, clip_factor
+from hpctrain.reduce.contract.divide_by import check_divide_by, divisor
 from hpctrain.reduce.contract.gradient_norm import square_of_all
 from hpctrain.reduce.contract.updater import Accepts, ReductionObserver, StepOutcome
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
@@ -61,8 +63,7 @@ class ShardedUpdater:
         clip_norm: float | None = None,
         end_sums: Callable[[], object] | None = None,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm is {clip_norm}: give a number above 0, or None for no clipping")
+        check_clip_norm(clip_norm)
         self._optimizer = optimizer
         self._comm = comm
         self._scale = loss_scale or LossScale()
@@ -150,12 +151,19 @@ class ShardedUpdater:
         self._optimizer.zero_grad(set_to_none=True)
         self._weighted = False
 
-    def step(self, *, sums: Mapping[str, float] | None = None, accepts: Accepts | None = None) -> StepOutcome:
+    def step(
+        self,
+        *,
+        sums: Mapping[str, float] | None = None,
+        accepts: Accepts | None = None,
+        divide_by: str | None = None,
+    ) -> StepOutcome:
         """See `Updater.step`. Raises UsageError also if the updater is closed, and on every rank if a step is accepted
         whose backward has failed on one."""
         if self._closed:
             raise UsageError("this updater is closed: make a new one")
         weighted = self._weighted or self._in_pipeline
+        check_divide_by(divide_by, sums=sums, plain=not weighted)
         scale = self._scale.value if weighted else float(self._num_data_ranks)
         names = sorted(sums or {})
         started = time.perf_counter()
@@ -175,9 +183,11 @@ class ShardedUpdater:
         waited_s = time.perf_counter() - started
         square, num_failed, *numbers = found.tolist()
         totals = dict(zip(names, numbers, strict=True))
-        norm = math.sqrt(square) / scale if square >= 0 else math.nan
+        total = divisor(totals, divide_by=divide_by)
+        scale *= total
+        norm = math.sqrt(square) / scale if square >= 0 and total else math.nan
         finite = math.isfinite(norm)
-        accepted = accepts is None or accepts(norm if finite else math.nan, totals)
+        accepted = (accepts is None or accepts(norm if finite else math.nan, totals)) and total != 0
         if accepted and num_failed:
             self._end_step()
             raise UsageError(
@@ -187,8 +197,7 @@ class ShardedUpdater:
             )
         applied = accepted and finite
         if applied:
-            clip = self._clip_norm / norm if self._clip_norm is not None and norm > self._clip_norm else 1.0
-            waited_s += self._update(factor=clip / scale)
+            waited_s += self._update(factor=clip_factor(norm, clip_norm=self._clip_norm) / scale)
         self._end_step()
         used_scale = self._scale.value
         if accepted:

@@ -228,7 +228,9 @@ class OptimizerSection(Section):
     )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
     clip_norm: float | None = Field(
-        None, gt=0, description="Clip the global gradient norm to this. None: off."
+        None,
+        gt=0,
+        description="Clip the global gradient norm to this, as torch's `clip_grad_norm_` does. None: off.",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hpctrain.comm import Collective, all_gather_json, is_true_everywhere
 from hpctrain.data import Batch, Loader
 from hpctrain.distributed import is_sharded, kept_whole, pipeline_of
-from hpctrain.errors import DataError
+from hpctrain.errors import DataError, UsageError
 from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.state.seeds import capture_generators, restore_generators
 from hpctrain.train.task.runner import Runner
@@ -18,10 +20,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns the means of the task's metrics over the samples of `loader`, each used once. Collective.
 
+    If the task gives weights, the means are sum(weight x metric) / sum(weight); metrics of weight 0 are not used.
     max_samples: use only the first batches that together have this many samples; the same on every rank.
     Damaged samples that the loader leaves out are not in the means.
     Sums are added in rank order in float64, so the result is the same on every rank.
-    Raises DataError on every rank if there are no samples; with a model that is split over the ranks also if the first
+    Raises UsageError on every rank if only some metrics come with weights; DataError if there are no samples or all
+    have weight 0; with a model that is split over the ranks also if the first
     batch has none for a rank.
     """
     # Metrics may draw random numbers; training must not depend on whether there was an evaluation.
@@ -29,6 +33,8 @@ def evaluate(
     generators = capture_generators(runner.device)
     sums: dict[str, float] = {}
     num_samples = 0
+    weights = 0.0
+    kinds: set[bool] = set()  # whether metrics came with a weight
     previous: Batch | None = None
     # Forward is collective.
     together = is_sharded(model) or pipeline_of(model) is not None
@@ -42,9 +48,14 @@ def evaluate(
                 _check_first(batch, comm=comm, num_shares=loader.num_ranks)
             if batch.num_samples > 0:
                 found = runner.metrics(batch)
-                for name, mean in (found or {}).items():
-                    sums[name] = sums.get(name, 0.0) + float(mean) * batch.num_samples
-                num_samples += batch.num_samples if found is not None else 0
+                if found is not None:
+                    metrics, weight = found
+                    kinds.add(weight is not None)
+                    counts = batch.num_samples if weight is None else weight
+                    for name, mean in metrics.items() if counts else ():
+                        sums[name] = sums.get(name, 0.0) + float(mean) * counts
+                    num_samples += batch.num_samples
+                    weights += weight or 0.0
                 previous = batch
             elif previous is not None and together:  # computes again what it had before
                 runner.metrics(previous)
@@ -53,19 +64,30 @@ def evaluate(
     model.train(was_training)
     restore_generators(generators, device=runner.device, otherwise=0)
     totals: dict[str, float] = {}
-    seen = 0
-    mine = (
-        {"sums": sums, "num_samples": num_samples}
-        if runner.counts_samples
-        else {"sums": {}, "num_samples": 0}
-    )
-    for theirs in all_gather_json(comm, mine):
+    seen, total = 0, 0.0
+    mine: dict[str, Any] = {"sums": {}, "num_samples": 0, "weights": 0.0, "kinds": []}
+    if runner.counts_samples:
+        mine = {"sums": sums, "num_samples": num_samples, "weights": weights, "kinds": sorted(kinds)}
+    everyones = all_gather_json(comm, mine)
+    given = {kind for theirs in everyones for kind in theirs["kinds"]}
+    if len(given) == 2:
+        raise UsageError(
+            "the task's metrics come with a weight on some ranks or batches and without on others: return "
+            "(metrics, weight) each time",
+            agreed=True,
+        )
+    for theirs in everyones:
         seen += theirs["num_samples"]
+        total += theirs["weights"]
         for name, value in theirs["sums"].items():
             totals[name] = totals.get(name, 0.0) + value
     if seen == 0:
         raise DataError("the held-out dataset has no samples to evaluate on", agreed=True)
-    return {name: value / seen for name, value in totals.items()}
+    if given == {True} and total == 0:
+        raise DataError(
+            "all metrics of the held-out dataset have weight 0: there is nothing to average", agreed=True
+        )
+    return {name: value / (total if given == {True} else seen) for name, value in totals.items()}
 
 
 def _check_first(batch: Batch, *, comm: Collective, num_shares: int) -> None:

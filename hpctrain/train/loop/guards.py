@@ -10,6 +10,7 @@ from hpctrain.reduce import StepOutcome
 from hpctrain.resilience import Divergence
 from hpctrain.telemetry import RecordWriter
 from hpctrain.train.loop.data_balance import DataBalance
+from hpctrain.train.loop.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.loop.memory_guard import MemoryGuard
 from hpctrain.train.state.resumption import Resumed
 
@@ -47,10 +48,15 @@ class Guards:
         self._why_not: str | None = None  # of the step that the updater makes
 
     def accepts(self, grad_norm: float, sums: Mapping[str, float]) -> bool:
-        """For `Updater.step`: False if a rank ran out of memory, or if the loss is not finite or jumps."""
+        """For `Updater.step`: False if a rank ran out of memory, if the loss is not finite or jumps, or if no loss
+        counts."""
         if self.memory.ran_out(sums):
             return False
-        self._why_not = self.divergence.why_not(loss=sums["loss"], grad_norm=grad_norm)
+        if sums.get(LOSS_WEIGHT) == 0:
+            self._why_not = "the losses of all ranks have weight 0"
+        else:
+            loss = with_mean_loss(sums)["loss"]
+            self._why_not = self.divergence.why_not(loss=loss, grad_norm=grad_norm)
         return self._why_not is None
 
     def after_update(self, step: int, outcome: StepOutcome) -> None:

@@ -103,6 +103,11 @@ class MemoryGuard:
         """The most samples in a micro-batch."""
         return -(-self._rows // self.num_parts)
 
+    @property
+    def is_short(self) -> bool:
+        """True if this rank's last `attempt` ran out of memory. Not collective."""
+        return self._shortage is not None
+
     def attempt(self, compute: Callable[[int], float]) -> float:
         """Returns `compute(num_parts)`: the loss of this rank's share. 0 if memory was short. Not collective."""
         self._shortage = None

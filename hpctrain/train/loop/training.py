@@ -19,6 +19,7 @@ from hpctrain.train.loop.agreed_batches import agreed_batches
 from hpctrain.train.loop.checkpointing import Checkpointing, with_quality
 from hpctrain.train.loop.evaluate import evaluate
 from hpctrain.train.loop.guards import Guards
+from hpctrain.train.loop.mean_loss import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
 from hpctrain.train.loop.stopping import Stopping
@@ -230,9 +231,15 @@ class Training:
                 recorder.clock.add("device_compute", seconds=self._runner.device_s)
             for begin, end in self._runner.bubbles:
                 recorder.clock.recount(begin, end, of="compute", to="bubble")
-            sums = {"loss": loss, **votes()}
+            weight = self._runner.weights.total
+            of_loss = {} if weight is None else {LOSS_WEIGHT: 0.0 if memory.is_short else weight}
+            sums = {"loss": loss, **of_loss, **votes()}
+            divide_by = LOSS_WEIGHT if of_loss else None
             started = time.perf_counter()
-            outcome = memory.update(partial(updater.step, sums=sums, accepts=self._guards.accepts))
+            outcome = memory.update(
+                partial(updater.step, sums=sums, accepts=self._guards.accepts, divide_by=divide_by)
+            )
+            outcome = replace(outcome, sums=with_mean_loss(outcome.sums))
             recorder.reduced(outcome, seconds=time.perf_counter() - started)
             if not memory.ran_out(outcome.sums):
                 self._guards.after_update(step, outcome)
@@ -271,7 +278,10 @@ class Training:
         state = self._state.capture(
             self._position, comm=self._comm, identity=self._identity, parent=self._parent
         )
-        state = replace(state, document={**state.document, "divergence": self._guards.divergence.state()})
+        noted: dict[str, Any] = {"divergence": self._guards.divergence.state()}
+        if (unit := self._runner.weights.unit) is not None:
+            noted["loss_unit"] = unit
+        state = replace(state, document={**state.document, **noted})
         return with_quality(state, quality=self._quality, step=self._quality_step)
 
     def _evaluate(self) -> None:

@@ -17,12 +17,14 @@ from hpctrain.train.state.training_state import Position, TrainingState
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
     """path: the checkpoint that was loaded; None if the run starts at step 0. parent: the checkpoint's step and id.
-    divergence: what the run had noted of its divergence (`hpctrain.resilience.Divergence.state`)."""
+    divergence: what the run had noted of its divergence (`hpctrain.resilience.Divergence.state`). loss_unit: see
+    `hpctrain.train.task.loss_weights`; None if the losses counted by samples."""
 
     position: Position
     path: Path | None
     parent: Mapping[str, Any] | None = None
     divergence: Mapping[str, Any] = field(default_factory=dict)
+    loss_unit: float | None = None
 
 
 def resume(
@@ -46,5 +48,10 @@ def resume(
         checkpoint, tensors = found.checkpoint, found.tensors
     position = state.restore(checkpoint, tensors, comm=comm, identity=identity)
     parent = {"step": checkpoint.step, "id": checkpoint.metadata.id}
-    divergence = checkpoint.document.get("divergence", {})
-    return Resumed(position=position, path=checkpoint.path, parent=parent, divergence=divergence)
+    return Resumed(
+        position=position,
+        path=checkpoint.path,
+        parent=parent,
+        divergence=checkpoint.document.get("divergence", {}),
+        loss_unit=checkpoint.document.get("loss_unit"),
+    )

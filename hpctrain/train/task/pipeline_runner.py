@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import numpy as np
 import torch
 
+from hpctrain.comm import Collective
 from hpctrain.data import Batch
 from hpctrain.distributed import Pipeline
 from hpctrain.errors import UsageError
 from hpctrain.reduce import Updater
+from hpctrain.train.task.loss_weights import LossWeights, metrics_and_weight
 from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.task import Task, takes_valid
 
@@ -24,7 +26,8 @@ class PipelineRunner:
 
     The ranks of a pipeline have the same batches. rows: samples of a micro-batch; one with fewer is padded, and the
     loss is of its samples alone, so that all of a step have one shape. scaled: weights a loss, as
-    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples: as for `TaskRunner`; only ranks with the last stage,
+    `ShardedUpdater.scaled` does. dtype, autocast, counts_samples, comm,
+    loss_unit: as for `TaskRunner`; only ranks with the last stage,
     which has the loss, count samples. The task's `loss` and `metrics` must call their model once, with one tensor.
     """
 
@@ -43,11 +46,14 @@ class PipelineRunner:
         dtype: torch.dtype | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         counts_samples: bool = True,
+        comm: Collective | None = None,
+        loss_unit: float | None = None,
     ) -> None:
         self.task = task
         self.model = model
         self.device = device
         self.counts_samples = counts_samples and pipeline.has_last
+        self.weights = LossWeights(task, comm=comm, counts=self.counts_samples, unit=loss_unit)
         self._pipeline = pipeline
         self._rows = rows
         self._scaled = scaled
@@ -71,15 +77,24 @@ class PipelineRunner:
             part = parts[number]
             if part.num_samples == 0:
                 return output[:0].sum()
+            given = output[: part.num_samples]
             with self._autocast():
-                loss = self._loss(_Given(output[: part.num_samples]), part)
-            losses.append(loss.detach().double() * part.weight)
-            return self._scaled(loss, weight=part.weight)
+                returned = self._loss(_Given(given), part)
+            loss, weight = self.weights.weigh(returned, part, agrees=False)
+            if weight == 0:
+                return (given * 0.0).sum()  # the mean over nothing may be NaN
+            losses.append(loss.detach().double() * weight)
+            return self._scaled(loss, weight=weight)
 
+        self.weights.begin_step()
+        if self.weights.has_method:
+            of_parts = [self.weights.of_fields(part) for part in parts]
+            self.weights.agree_before(of_parts, samples=batch.num_samples)
         self._pipeline.forward_backward(self._inputs(parts), loss_of)
+        self.weights.end_step()
         return float(torch.stack(losses).sum()) if losses and self.counts_samples else 0.0
 
-    def metrics(self, batch: Batch) -> dict[str, float] | None:
+    def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
         """See `Runner.metrics`: None except on ranks with the last stage."""
         real = batch.real().to(self.device, dtype=self._dtype)
         parts = -(-real.num_samples // self._rows)
@@ -89,9 +104,10 @@ class PipelineRunner:
         if output is None:
             return None
         with self._autocast():
-            return self.task.metrics(_Given(output[: real.num_samples]), real.fields)
+            found = self.task.metrics(_Given(output[: real.num_samples]), real.fields)
+            return metrics_and_weight(found, weights=self.weights, part=real)
 
-    def _loss(self, model: torch.nn.Module, part: Batch) -> torch.Tensor:
+    def _loss(self, model: torch.nn.Module, part: Batch) -> Any:
         if self._takes_valid:
             return self.task.loss(model, part.fields, valid=part.valid)  # type: ignore[call-arg]
         return self.task.loss(model, part.fields)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from hpctrain.data import Batch
 from hpctrain.reduce import Updater
+from hpctrain.train.task.loss_weights import LossWeights
 
 
 class Runner(Protocol):
@@ -16,6 +17,7 @@ class Runner(Protocol):
 
     device_s: on a GPU, its time for the last `forward_backward`. communicates: forward is collective. counts_samples:
     False on ranks whose samples another rank counts, because both hold parts of one copy of the model.
+    weights: of the losses, see `LossWeights`.
     bubbles: when, in the last `forward_backward`, this rank's stages of a pipeline waited for others: begin and end of
     each wait, by `time.perf_counter`; none without a pipeline.
     """
@@ -32,13 +34,17 @@ class Runner(Protocol):
     def bubbles(self) -> Sequence[tuple[float, float]]: ...
     @property
     def counts_samples(self) -> bool: ...
+    @property
+    def weights(self) -> LossWeights: ...
 
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
         Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these
-        add up to the mean loss of the batch.
+        add up to the mean loss of the batch, times the sum of `weights.total` if the task weighs its losses. In the
+        first step collective over the world, as the ranks agree whether it does.
         """
 
-    def metrics(self, batch: Batch) -> dict[str, float] | None:
-        """Returns the means of the task's metrics over the batch's samples, at least one; None if another rank does."""
+    def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
+        """Returns the means of the task's metrics over the batch's samples, at least one, and the weight of these
+        means, None for the number of samples; None if another rank does."""

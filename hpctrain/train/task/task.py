@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from hpctrain.errors import RecipeError
 from hpctrain.train.task.named_object import check_call, import_named
 
 Fields = Mapping[str, torch.Tensor]
+Weight = float | torch.Tensor
 
 
 @runtime_checkable
@@ -28,6 +29,9 @@ class Task(Protocol):
     again in backward, one by one, such as ["encoder.layers.*", "decoder.layers.*"], where `*` stands for any text
     without a dot. Without it these are the repeated blocks that are found in the model.
 
+    A task may have a method `weight(fields)`, or `weight(fields, valid)`: the weight of `loss` and of `metrics` for
+    these samples, in place of the pairs that they return otherwise. It is called on every rank that has samples.
+
     For `parallel.pipeline` a task has one more method: `pipeline_layers(model)` returns the modules that the model
     calls one after another, each with what the one before returned, a tensor with the samples along dimension 0. `loss`
     and `metrics` then call the model once, with one tensor.
@@ -36,16 +40,26 @@ class Task(Protocol):
     def build_model(self) -> torch.nn.Module:
         """Returns a new model on the CPU. Called once; the random generators have the same seed on every rank."""
 
-    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor | tuple[torch.Tensor, Weight]:
         """Returns the mean loss over the samples, shape (). The run weights it by the number of samples.
+
+        A loss that is a mean over something else, such as tokens that are not padding, comes with its weight, in each
+        call: a pair (loss, weight). The loss of a step is then sum(weight x loss) / sum(weight) over all micro-batches
+        and ranks. The weight, a finite number of 0 or more or a tensor of shape (), gets no gradient; a loss of weight
+        0 is not used and may be NaN.
 
         If the method has a parameter `valid`, bool of shape (num_samples,), a padded batch (data.last_batch = "pad")
         is passed completely, and the mean must be over the valid samples. Without this parameter only the valid
         samples are passed.
         """
 
-    def metrics(self, model: torch.nn.Module, fields: Fields) -> dict[str, float]:
-        """Returns means over the samples by name, for evaluation; the same names in each call. Called under no_grad."""
+    def metrics(
+        self, model: torch.nn.Module, fields: Fields
+    ) -> dict[str, float] | tuple[dict[str, float], Weight]:
+        """Returns means over the samples by name, for evaluation; the same names in each call. Called under no_grad.
+
+        Means over something else come with their weight, in each call: a pair (metrics, weight).
+        """
 
 
 @runtime_checkable
@@ -71,8 +85,13 @@ class TensorParallelTask(Task, Protocol):
 
 def takes_valid(task: Task) -> bool:
     """True if the task's `loss` has the parameter `valid` for padded batches."""
+    return has_valid(task.loss)
+
+
+def has_valid(method: Callable[..., Any]) -> bool:
+    """True if a method of a task has the parameter `valid`."""
     try:
-        return "valid" in inspect.signature(task.loss).parameters
+        return "valid" in inspect.signature(method).parameters
     except (TypeError, ValueError):  # callables written in C have no signature
         return False
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import final
+from typing import Any, final
 
 import torch
 
+from hpctrain.comm import Collective
 from hpctrain.data import Batch
 from hpctrain.reduce import Updater
+from hpctrain.resilience import shortage
+from hpctrain.train.task.loss_weights import (
+    LossWeights,
+    OutputsOf,
+    loss_and_weight,
+    metrics_and_weight,
+)
 from hpctrain.train.task.row_of_zeros import row_of_zeros
 from hpctrain.train.task.sync_batch_norm import SyncBatchNorm, communicates_in_forward
 from hpctrain.train.task.task import Task, takes_valid
@@ -21,7 +29,7 @@ class TaskRunner:
 
     dtype: the floating-point fields of a batch are given to the task in it; None: as they are stored. autocast: makes
     the context in which forward runs. counts_samples: False on ranks whose samples another rank counts, because both
-    hold parts of the same layers.
+    hold parts of the same layers. comm: all ranks; None: this rank is alone. loss_unit: see `LossWeights`.
     """
 
     device_s = 0.0
@@ -36,11 +44,14 @@ class TaskRunner:
         dtype: torch.dtype | None = None,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         counts_samples: bool = True,
+        comm: Collective | None = None,
+        loss_unit: float | None = None,
     ) -> None:
         self.task = task
         self.model = model
         self.device = device
         self.counts_samples = counts_samples
+        self.weights = LossWeights(task, comm=comm, counts=counts_samples, unit=loss_unit)
         self._dtype = dtype
         self._autocast = autocast
         self._takes_valid = takes_valid(task)
@@ -55,13 +66,16 @@ class TaskRunner:
         return self._communicates
 
     def forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int = 1) -> float:
-        """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
-
-        Returns the loss of the share times its weight, or 0 if another rank counts the samples; over all ranks these
-        add up to the mean loss of the batch.
-        """
-        with self._device_timed():
-            loss = self._forward_backward(batch, updater, micro_batches=micro_batches)
+        """See `Runner.forward_backward`."""
+        self.weights.begin_step()
+        try:
+            with self._device_timed():
+                loss = self._forward_backward(batch, updater, micro_batches=micro_batches)
+        except (RuntimeError, MemoryError) as error:
+            if shortage(error) is not None and not self._communicates:
+                self.weights.end_step()  # the other ranks wait for this one there
+            raise
+        self.weights.end_step()
         return loss if self.counts_samples else 0.0
 
     def _forward_backward(self, batch: Batch, updater: Updater, *, micro_batches: int) -> float:
@@ -72,12 +86,28 @@ class TaskRunner:
         for number, part in enumerate(parts, start=1):
             last = number == len(parts)
             if part.num_samples > 0:
-                loss = self.loss(part)
-                updater.backward(loss, weight=part.weight, last=last)
-                losses.append(loss.detach().double() * part.weight)
+                loss, weight = self._backward(part, updater, last=last)
+                if loss is not None:
+                    losses.append(loss.detach().double() * weight)
             else:
                 self._take_part(part, updater, last=last)
         return float(torch.stack(losses).sum()) if losses else 0.0  # one device synchronisation for all parts
+
+    def _backward(self, part: Batch, updater: Updater, *, last: bool) -> tuple[torch.Tensor | None, float]:
+        """Forward and backward of a micro-batch with samples. Returns its loss and weight; None if the weight is 0."""
+        outputs = OutputsOf(self.model)
+        with self._autocast():
+            of_part = part.to(self.device, dtype=self._dtype)
+            with outputs.kept() if self._communicates and self.weights.may_be_given else nullcontext():
+                returned = self._loss(of_part)
+            loss, weight = self.weights.weigh(returned, of_part)
+        if weight > 0:
+            updater.backward(loss, weight=weight, last=last)
+            return loss, weight
+        # A mean over nothing, as a rule NaN. Only backward that is collective must run.
+        if self._communicates:
+            updater.backward(outputs.zero(loss), weight=0.0, last=last)
+        return None, 0.0
 
     def _take_part(self, part: Batch, updater: Updater, *, last: bool) -> None:
         """Forward and backward with weight 0, as those of the ranks that have samples are collective.
@@ -86,15 +116,24 @@ class TaskRunner:
         of what multiplies it. Running statistics, other buffers and the random numbers of later steps stay as they are.
         """
         if self._takes_empty:
-            updater.backward(self.loss(part), weight=0.0, last=last)
+            self._backward_of_nothing(part, updater, last=last)
             return
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         again = self._computed if self._computed is not None else row_of_zeros(part)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            updater.backward(self.loss(again), weight=0.0, last=last)
+            self._backward_of_nothing(again, updater, last=last)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+    def _backward_of_nothing(self, part: Batch, updater: Updater, *, last: bool) -> None:
+        outputs = OutputsOf(self.model)
+        with outputs.kept() if self.weights.may_be_given else nullcontext():
+            loss = self.loss(part)
+        self.weights.end_step()  # in the first step other ranks wait after their first forward
+        if self.weights.total is not None:
+            loss = outputs.zero(loss)
+        updater.backward(loss, weight=0.0, last=last)
 
     @contextmanager
     def _device_timed(self) -> Iterator[None]:
@@ -110,17 +149,20 @@ class TaskRunner:
         self.device_s = begin.elapsed_time(end) / 1e3
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """Returns the mean loss over the samples of a micro-batch, shape (), with its graph."""
+        """Returns the mean loss of a micro-batch, shape (), with its graph; not its weight."""
         with self._autocast():
-            return self._loss(part.to(self.device, dtype=self._dtype))
+            return loss_and_weight(self._loss(part.to(self.device, dtype=self._dtype)))[0]
 
-    def _loss(self, part: Batch) -> torch.Tensor:
-        """Returns the mean loss over the valid samples; a task that takes `valid` leaves out the padding itself."""
+    def _loss(self, part: Batch) -> Any:
+        """Returns what the task returns for the valid samples; one that takes `valid` leaves out the padding itself."""
         if self._takes_valid:
             return self.task.loss(self.model, part.fields, valid=part.valid)  # type: ignore[call-arg]
         return self.task.loss(self.model, part.real().fields)
 
-    def metrics(self, batch: Batch) -> dict[str, float]:
-        """Returns the means of the task's metrics over this rank's samples, at least one."""
+    def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None]:
+        """See `Runner.metrics`."""
+        real = batch.real().to(self.device, dtype=self._dtype)
         with self._autocast():
-            return self.task.metrics(self.model, batch.real().to(self.device, dtype=self._dtype).fields)
+            return metrics_and_weight(
+                self.task.metrics(self.model, real.fields), weights=self.weights, part=real
+            )

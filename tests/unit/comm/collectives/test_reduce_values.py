@@ -25,6 +25,14 @@ def test_numbers_by_name(op: str, expected: float) -> None:
     assert run_threads(3, case) == [{"loss": expected, "zero": 0.0}] * 3
 
 
+@pytest.mark.parametrize(("op", "expected"), [("sum", 0.0), ("mean", 0.0)])
+def test_numbers_are_added_in_rank_order_without_compensation(op: str, expected: float) -> None:
+    """1e16 + 1.0 is 1e16 in float64; the builtin `sum` of Python 3.12 and later would find 1.0 in the end."""
+    parts = [1e16, 1.0, -1e16]
+    found = run_threads(3, lambda world: all_reduce_values(world, {"x": parts[world.rank]}, op=op))
+    assert found == [{"x": expected}] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("op", "expected"), [("sum", 6.0), ("mean", 2.0), ("max", 3.0)])
 def test_tensors_keep_shape_and_dtype(op: str, expected: float, dtype: torch.dtype) -> None:

@@ -1,0 +1,38 @@
+"""What gradients are divided by when the weights of a step do not add up to 1, such as numbers of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain.errors import UsageError
+
+
+def check_divide_by(divide_by: str | None, *, sums: Mapping[str, float] | None, plain: bool) -> None:
+    """Raises UsageError unless `divide_by` is None or a name in `sums`. plain: a backward of this step ran outside the
+    updater, which has weighted it equally on all ranks."""
+    if divide_by is None:
+        return
+    if divide_by not in (sums or {}):
+        raise UsageError(
+            f"step(divide_by={divide_by!r}) needs a number of that name in sums, which has {sorted(sums or {})}"
+        )
+    if plain:
+        raise UsageError(
+            f"step(divide_by={divide_by!r}) after a plain loss.backward(), which weights all ranks equally: call "
+            "updater.backward(loss, weight=...) with the weights that sums adds up"
+        )
+
+
+def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
+    """Returns the sum over the ranks of the number `divide_by`, or 1. With 0 the step cannot be applied.
+
+    Raises UsageError, on all ranks as `totals` are the same, if it is negative.
+    """
+    total = 1.0 if divide_by is None else totals[divide_by]
+    if total < 0:
+        raise UsageError(
+            f"the sum over the ranks of {divide_by!r}, by which step divides the gradients, is {total:g}: weights are "
+            "0 or more",
+            agreed=True,
+        )
+    return total

@@ -1,0 +1,244 @@
+"""How much the loss of a micro-batch counts, for tasks whose loss is a mean over something other than samples."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree
+
+from hpctrain.comm import Collective, describe_ranks, raise_together
+from hpctrain.data import Batch
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.train.task.task import Task, has_valid
+
+
+@final
+class LossWeights:
+    """The weights of a task's losses on this rank: those that the task gives, or numbers of samples.
+
+    A task gives weights if it has a method `weight`, or if its `loss` returns a pair. In the first step the ranks agree
+    whether it does, as a rank may have no samples, and on a unit: gradients then have about the size that they have
+    with weights by samples, which matters for float16. The unit is a power of two and rounds nothing.
+
+    comm: all ranks; None: this rank is alone. counts: False on ranks whose samples another rank counts. unit: of an
+    earlier start of this run; None: the ranks find it.
+    """
+
+    def __init__(
+        self, task: Task, *, comm: Collective | None = None, counts: bool = True, unit: float | None = None
+    ) -> None:
+        method = getattr(task, "weight", None)
+        self._method: Callable[..., Any] | None = method if callable(method) else None
+        self._method_takes_valid = self._method is not None and has_valid(self._method)
+        self._comm = comm
+        self._counts = counts
+        self._unit = unit
+        self._given: bool | None = True if self._method is not None else None  # None: not known yet
+        self._agreed = False
+        self._asks = False  # in this step the ranks will agree, and have not yet
+        self._sum = 0.0
+        self._seen = (0.0, 0)  # weights and samples of this step, until the ranks agree
+        self.has_method = self._method is not None
+
+    @property
+    def may_be_given(self) -> bool:
+        """False if the task does not weigh its losses, which then count by samples."""
+        return self._given is not False
+
+    @property
+    def unit(self) -> float | None:
+        """The weight of a sample that counts as 1, for a checkpoint; None if losses count by samples."""
+        return self._unit if self._given else None
+
+    @property
+    def total(self) -> float | None:
+        """The sum of this rank's weights in the last step, in the unit, over the samples of the global batch; 0 if
+        another rank counts them; None if losses count by samples."""
+        if not self._given:
+            return None
+        return self._sum if self._counts else 0.0
+
+    def begin_step(self) -> None:
+        self._sum, self._seen, self._asks = 0.0, (0.0, 0), not self._agreed
+
+    def end_step(self) -> None:
+        """Takes part in the agreement on a rank that had nothing to weigh. Collective in the first step."""
+        self._agree(given=self._given)
+
+    def of_fields(self, part: Batch) -> float:
+        """Returns the weight that the method `weight` gives a micro-batch. Raises UsageError for a wrong one."""
+        assert self._method is not None
+        if part.num_samples == 0:
+            return 0.0
+        if self._method_takes_valid:
+            return _checked(self._method(part.fields, valid=part.valid), of="the task's method weight")
+        return _checked(self._method(part.real().fields), of="the task's method weight")
+
+    def agree_before(self, weights: list[float], *, samples: int) -> None:
+        """Agrees on the weights of a whole step, before its losses are computed. Collective in the first step."""
+        self._seen = (math.fsum(weights), samples)
+        self._agree(given=True)
+
+    def weigh(self, returned: Any, part: Batch, *, agrees: bool = True) -> tuple[torch.Tensor, float]:
+        """Returns a loss, and its weight for `Updater.backward`. Collective in the first step, if it `agrees`.
+
+        returned: by the task's `loss` for `part`, which has samples. agrees: False where other ranks cannot take part
+        now; the unit then stays 1, and `end_step` agrees on the rest. Raises UsageError for what is no weight, on all
+        ranks in the first step, and if only some ranks' losses have one.
+        """
+        loss, weight, error = returned, 0.0, None
+        given = self._given
+        try:
+            loss, own = loss_and_weight(returned)
+            if own is not None and self._method is not None:
+                raise UsageError(
+                    "the task has a method weight, and its loss returns a weight too: remove one of them"
+                )
+            given = own is not None or self._method is not None
+            if self._given is not None and given != self._given:
+                now, before = ("a weight", "none") if given else ("no weight", "one")
+                raise UsageError(
+                    f"the task's loss returns {now} now and returned {before} before: return (loss, weight) each time"
+                )
+            weight = own if own is not None else self.of_fields(part) if given else 0.0
+        except HpctrainError as caught:
+            error = caught
+        self._seen = (self._seen[0] + weight, self._seen[1] + part.num_samples)
+        if agrees:
+            self._agree(given=given, error=error)
+        elif self._asks and error is None:
+            self._given, self._unit = given, self._unit or 1.0
+        if error is not None:
+            raise error
+        if not given:
+            return loss, part.weight
+        factor = weight / (self._unit or 1.0) / max(1, part.global_samples - part.global_skipped)
+        self._sum += factor
+        return loss, factor
+
+    def _agree(self, *, given: bool | None, error: HpctrainError | None = None) -> None:
+        """Agrees whether losses are weighed, and on the unit. Collective in the first step that has samples."""
+        if not self._asks:
+            return
+        self._asks = False
+        weight, samples = self._seen
+        has_unit = self._unit is not None  # one of an earlier start, or 1 where weights are in use already
+        found = torch.tensor(
+            [given is True and samples > 0, given is False, has_unit, weight, samples], dtype=torch.float64
+        )
+        if self._comm is not None and self._comm.num_ranks > 1:
+            raise_together(self._comm, error)
+            self._comm.all_reduce(found)
+        elif error is not None:
+            raise error
+        num_given, num_plain, num_units, weights, num_samples = found.tolist()
+        if num_given and num_plain:
+            self._refuse_mixture(given)
+        if not num_samples:
+            return
+        self._given, self._agreed = bool(num_given), True
+        if self._given and self._unit is None:
+            known = num_units > 0 or weights == 0
+            self._unit = 1.0 if known else 2.0 ** round(math.log2(weights / num_samples))
+
+    def _refuse_mixture(self, given: bool | None) -> None:
+        assert self._comm is not None
+        mine = torch.tensor([2 if given is None else int(given)], dtype=torch.int32)
+        kinds = self._comm.all_gather(mine, counts=[1] * self._comm.num_ranks).tolist()
+        with_weight, without = ([rank for rank, kind in enumerate(kinds) if kind == k] for k in (1, 0))
+        raise UsageError(
+            f"the task's loss returns a weight on {describe_ranks(with_weight)} and none on {describe_ranks(without)}: "
+            "return (loss, weight) on all ranks or on none",
+            agreed=True,
+        )
+
+
+def metrics_and_weight(
+    returned: Any, *, weights: LossWeights, part: Batch
+) -> tuple[Mapping[str, float], float | None]:
+    """Returns metrics, and their weight; None: they are means over samples.
+
+    returned: by the task's `metrics` for the samples of `part`. Raises UsageError for what is no weight.
+    """
+    if isinstance(returned, tuple):
+        if len(returned) != 2 or not isinstance(returned[0], Mapping):
+            raise UsageError(
+                f"the task's metrics returned a tuple of {len(returned)}: return the metrics by name, or these and "
+                "their weight"
+            )
+        return returned[0], _checked(returned[1], of="the task's metrics")
+    return returned, weights.of_fields(part) if weights.has_method else None
+
+
+class OutputsOf:
+    """Gathers what a model returns, for a backward that is collective although its loss counts nothing."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._outputs: list[torch.Tensor] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the model's outputs within the `with` block."""
+
+        def keep(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            self._outputs += [leaf for leaf in _pytree.tree_leaves(output) if _has_graph(leaf)]
+
+        hook = self._model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def zero(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss of 0 with the graph of the outputs, or NaN-free `loss` if the model was not called as a whole.
+
+        The mean over nothing is NaN, and so would be its gradient, times 0.
+        """
+        if not self._outputs:
+            return torch.nan_to_num(loss) * 0.0
+        return torch.stack([(output * 0.0).sum().to(loss.dtype) for output in self._outputs]).sum()
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def loss_and_weight(returned: Any) -> tuple[torch.Tensor, float | None]:
+    """Returns what a task's `loss` has returned as a pair; the weight is None if there is none. Raises UsageError."""
+    if isinstance(returned, torch.Tensor):
+        return returned, None
+    if not isinstance(returned, tuple):
+        raise UsageError(
+            f"the task's loss returned {type(returned).__name__}: return a tensor, or a pair of it and its weight"
+        )
+    if len(returned) != 2:
+        raise UsageError(
+            f"the task's loss returned a tuple of {len(returned)}: return the loss, or the loss and its weight"
+        )
+    return returned[0], _checked(returned[1], of="the task's loss")
+
+
+def _checked(weight: Any, *, of: str) -> float:
+    """Returns a weight as a number. Waits for the device if it is a tensor there."""
+    is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+    if isinstance(weight, torch.Tensor):
+        if weight.dim() != 0 or weight.is_complex() or weight.dtype == torch.bool:
+            raise UsageError(
+                f"{of} gave a weight of shape {list(weight.shape)} and type {weight.dtype}: give a number or a tensor "
+                "of shape ()"
+            )
+        weight = weight.detach().item()
+    elif not is_number:
+        raise UsageError(f"{of} gave the weight {weight!r}: give a number or a tensor of shape ()")
+    value = float(weight)
+    if not (math.isfinite(value) and value >= 0):
+        raise UsageError(
+            f"{of} gave the weight {value:g}: give a finite number of 0 or more, such as a number of tokens"
+        )
+    return value
