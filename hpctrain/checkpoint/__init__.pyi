@@ -10,17 +10,30 @@ from .files.checkpoint_names import (
 )
 from .files.io_errors import explained as explained
 from .format.metadata import Metadata as Metadata, StoredTensor as StoredTensor
+from .format.named_values import (
+    model_items as model_items,
+    model_state as model_state,
+    value_from as value_from,
+    value_items as value_items,
+)
 from .format.state import (
+    SEPARATOR as SEPARATOR,
     FromRank0 as FromRank0,
     Item as Item,
     Replicated as Replicated,
     Shard as Shard,
     State as State,
     element_items as element_items,
-    model_items as model_items,
+    header_of as header_of,
     tensor_items as tensor_items,
 )
 from .format.tensor_difference import Tolerance as Tolerance
+from .format.typed_values import (
+    decode as decode,
+    encode as encode,
+    get_inline as get_inline,
+    put_inline as put_inline,
+)
 from .loading.check_structure import is_checkpoint as is_checkpoint, read_structure as read_structure
 from .loading.checkpoint import (
     Checkpoint as Checkpoint,

@@ -26,7 +26,8 @@ from hpctrain.run.probe import Probe
 from hpctrain.run.recipe.checkpoint_schema import CheckpointSection
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.reduction import ReductionPlan, gradient_bytes
-from hpctrain.run.session import Session, SessionUpdater
+from hpctrain.run.session import Session
+from hpctrain.run.trainings import SessionUpdater
 from hpctrain.scaling import parse_trace_steps
 from hpctrain.stragglers import Limits
 from hpctrain.telemetry import EnergyMeter, open_counters

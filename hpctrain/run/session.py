@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar, final, overload
+from typing import Any, TypeVar, final, overload
 
 import torch
 
-from hpctrain.checkpoint import SaveOptions, Saving
+from hpctrain.checkpoint import SaveOptions
 from hpctrain.comm import (
     HorovodBuild,
     Monitored,
@@ -20,6 +19,7 @@ from hpctrain.comm import (
     agreed,
     all_gather_distinct,
     all_reduce_values,
+    broadcast_tensors,
     is_true_everywhere,
     open_world,
     starting,
@@ -47,9 +47,7 @@ from hpctrain.launch import (
 )
 from hpctrain.reduce import (
     AUTO,
-    AllReduceUpdater,
     LossScale,
-    ScatterUpdater,
     ShardedUpdater,
     reduce_gradients_by,
 )
@@ -61,19 +59,17 @@ from hpctrain.run.compute.ranks import check_num_ranks, set_threads
 from hpctrain.run.compute.uncaught_errors import UncaughtErrors, uncaught_as_message
 from hpctrain.run.reduction import Reduction, ReductionPlan, gradient_bytes
 from hpctrain.run.reductions import Reductions
+from hpctrain.run.trainings import SessionUpdater, TrainingParts, Trainings
 from hpctrain.telemetry import tell
 from hpctrain.topology import Mesh, Topology
 from hpctrain.train import (
     Position,
-    TrainingState,
+    Stateful,
     communicates_in_forward,
     convert_sync_batch_norm,
-    data_identity,
-    resume,
 )
 
 T = TypeVar("T")
-SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater
 
 
 @final
@@ -110,7 +106,7 @@ class Session:
         )
         self.axes = RankAxes(topology, rank=world.rank)
         self._closers: list[Callable[[], object]] = []
-        self._models: weakref.WeakKeyDictionary[SessionUpdater, torch.nn.Module] = weakref.WeakKeyDictionary()
+        self.trainings = Trainings(world, self.axes)
 
     def gather_cores(self) -> Sequence[RankCores]:
         """Returns the cores of all ranks, by rank. Collective at the first call, unless `start` has gathered them."""
@@ -162,10 +158,13 @@ class Session:
 
         Replaces `hvd.DistributedOptimizer` and the two broadcasts of a plain Horovod script; `loss.backward()`,
         `step()` and `zero_grad()` are used as before. reduction: made before by `reductions.make`; then
-        algorithm, wire and bucket_bytes are ignored. Raises BufferMismatch on every rank, with the ranks that differ,
-        if one has another model or trains another part of it.
+        algorithm, wire and bucket_bytes are ignored. Parameters of the optimizer that are not in the model are copied
+        and saved too, unless the model is split. Raises BufferMismatch on every rank, with the ranks that differ, if
+        one has another model or trains another part of it; UsageError on every rank for a model or optimizer whose
+        state no checkpoint could hold.
         """
         shard, pipeline = shard_of(model), pipeline_of(model)
+        training = self.agreed(lambda: TrainingParts.of(model, optimizer), os_error=UsageError)
         if is_sharded(model) or pipeline is not None:
             end_sums: Callable[[], object] | None = None
             if shard == "parameters" and split_of(model) is None and pipeline is None:
@@ -185,16 +184,17 @@ class Session:
                 clip_norm=clip_norm,
                 end_sums=end_sums,
             )
-            self._models[sharded] = model
+            self.trainings.add(sharded, training)
             return sharded
         broadcast_model(self.world, model)
+        broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
         if reduction is None:
             plan = ReductionPlan(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
             reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model), shard=shard)
         updater = reduction.updater(
             optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
-        self._models[updater] = model
+        self.trainings.add(updater, training)
         return updater
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
@@ -220,50 +220,37 @@ class Session:
         *,
         loader: Loader | None = None,
         options: SaveOptions | None = None,
+        also: Mapping[str, Stateful | None] | None = None,
     ) -> Path:
         """Saves model, optimizer, updater, random generators and `position`; returns the checkpoint's path. Collective.
 
         directory: of the checkpoints, shared by all nodes; this one gets the name of `position.step`. updater: one that
         this session made. loader: whose dataset, order and seed `position` belongs to; `load_state` compares them.
-        options: how to save, and which older checkpoints to keep (by default the last three). Raises CheckpointError on
-        every rank, and the older checkpoints stay, if the state cannot be written.
+        options: how to save, and which older checkpoints to keep (by default the last three). also: other objects with
+        `state_dict` and `load_state_dict` by name, such as schedulers: saved in the same checkpoint, the same on every
+        rank; None: no object. Raises CheckpointError on every rank, and the older checkpoints stay, if the state cannot
+        be written or an object's differs between ranks.
         """
-        state, identity = self._state_of(updater, loader)
-        saved = state.capture(position, comm=self.world, identity=identity)
-        saving = Saving.begin(
-            saved, directory=directory, step=position.step, comm=self.world, options=options or SaveOptions()
+        return self.trainings.save(
+            directory, updater, position, loader=loader, options=options, also=also or {}
         )
-        return saving.finish().path
 
     def load_state(
-        self, source: str | Path, updater: SessionUpdater, *, loader: Loader | None = None
+        self,
+        source: str | Path,
+        updater: SessionUpdater,
+        *,
+        loader: Loader | None = None,
+        also: Mapping[str, Stateful | None] | None = None,
     ) -> Position:
         """Restores what `save_state` saved; returns where to continue. Collective.
 
         Returns `Position()`, step 0, if there is no checkpoint yet. source: a checkpoint, or a directory of them, of
-        which the newest undamaged one is taken; any number of ranks may have saved it. Raises CheckpointError on
-        every rank, with nothing changed, if the checkpoint belongs to another model, optimizer, dataset, order or seed.
+        which the newest undamaged one is taken; any number of ranks may have saved it. also: the objects that were
+        given to `save_state`; None for one that is not to be loaded. Raises CheckpointError on every rank, with nothing
+        changed, if the checkpoint belongs to another model, optimizer, dataset, order or seed, or has other objects.
         """
-        state, identity = self._state_of(updater, loader)
-        resumed = resume(state, source=Path(source), named=False, comm=self.world, identity=identity)
-        return resumed.position
-
-    def _state_of(
-        self, updater: SessionUpdater, loader: Loader | None
-    ) -> tuple[TrainingState, dict[str, Any]]:
-        """What to save of an updater's training, and what the position in its data belongs to."""
-        if updater not in self._models:
-            raise UsageError(
-                "save_state and load_state take an updater that this session made with `updater`"
-            )
-        seed = loader.seed if loader is not None else 0
-        state = TrainingState(self._models[updater], updater.optimizer, updater, seed, self.axes.drawing)
-        if loader is None:
-            return state, {}
-        manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one
-        return state, data_identity(
-            loader, fingerprint=manifest.fingerprint if manifest is not None else None
-        )
+        return self.trainings.load(source, updater, loader=loader, also=also or {})
 
     def open_dataset(self, directory: str | Path, **options: Any) -> Dataset:
         """Opens a dataset on every rank, or raises the same DataError on all. Collective.
@@ -328,7 +315,7 @@ class Session:
     def close(self) -> None:
         """Finishes communication. Collective."""
         # The updaters' threads first: they use the reducers' memory, and may still gather parameters, which may fail.
-        ended = [updater.close() for updater in list(self._models)]
+        ended = [updater.close() for updater in self.trainings.updaters]
         self.uncaught_errors.release()
         self.reductions.close(free=is_true_everywhere(self.world, all(ended)))
         while self._closers:

@@ -57,7 +57,6 @@ from hpctrain.train import (
     Stopping,
     Task,
     Training,
-    TrainingState,
     data_identity,
     derive_seed,
     import_task,
@@ -190,7 +189,7 @@ def carry_out(
         clip_norm=recipe.optimizer.clip_norm,
     )
     seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.drawing.index))
-    state = TrainingState(parts.model, parts.optimizer, updater, recipe.run.seed, session.axes.drawing)
+    state = session.trainings.state(updater, seed=recipe.run.seed)
     identity = data_identity(parts.loader, fingerprint=data.dataset.manifest.fingerprint)
     make_shared_folder(directory / "metrics", comm=session.world)
     sinks = Sinks()

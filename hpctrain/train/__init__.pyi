@@ -15,7 +15,17 @@ from .loop.settings import (
 )
 from .loop.stopping import Stopped as Stopped, Stopping as Stopping
 from .loop.training import Training as Training
+from .state.also import (
+    Stateful as Stateful,
+    check_also as check_also,
+    check_same_on_ranks as check_same_on_ranks,
+)
 from .state.data_identity import data_identity as data_identity
+from .state.optimizer_state import (
+    Options as Options,
+    options_of as options_of,
+    parameters_outside as parameters_outside,
+)
 from .state.resumption import Resumed as Resumed, resume as resume
 from .state.section_times import (
     LIMITS_FILE as LIMITS_FILE,

@@ -6,9 +6,12 @@ storage K. See "Serialized file format for torch.save" in torch's notes on seria
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import mmap
+import os
 import sys
 import zipfile
 import zlib
@@ -62,9 +65,11 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class _Archive:
-    """content: of the file, up to the end of the archive. records: (offset in the file, bytes, CRC-32) by name."""
+    """content: the archive's bytes. begin: its offset in the file. records: (offset in the archive, bytes, CRC-32) by
+    name."""
 
     content: memoryview
+    begin: int
     records: dict[str, tuple[int, int, int]]
 
     def read(self, name: str, *, verify: bool) -> memoryview:
@@ -88,7 +93,9 @@ class _Archive:
             )
 
     def place(self, name: str) -> tuple[int, int]:
-        return self._record(name)[:2]
+        """Returns the record's offset in the file, and its bytes."""
+        first, num_bytes, _ = self._record(name)
+        return self.begin + first, num_bytes
 
     def _record(self, name: str) -> tuple[int, int, int]:
         if name not in self.records:
@@ -155,10 +162,9 @@ def _archive(directory: Path, place: Place) -> Iterator[_Archive]:
     """Yields the archive at `place`. Errors in the block name it."""
     path = directory / place.file
     try:
-        # The file is mapped up to the archive's end: zipfile looks there, and allows other bytes before the archive.
         with opened(path) as fd, explained(action="map", path=path):
             mapped = mmap.mmap(fd, place.begin + place.num_bytes, prot=mmap.PROT_READ)
-        yield _open(mapped, begin=place.begin)
+        yield _open(memoryview(mapped)[place.begin :], begin=place.begin)
     except CheckpointError as error:
         raise CheckpointError(f"{path}, archive at byte {place.begin}: {error}") from error
     # A damaged or hostile archive can cause any of these.
@@ -169,14 +175,48 @@ def _archive(directory: Path, place: Place) -> Iterator[_Archive]:
         ) from error
 
 
-def _open(mapped: mmap.mmap, *, begin: int) -> _Archive:
-    content = memoryview(mapped)
+class _Bytes(io.RawIOBase):
+    """A file for reading that has the bytes of `content`, which are not copied."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a position before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _open(content: memoryview, *, begin: int) -> _Archive:
+    """Returns the archive whose bytes are `content`.
+
+    zipfile is given these bytes alone, not the archives before it in the file too: since the fix of CVE-2025-8291
+    (CPython 3.13.5 of Debian 13, 3.14) it refuses some archives that have other bytes before them.
+    """
     found = {}
-    with zipfile.ZipFile(cast(IO[bytes], mapped)) as archive:
-        entries = archive.infolist()
+    try:
+        with zipfile.ZipFile(cast(IO[bytes], _Bytes(content))) as archive:
+            entries = archive.infolist()
+    except OSError as error:  # of a position that a damaged directory names
+        raise zipfile.BadZipFile(str(error)) from error
     for entry in entries:
         header = entry.header_offset
-        is_record = header >= begin and bytes(content[header : header + 4]) == b"PK\x03\x04"
+        is_record = header >= 0 and bytes(content[header : header + 4]) == b"PK\x03\x04"
         if not is_record or entry.compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(f"its record {entry.filename!r} is not where the archive's directory says")
         name_bytes, extra_bytes = (
@@ -187,4 +227,4 @@ def _open(mapped: mmap.mmap, *, begin: int) -> _Archive:
             raise CheckpointError(f"its record {entry.filename!r} ends after the archive")
         # All records lie in one folder, whose name is arbitrary.
         found[entry.filename.partition("/")[2]] = (first, entry.file_size, entry.CRC)
-    return _Archive(content=content, records=found)
+    return _Archive(content=content, begin=begin, records=found)

@@ -22,6 +22,8 @@ from hpctrain.checkpoint.files.io_errors import explained
 from hpctrain.checkpoint.format.boxes import Box, split_box, whole
 from hpctrain.checkpoint.format.dtypes import dtype_named
 from hpctrain.checkpoint.format.metadata import StoredTensor
+from hpctrain.checkpoint.format.state import SEPARATOR
+from hpctrain.checkpoint.format.typed_values import decode, get_inline
 from hpctrain.checkpoint.loading.checkpoint import Checkpoint, open_checkpoint
 from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
 from hpctrain.checkpoint.operations.export import REGION_BYTES, Exported, select
@@ -124,12 +126,20 @@ def _objects(checkpoint: Checkpoint) -> list[tuple[names.Path, Any]]:
             if isinstance(group, Mapping) and isinstance(group.get("options"), Mapping):
                 options = {"params": group.get("parameters", []), **group["options"]}
                 at = (names.OPTIMIZER, names.GROUPS, number)
-                found += [((*at, key), value) for key, value in options.items()]
+                found += [((*at, key), _value(value)) for key, value in options.items()]
         for path, value in (scalars if isinstance(scalars, Mapping) else {}).items():
-            found.append(((names.OPTIMIZER, names.STATE, *path.split(names.SEPARATOR)), value))
+            found.append(((names.OPTIMIZER, names.STATE, *path.split(SEPARATOR)), _value(value)))
     if "imported" in document:
         found += [(tuple(entry["path"]), entry["value"]) for entry in document.get("objects", ())]
     return found
+
+
+def _value(encoded: Any) -> Any:
+    """Returns the value that a document holds; its JSON if it refers to tensors of the checkpoint."""
+    try:
+        return decode(encoded, get=get_inline, where="the document")
+    except CheckpointError:
+        return encoded
 
 
 def _units_of(key: str, tensor: StoredTensor) -> list[_Unit]:

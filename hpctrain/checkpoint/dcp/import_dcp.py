@@ -14,10 +14,10 @@ import torch
 
 from hpctrain.checkpoint.dcp.archives import Located, as_json, locate_tensor, read_object
 from hpctrain.checkpoint.dcp.metadata import Chunk, DcpMetadata, DcpObject, DcpTensor, read_metadata
-from hpctrain.checkpoint.dcp.names import GROUPS, SEPARATOR, below, key_of, name_of, optimizer_path
+from hpctrain.checkpoint.dcp.names import GROUPS, below, key_of, name_of, optimizer_path
 from hpctrain.checkpoint.format.boxes import split_box
 from hpctrain.checkpoint.format.dtypes import dtype_named, empty_tensor
-from hpctrain.checkpoint.format.state import Replicated, Shard, State
+from hpctrain.checkpoint.format.state import SEPARATOR, Replicated, Shard, State
 from hpctrain.checkpoint.loading.partial_load import MODEL_PREFIX
 from hpctrain.checkpoint.operations.import_tensors import refuse_existing
 from hpctrain.checkpoint.operations.mapped_tensors import (

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from hpctrain.checkpoint.format.state import SEPARATOR
+
 MODEL, OPTIMIZER, STATE, GROUPS = "model", "optim", "state", "param_groups"
-OUR_OPTIMIZER, SEPARATOR = "optimizer/", "::"
+OUR_OPTIMIZER = "optimizer/"
 
 Path: TypeAlias = tuple[str | int, ...]  # of a value in a nested state dict: keys of dicts, indices of lists
 

@@ -19,6 +19,8 @@ from hpctrain.checkpoint.format.dtypes import check_plain, dtype_name
 from hpctrain.distributed import ElementShard, box_of, is_first_replica, is_sharded_tensor, local_part
 from hpctrain.errors import CheckpointError
 
+SEPARATOR = "::"  # between the name of a parameter or a value and the keys of what belongs to it
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replicated:
@@ -41,20 +43,6 @@ class FromRank0:
 
     name: str
     tensor: torch.Tensor
-
-
-def model_items(model: torch.nn.Module, *, prefix: str = "") -> list[Item]:
-    """Returns the entries of `model.state_dict()`, each named `prefix` + key: parameters as `tensor_items` has them,
-    everything else (buffers, such as running statistics) as `FromRank0`. The tensors share memory with the model.
-    """
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    items: list[Item] = []
-    for name, tensor in model.state_dict().items():
-        if name in parameters:
-            items += tensor_items(f"{prefix}{name}", tensor)
-        else:
-            items.append(FromRank0(name=f"{prefix}{name}", tensor=tensor.detach()))
-    return items
 
 
 def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpctrain.checkpoint import Checkpoint, Item, Regions, Shard
+from hpctrain.checkpoint import SEPARATOR, Checkpoint, Item, Regions, Shard
 from hpctrain.distributed import pipeline_of
-
-SEPARATOR = "::"  # between a parameter's name and the keys of its optimizer state
 
 
 def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:

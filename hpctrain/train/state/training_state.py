@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from hpctrain.checkpoint import (
+    SEPARATOR,
     Checkpoint,
+    FromRank0,
     Item,
     Regions,
     Replicated,
     Shard,
     State,
-    element_items,
     model_items,
+    model_state,
     tensor_items,
 )
 from hpctrain.comm import Collective, raise_together
@@ -26,17 +27,17 @@ from hpctrain.distributed import (
     ElementShard,
     box_of,
     device_of,
-    element_shard,
     is_sharded_tensor,
-    pipeline_of,
     sharded_as,
 )
 from hpctrain.errors import CheckpointError
 from hpctrain.reduce import StateTensor, Updater
 from hpctrain.topology import Axis
+from hpctrain.train.state.also import Stateful, also_items, also_states, also_tensors, load_also
+from hpctrain.train.state.model_check import check_state, kind_of
+from hpctrain.train.state.optimizer_state import OptimizerState, Options
 from hpctrain.train.state.seeds import capture_generators, derive_seed, restore_generators, seed_generators
 from hpctrain.train.state.stage_state import (
-    SEPARATOR,
     is_elsewhere,
     nothing_of_other_stages,
     saved_by_stage,
@@ -78,6 +79,7 @@ class TrainingState:
     numbers, all by default; ranks with one index in it draw the same. Only rank 0's model buffers (running
     statistics) are saved and restored: if forward in training reads buffers that differ between ranks, the
     resumed run is not bit-identical.
+    outside, made_with: see `OptimizerState`. also: the user's objects, by name.
     """
 
     model: torch.nn.Module
@@ -85,6 +87,9 @@ class TrainingState:
     updater: Updater
     seed: int
     drawing: Axis | None = None
+    outside: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
+    made_with: Options | None = None
+    also: Mapping[str, Stateful | None] = field(default_factory=dict)
 
     def capture(
         self,
@@ -100,16 +105,12 @@ class TrainingState:
         resumed from.
         """
         items: list[Item] = model_items(self.model, prefix="model/")
-        scalars: dict[str, Any] = {}
-        held = self._held()
-        for path, value in self._optimizer_state():
-            shard = held.get(path.split(SEPARATOR)[0])
-            if shard is not None:
-                items += element_items(f"optimizer/{path}", value, shard=shard) if value is not None else []
-            elif isinstance(value, torch.Tensor):
-                items += tensor_items(f"optimizer/{path}", value)
-            else:
-                scalars[path] = value
+        optimizer, found = self._optimizer.capture()
+        items += found
+        for name, parameter in self.outside.items():
+            items += tensor_items(name, parameter)
+        also, found = also_items(self.also)
+        items += found
         for name, row in capture_generators(device_of(self.model)).items():
             shape = (comm.num_ranks, row.numel())
             items.append(
@@ -119,18 +120,16 @@ class TrainingState:
             )
         items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
         items = [saved for item in items if (saved := saved_by_stage(self.model, item)) is not None]
+        items = [saved for item in items if (saved := _value_of_rank_0(item, rank=comm.rank)) is not None]
         document = {
             "position": asdict(position),
-            "optimizer": {
-                "class": type(self.optimizer).__name__,
-                "groups": self._group_options(),
-                "scalars": scalars,
-            },
+            "optimizer": optimizer,
             "updater": self.updater.state(),
             "num_ranks": comm.num_ranks,
             "num_drawing": comm.num_ranks if self.drawing is None else self.drawing.size,
             "seed": self.seed,
             "identity": dict(identity),
+            **({"also": also} if also else {}),
         }
         return State(items=items, document=document, parent=parent)
 
@@ -158,16 +157,19 @@ class TrainingState:
             parameter = parameters.get(path.split(SEPARATOR)[0])
             if kind in ("model", "optimizer") and parameter is not None and stored.shape == parameter.shape:
                 found[name] = parameter
+        for name, tensor in also_tensors(self.also).items():
+            there = checkpoint.tensors.get(name)
+            if is_sharded_tensor(tensor) and there is not None and there.shape == tensor.shape:
+                found[name] = tensor
         return found
 
-    def _held(self) -> dict[str, ElementShard]:
-        """Returns of which elements of each parameter this rank has the optimizer's state; empty if of all of them."""
-        found = {name: element_shard(parameter) for name, parameter in self.model.named_parameters()}
-        return {name: shard for name, shard in found.items() if shard is not None}
+    @property
+    def _optimizer(self) -> OptimizerState:
+        return OptimizerState(self.optimizer, self.model, self.outside, self.made_with)
 
     def _split(self, checkpoint: Checkpoint) -> dict[str, ElementShard]:
         """Returns the checkpoint's tensors of optimizer state of which this rank needs only its elements."""
-        held = self._held()
+        held = self._optimizer.held()
         found: dict[str, ElementShard] = {}
         for name, stored in checkpoint.tensors.items() if held else ():
             kind, _, path = name.partition("/")
@@ -201,8 +203,14 @@ class TrainingState:
         tensors = {n: split[n].cut(t) if n in split else t for n, t in tensors.items()}
         try:
             self._check_identity(document, identity, where=str(checkpoint.path))
-            self._check_model(tensors, where=str(checkpoint.path))
-            optimizer_state = self._optimizer_state_dict(document, tensors)
+            model = model_state(_under("model/", tensors), present=self.model.state_dict())
+            check_state(
+                model, self.model.state_dict(), where=f"{checkpoint.path} is a checkpoint of another model"
+            )
+            outside = {name: _outside(name, p, tensors) for name, p in self.outside.items()}
+            optimizer = self._optimizer
+            optimizer_state = optimizer.state_dict(document["optimizer"], tensors)
+            also = also_states(self.also, document.get("also", {}), tensors, where=str(checkpoint.path))
             position = _position_in(document)
             saved_ranks, updater_state = int(document["num_ranks"]), document["updater"]
             saved_drawing = int(document.get("num_drawing", saved_ranks))
@@ -214,8 +222,12 @@ class TrainingState:
                 f"{checkpoint.path} lacks training state: {type(found).__name__}: {found}"
             )
         raise_together(comm, error)
-        self.model.load_state_dict(_under("model/", tensors))
-        self.optimizer.load_state_dict(optimizer_state)
+        self.model.load_state_dict(model)
+        with torch.no_grad():
+            for name, parameter in self.outside.items():
+                parameter.copy_(outside[name])
+        optimizer.load(optimizer_state)
+        load_also(self.also, also, comm=comm)
         rows = _under(_UPDATER, tensors)
         shapes = {name: checkpoint.tensors[f"{_UPDATER}{name}"].shape for name in rows}
         self.updater.load_state(updater_state, rows, shapes)
@@ -230,94 +242,6 @@ class TrainingState:
         return position
 
     # ------------------------------------------------------------------ details
-
-    def _names(self) -> dict[int, str]:
-        parts = {id(shard.part): name for name, shard in self._held().items()}
-        return {**parts, **{id(p): name for name, p in self.model.named_parameters()}}
-
-    def _optimizer_state(self) -> Iterator[tuple[str, Any]]:
-        """(path, leaf) for every leaf of the optimizer's state: `parameter name::key[::key]`."""
-        names = self._names()
-        for parameter, state in self.optimizer.state.items():
-            yield from _leaves(names[id(parameter)], state)
-
-    def _group_options(self) -> list[dict[str, Any]]:
-        """Returns the parameters' names and the options of each group; in a pipeline the names of all stages."""
-        names, pipeline = self._names(), pipeline_of(self.model)
-        groups = []
-        for number, group in enumerate(self.optimizer.param_groups):
-            options = {
-                key: value.item() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            own = [names[id(p)] for p in group["params"]]
-            all_stages = pipeline.optimizer_groups[number] if pipeline is not None else own
-            groups.append({"parameters": all_stages, "options": options})
-        return groups
-
-    def _optimizer_state_dict(
-        self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
-        """Returns the state in the layout of `Optimizer.load_state_dict`: parameters by number.
-
-        Options are this run's, so that a changed recipe takes effect, except the learning rate, which torch's
-        schedulers read from the optimizer, and what an optimizer adds to a group while it steps. Raises
-        CheckpointError.
-        """
-        saved_class = document["optimizer"]["class"]
-        if saved_class != type(self.optimizer).__name__:
-            raise CheckpointError(
-                f"the checkpoint holds the state of {saved_class}, this run's optimizer is "
-                f"{type(self.optimizer).__name__}: resume with the same one, or start from scratch with --resume never"
-            )
-        saved_groups = document["optimizer"]["groups"]
-        mine = self._group_options()
-        if [g["parameters"] for g in saved_groups] != [g["parameters"] for g in mine]:
-            raise CheckpointError(
-                "the checkpoint's optimizer has other parameter groups: "
-                f"{_sizes(saved_groups)} there, {_sizes(mine)} here"
-            )
-        here = [[n for n in g["parameters"] if not is_elsewhere(self.model, f"model/{n}")] for g in mine]
-        number = {name: i for i, name in enumerate(chain.from_iterable(here))}
-        held = self._held()
-        state: dict[int, dict[str, Any]] = {}
-        for path, value in {**_under("optimizer/", tensors), **document["optimizer"]["scalars"]}.items():
-            name, *keys = path.split(SEPARATOR)
-            if name in held and not held[name].part.numel():
-                continue  # this rank has no element of it
-            place = state.setdefault(number[name], {})
-            for key in keys[:-1]:
-                place = place.setdefault(key, {})
-            place[keys[-1]] = value
-        groups, first = [], 0
-        for group, saved, own in zip(mine, saved_groups, here, strict=True):
-            last = first + len(own)
-            kept = {
-                key: value
-                for key, value in saved["options"].items()
-                if key in ("lr", "initial_lr") or key not in (*group["options"], *self.optimizer.defaults)
-            }
-            groups.append({**group["options"], **kept, "params": list(range(first, last))})
-            first = last
-        return {"state": state, "param_groups": groups}
-
-    def _check_model(self, tensors: Mapping[str, torch.Tensor], *, where: str) -> None:
-        saved = _under("model/", tensors)
-        mine = self.model.state_dict()
-        faults = [f"{name} is missing there" for name in mine if name not in saved]
-        faults += [f"{name} is unknown here" for name in saved if name not in mine]
-        faults += [
-            f"{name} is {_kind(saved[name])} there, {_kind(mine[name])} here"
-            for name in mine
-            if name in saved and _kind(saved[name]) != _kind(mine[name])
-        ]
-        if faults:
-            shown = "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
-            raise CheckpointError(
-                f"{where} is a checkpoint of another model: {shown}. Resume with the model it was made from, "
-                "or start from scratch with --resume never"
-            )
 
     def _check_identity(
         self, document: Mapping[str, Any], identity: Mapping[str, Any], *, where: str
@@ -381,17 +305,25 @@ def _under(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{path}{SEPARATOR}{key}", item)
-    else:
-        yield path, value
+def _value_of_rank_0(item: Item, *, rank: int) -> Item | None:
+    """Returns a part of a module's extra state as rank 0's alone; as text its length may differ between ranks."""
+    if not isinstance(item, FromRank0) or SEPARATOR not in item.name:
+        return item
+    shape = tuple(item.tensor.shape)
+    whole = Shard(name=item.name, tensor=item.tensor, global_shape=shape, offset=(0,) * len(shape))
+    return whole if rank == 0 else None
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _sizes(groups: list[dict[str, Any]]) -> str:
-    return " + ".join(str(len(g["parameters"])) for g in groups) + " parameters"
+def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the saved value of a parameter that is not in the model. Raises CheckpointError."""
+    if name not in tensors or (tensors[name].shape, tensors[name].dtype) != (
+        parameter.shape,
+        parameter.dtype,
+    ):
+        found = (
+            f"is {kind_of(tensors[name])} there, {kind_of(parameter)} here"
+            if name in tensors
+            else "is missing there"
+        )
+        raise CheckpointError(f"{name}, a parameter of the optimizer that is not in the model, {found}")
+    return tensors[name]

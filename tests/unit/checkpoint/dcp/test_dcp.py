@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,37 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
         import_dcp(tmp_path / "run", tmp_path / "run", comm=SERIAL, step=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
     assert json.dumps([path.name for path in (tmp_path / "run").iterdir()]) == '["step-00000001.h5"]'
+
+
+class StrictZip(zipfile.ZipFile):
+    """Accepts only a file that is one archive: its first record at byte 0, and its zip64 end record, if it has one,
+    exactly where the locator says. So zipfile checks it since the fix of CVE-2025-8291."""
+
+    opened = 0
+
+    def __init__(self, file: Any) -> None:
+        content = file.read()
+        assert content.startswith(b"PK\x03\x04")
+        assert content[-22:-18] == b"PK\x05\x06"
+        if content[-42:-38] == b"PK\x06\x07":
+            record = int.from_bytes(content[-34:-26], "little")
+            assert content[record : record + 4] == b"PK\x06\x06"
+            assert record + 56 == len(content) - 42
+        StrictZip.opened += 1
+        super().__init__(file)
+        assert min(entry.header_offset for entry in self.infolist()) == 0
+
+
+def test_zipfile_is_given_each_of_several_archives_of_a_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = odd_tensors()
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 1
+    monkeypatch.setattr(zipfile, "ZipFile", StrictZip)
+    StrictZip.opened = 0
+    import_dcp(tmp_path / "dcp", tmp_path / "ours", comm=SERIAL, step=1)
+    assert StrictZip.opened > 20
+    monkeypatch.undo()
+    _, found = load(tmp_path / "ours/step-00000001.h5", comm=SERIAL)
+    assert_same({name.removeprefix("model/"): tensor for name, tensor in found.items()}, tensors)

@@ -1,0 +1,328 @@
+"""Python values as JSON and tensors, from which values of the same types are made again. Nothing is pickled or called.
+
+What JSON has (None, bool, int, float, text, lists, dicts with sorted text keys) is itself. Other values are objects
+whose key "$" names the type: docs/checkpoint-format.md lists them. Tensors are passed to a function, which stores them
+and returns the JSON that refers to them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.format.dtypes import byte_view, check_plain, dtype_name, dtype_named, empty_tensor
+from hpctrain.distributed import is_sharded_tensor
+from hpctrain.errors import CheckpointError
+
+Path: TypeAlias = tuple[str, ...]
+# Stores a tensor that was found at a path of keys and indices; returns JSON that refers to it.
+Put: TypeAlias = Callable[[Path, torch.Tensor], Any]
+# Returns the tensor to which such JSON refers. Raises CheckpointError.
+Get: TypeAlias = Callable[[Any], torch.Tensor]
+
+TAG = "$"
+_MAX_DEPTH = 100
+_ITEMS = "items"
+_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size", set: "set", frozenset: "frozenset"}
+_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple, set)}
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
+# Of numpy's kinds of types: those whose bytes are the value.
+_NUMPY_KINDS = "biufcmMSU"
+
+
+def encode(value: Any, *, put: Put, where: str) -> Any:
+    """Returns the JSON of a value. where: what the value is, for messages.
+
+    Functions and classes are not stored: their names are, and `decode` takes the one at the same place in another
+    value. Raises CheckpointError, with the place and the type, for values of other types, values that contain
+    themselves, and tensors that are not plain strided memory.
+    """
+    return _Encoder(put, where).json_of(value, ())
+
+
+def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
+    """Returns the value of which `encode` made this JSON. where: what the value is, for messages.
+
+    present: a value of the same structure, from which functions and classes are taken. Raises CheckpointError for JSON
+    that `encode` cannot have made, and for a function that is not in `present` under the same name.
+    """
+    try:
+        return _Decoder(get, where).value_of(value, present, ())
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise CheckpointError(
+            f"{where} cannot be read: invalid, or written by a newer hpctrain ({type(error).__name__}: {error})"
+        ) from error
+
+
+def put_inline(path: Path, tensor: torch.Tensor) -> Any:
+    """`Put` for tensors of a few elements: their bytes are in the JSON."""
+    content = byte_view(tensor).cpu().numpy().tobytes().hex()
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "hex": content}
+
+
+def get_inline(value: Any) -> torch.Tensor:
+    """`Get` of what `put_inline` has stored. Returns a tensor on the CPU."""
+    tensor = empty_tensor(tuple(map(int, value["shape"])), dtype=value["dtype"])
+    byte_view(tensor).copy_(_bytes_tensor(bytes.fromhex(value["hex"])))
+    return tensor
+
+
+def as_text(value: Any) -> torch.Tensor:
+    """Returns JSON as a tensor: its text as uint8, shape (n,)."""
+    return _bytes_tensor(json.dumps(value, separators=(",", ":")).encode())
+
+
+def from_text(tensor: torch.Tensor, *, where: str) -> Any:
+    """Returns the JSON that `as_text` made a tensor of. Raises CheckpointError."""
+    try:
+        return json.loads(tensor.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
+
+
+class _Encoder:
+    def __init__(self, put: Put, where: str) -> None:
+        self._put = put
+        self._where = where
+        self._open: set[int] = set()  # the containers that contain the present value
+
+    def json_of(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if abs(value) < 2**63 else {TAG: "int", "hex": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
+        if kind is complex:
+            parts = (value.real, value.imag)
+            return {TAG: "complex", _ITEMS: [self.json_of(part, path) for part in parts]}
+        if isinstance(value, torch.Tensor):
+            return {TAG: "tensor", "at": self._stored(value, path)}
+        if isinstance(value, (np.generic, np.ndarray)):
+            return self._numpy(value, path)
+        if kind in (bytes, bytearray, io.BytesIO):
+            content = value.getvalue() if kind is io.BytesIO else bytes(value)
+            return {TAG: kind.__name__, "at": self._put(path, _bytes_tensor(content))}
+        if kind in (torch.dtype, torch.device):
+            return {TAG: kind.__name__, "name": str(value).removeprefix("torch.")}
+        if isinstance(value, _FUNCTIONS):
+            return {TAG: "function", "name": _name_of(value)}
+        return self._container(value, path)
+
+    def _container(self, value: Any, path: Path) -> Any:
+        if id(value) in self._open:
+            raise CheckpointError(f"{self._at(path)} contains itself: it cannot be stored")
+        if len(self._open) == _MAX_DEPTH:
+            raise CheckpointError(
+                f"{self._at(path)} is nested more than {_MAX_DEPTH} deep: it cannot be stored"
+            )
+        self._open.add(id(value))
+        try:
+            return self._content(value, path)
+        finally:
+            self._open.remove(id(value))
+
+    def _content(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind is list:
+            return self._list(value, path)
+        if kind in (set, frozenset):  # in an order that is the same on every rank
+            items = [self.json_of(item, (*path, "item")) for item in value]
+            return {
+                TAG: _SEQUENCES[kind],
+                _ITEMS: sorted(items, key=lambda item: json.dumps(item, sort_keys=True)),
+            }
+        if kind in _SEQUENCES:
+            return {TAG: _SEQUENCES[kind], _ITEMS: self._list(value, path)}
+        if kind is deque:
+            return {TAG: "deque", _ITEMS: self._list(value, path), "maxlen": value.maxlen}
+        if kind is dict and TAG not in value and all(type(key) is str for key in value) and _is_sorted(value):
+            return {key: self.json_of(item, (*path, key)) for key, item in value.items()}
+        if kind in _DICTS:
+            return {TAG: _DICTS[kind], _ITEMS: self._pairs(value, path)}
+        if kind is defaultdict:
+            factory = value.default_factory
+            if factory is None or factory in _FACTORIES.values():
+                name = None if factory is None else factory.__name__
+                return {TAG: "defaultdict", "of": name, _ITEMS: self._pairs(value, path)}
+        raise CheckpointError(
+            f"{self._at(path)} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds numbers, text, bytes, "
+            "tensors, numpy arrays, and lists, tuples, sets and dicts of these"
+        )
+
+    def _list(self, value: Sequence[Any], path: Path) -> list[Any]:
+        return [self.json_of(item, (*path, str(number))) for number, item in enumerate(value)]
+
+    def _pairs(self, value: Mapping[Any, Any], path: Path) -> list[Any]:
+        return [
+            [self.json_of(key, (*path, "key")), self.json_of(item, (*path, str(key)))]
+            for key, item in value.items()
+        ]
+
+    def _stored(self, tensor: torch.Tensor, path: Path) -> Any:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded_tensor(tensor):
+            raise CheckpointError(
+                f"{self._at(path)} is a {type(tensor).__qualname__}, a kind of tensor that cannot be stored"
+            )
+        try:
+            if not is_sharded_tensor(tensor):
+                check_plain(tensor)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._at(path)}: {error}") from error
+        return self._put(path, tensor.detach())
+
+    def _numpy(self, value: np.generic | np.ndarray[Any, Any], path: Path) -> Any:
+        dtype = value.dtype
+        is_array = type(value) is np.ndarray
+        if dtype.kind not in _NUMPY_KINDS or not (is_array or isinstance(value, np.generic)):
+            raise CheckpointError(
+                f"{self._at(path)} is a {type(value).__qualname__} of {dtype}: it cannot be stored"
+            )
+        if not is_array:
+            return {TAG: "numpy", "dtype": dtype.str, "hex": value.tobytes().hex()}
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        try:
+            content = torch.from_numpy(array.copy())
+        except TypeError:  # torch has no such dtype: text, dates, other byte orders
+            content = _bytes_tensor(array.tobytes())
+        return {
+            TAG: "ndarray",
+            "dtype": dtype.str,
+            "shape": list(value.shape),
+            "at": self._put(path, content),
+        }
+
+    def _at(self, path: Path) -> str:
+        return describe(self._where, path)
+
+
+class _Decoder:
+    def __init__(self, get: Get, where: str) -> None:
+        self._get = get
+        self._where = where
+
+    def value_of(self, value: Any, present: Any, path: Path) -> Any:
+        if isinstance(value, list):
+            return self._list(value, present, path)
+        if not isinstance(value, dict):
+            return value
+        if TAG not in value:
+            return {
+                key: self.value_of(item, _entry(present, key), (*path, key)) for key, item in value.items()
+            }
+        match value[TAG]:
+            case "int":
+                return int(value["hex"], 16)
+            case "float":
+                return float(value["value"])
+            case "complex":
+                return complex(*self._list(value[_ITEMS], None, path))
+            case "tensor":
+                return self._get(value["at"])
+            case "numpy":
+                return np.frombuffer(bytes.fromhex(value["hex"]), _numpy_dtype(value["dtype"]))[0]
+            case "ndarray":
+                content = self._get(value["at"]).contiguous().cpu()
+                flat = np.frombuffer(byte_view(content).numpy().tobytes(), _numpy_dtype(value["dtype"]))
+                return flat.reshape(value["shape"]).copy()
+            case "bytes" | "bytearray" | "BytesIO" as kind:
+                made = {"bytes": bytes, "bytearray": bytearray, "BytesIO": io.BytesIO}[kind]
+                return made(self._get(value["at"]).cpu().numpy().tobytes())
+            case "dtype":
+                return dtype_named(value["name"])
+            case "device":
+                return torch.device(value["name"])
+            case "function":
+                return self._function(value["name"], present, path)
+        return self._container(value, present, path)
+
+    def _container(self, value: Mapping[str, Any], present: Any, path: Path) -> Any:
+        kind, items = value[TAG], value[_ITEMS]
+        for made, name in _SEQUENCES.items():
+            if name == kind:
+                return made(self._list(items, present, path))
+        if kind == "deque":
+            return deque(self._list(items, present, path), maxlen=value["maxlen"])
+        pairs = list(self._pairs(items, present, path))
+        for made, name in _DICTS.items():
+            if name == kind:
+                found = made()
+                found.update(pairs) if made is not Counter else found.update(dict(pairs))
+                return found
+        if kind == "defaultdict":
+            return defaultdict(None if value["of"] is None else _FACTORIES[value["of"]], pairs)
+        raise ValueError(f"unknown type {kind!r:.100}")
+
+    def _list(self, items: Iterable[Any], present: Any, path: Path) -> list[Any]:
+        return [
+            self.value_of(item, _entry(present, number), (*path, str(number)))
+            for number, item in enumerate(items)
+        ]
+
+    def _pairs(self, items: Iterable[Any], present: Any, path: Path) -> Iterator[tuple[Any, Any]]:
+        for key, item in items:
+            name = self.value_of(key, None, path)
+            yield name, self.value_of(item, _entry(present, name), (*path, str(name)))
+
+    def _function(self, name: str, present: Any, path: Path) -> Any:
+        if not isinstance(present, _FUNCTIONS) or _name_of(present) != name:
+            here = _name_of(present) if isinstance(present, _FUNCTIONS) else "none"
+            raise CheckpointError(
+                f"{describe(self._where, path)} is the function {name} there, {here} here: functions are not stored, "
+                "make the object with the same one"
+            )
+        return present
+
+
+def describe(where: str, path: Path) -> str:
+    """Returns words for the place at `path` of a value."""
+    return where + "".join(f"[{key!r}]" for key in path)
+
+
+def _is_sorted(keys: Iterable[str]) -> bool:
+    return list(keys) == sorted(keys)
+
+
+def _entry(value: Any, key: Any) -> Any:
+    """Returns the entry of a dict, list or tuple; None if there is none."""
+    try:
+        return value[key] if isinstance(value, (Mapping, list, tuple)) else None
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', None)}.{function.__qualname__}"
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"numpy's type {name!r:.50}")
+    return dtype
+
+
+def _bytes_tensor(content: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8)
+    )

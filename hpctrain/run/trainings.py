@@ -1,0 +1,162 @@
+"""The trainings of a session: of each updater its model and optimizer, and how their state is saved and loaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import torch
+
+from hpctrain.checkpoint import SaveOptions, Saving, header_of, model_items
+from hpctrain.comm import Collective, agreed
+from hpctrain.data import Loader
+from hpctrain.distributed import is_sharded, pipeline_of
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.reduce import AllReduceUpdater, ScatterUpdater, ShardedUpdater
+from hpctrain.run.compute.rank_axes import RankAxes
+from hpctrain.train import (
+    Options,
+    Position,
+    Stateful,
+    TrainingState,
+    check_also,
+    check_same_on_ranks,
+    data_identity,
+    options_of,
+    parameters_outside,
+    resume,
+)
+
+SessionUpdater: TypeAlias = AllReduceUpdater | ScatterUpdater | ShardedUpdater
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class TrainingParts:
+    """outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options at the
+    first `load_state`, or when the updater was made. has_begun: the options may have changed since."""
+
+    model: torch.nn.Module
+    outside: Mapping[str, torch.nn.Parameter]
+    made_with: Options
+    has_begun: bool = False
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
+        """Returns them for an updater that is about to be made. Raises UsageError for a model or options that no
+        checkpoint can hold, and for parameters outside of a model that is split over the ranks."""
+        outside = parameters_outside(model, optimizer)
+        if outside and (is_sharded(model) or pipeline_of(model) is not None):
+            _refuse_outside(optimizer, outside)
+        try:
+            for item in model_items(model):
+                try:
+                    header_of(item)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{item.name!r} of the model's state: {error}") from error
+            made_with = options_of(optimizer)
+        except CheckpointError as error:
+            raise UsageError(f"no checkpoint can hold this training: {error}") from error
+        return cls(model=model, outside=outside, made_with=made_with)
+
+
+@final
+class Trainings:
+    """See the module. world: all ranks. axes: which of them draw the same random numbers."""
+
+    def __init__(self, world: Collective, axes: RankAxes) -> None:
+        self._world = world
+        self._axes = axes
+        self._parts: weakref.WeakKeyDictionary[SessionUpdater, TrainingParts] = weakref.WeakKeyDictionary()
+
+    @property
+    def updaters(self) -> list[SessionUpdater]:
+        return list(self._parts)
+
+    def add(self, updater: SessionUpdater, parts: TrainingParts) -> None:
+        self._parts[updater] = parts
+
+    def state(
+        self, updater: SessionUpdater, *, seed: int, also: Mapping[str, Stateful | None] | None = None
+    ) -> TrainingState:
+        """Returns what a checkpoint holds of an updater's training. Not collective.
+
+        seed: of the run. also: see `Session.save_state`. Raises UsageError for an updater of another session.
+        """
+        if updater not in self._parts:
+            raise UsageError(
+                "save_state and load_state take an updater that this session made with `updater`"
+            )
+        parts = self._parts[updater]
+        return TrainingState(
+            parts.model, updater.optimizer, updater, seed, self._axes.drawing, outside=parts.outside,
+            made_with=parts.made_with, also=also or {},
+        )  # fmt: skip
+
+    def save(
+        self,
+        directory: str | Path,
+        updater: SessionUpdater,
+        position: Position,
+        *,
+        loader: Loader | None,
+        options: SaveOptions | None,
+        also: Mapping[str, Stateful | None],
+    ) -> Path:
+        """See `Session.save_state`."""
+        state, identity = self._state_of(updater, loader, also)
+        saved = agreed(
+            self._world,
+            lambda: state.capture(position, comm=self._world, identity=identity),
+            os_error=CheckpointError,
+        )
+        check_same_on_ranks(saved.document.get("also", {}), comm=self._world)
+        saving = Saving.begin(
+            saved, directory=directory, step=position.step, comm=self._world, options=options or SaveOptions()
+        )
+        return saving.finish().path
+
+    def load(
+        self,
+        source: str | Path,
+        updater: SessionUpdater,
+        *,
+        loader: Loader | None,
+        also: Mapping[str, Stateful | None],
+    ) -> Position:
+        """See `Session.load_state`."""
+        parts = self._parts.get(updater)
+        if parts is not None and not parts.has_begun:
+            # By now the user has made the schedulers, which change options when they are made.
+            parts.made_with = options_of(updater.optimizer)
+            parts.has_begun = True
+        state, identity = self._state_of(updater, loader, also)
+        resumed = resume(state, source=Path(source), named=False, comm=self._world, identity=identity)
+        return resumed.position
+
+    def _state_of(
+        self, updater: SessionUpdater, loader: Loader | None, also: Mapping[str, Stateful | None]
+    ) -> tuple[TrainingState, dict[str, Any]]:
+        """What to save of an updater's training, and what the position in its data belongs to. Collective."""
+        agreed(self._world, lambda: check_also(also), os_error=UsageError)
+        state = self.state(updater, seed=loader.seed if loader is not None else 0, also=also)
+        if loader is None:
+            return state, {}
+        manifest = getattr(loader.dataset, "manifest", None)  # samples of the user's need not have one
+        return state, data_identity(
+            loader, fingerprint=manifest.fingerprint if manifest is not None else None
+        )
+
+
+def _refuse_outside(optimizer: torch.optim.Optimizer, outside: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raises UsageError for parameters outside of a split model; does nothing if all are, as of an optimizer that was
+    made before the model was split, which the updater refuses."""
+    if len(outside) < sum(len(group["params"]) for group in optimizer.param_groups):
+        first = next(iter(outside.values()))
+        raise UsageError(
+            f"the optimizer holds {len(outside)} parameters that are not in the model, the first of shape "
+            f"{tuple(first.shape)}, and the model is split over the ranks: register them in the model "
+            "(model.register_parameter) before session.parallelize"
+        )

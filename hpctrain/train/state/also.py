@@ -1,0 +1,179 @@
+"""The user's objects that are saved in a run's checkpoint: schedulers, averaged models, gradient scalers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hpctrain.checkpoint import FromRank0, Item, tensor_items, value_from, value_items
+from hpctrain.comm import Collective, all_gather_json, is_true_everywhere, on_rank_0, raise_together
+from hpctrain.distributed import is_sharded_tensor
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.train.state.model_check import check_state
+
+_PREFIX = "also/"
+_NOT_IN_NAMES = ("/", "::")
+
+
+class Stateful(Protocol):
+    """Anything with torch's two methods for its state."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def check_also(also: Mapping[str, Stateful | None]) -> None:
+    """Raises UsageError for names or objects that `also` cannot have, and CheckpointError, with the place and the type,
+    for states that cannot be stored. Not collective."""
+    for name, value in also.items():
+        if not isinstance(name, str) or not name or any(part in name for part in _NOT_IN_NAMES):
+            raise UsageError(f"also: {name!r} is no name for an object: give text without '/' and '::'")
+        lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(value, m, None))]
+        if value is not None and lacking:
+            raise UsageError(
+                f"also[{name!r}] is a {type(value).__qualname__}, which has no {lacking[0]}(): give objects with "
+                "state_dict() and load_state_dict(), such as schedulers and modules"
+            )
+    also_items(also)
+
+
+def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], list[Item]]:
+    """Returns the JSON of each object's state, by name, and the items of the tensors in it, `also/NAME/KEY::KEY`.
+
+    Tensors are the same on every rank, but the buffers of modules: of these rank 0's are taken. Raises CheckpointError
+    for a state that cannot be stored.
+    """
+    document: dict[str, Any] = {}
+    items: list[Item] = []
+    for name, value in also.items():
+        if value is None:
+            continue
+        prefix = f"{_PREFIX}{name}/"
+        state, buffers = value.state_dict(), _buffers(value)
+
+        def items_of(
+            own: str, tensor: torch.Tensor, prefix: str = prefix, buffers: set[str] = buffers
+        ) -> list[Item]:
+            if own.removeprefix(prefix) in buffers and not is_sharded_tensor(tensor):
+                return [FromRank0(name=own, tensor=tensor.detach())]
+            return tensor_items(own, tensor)
+
+        document[name], found = value_items(prefix, state, where=_where(name), items_of=items_of)
+        items += found
+    return document, items
+
+
+def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]:
+    """Returns the tensors that the objects hold now, by their names in a checkpoint."""
+    found: dict[str, torch.Tensor] = {}
+
+    def noted(own: str, tensor: torch.Tensor) -> list[Item]:
+        found[own] = tensor
+        return []
+
+    for name, value in also.items():
+        if value is not None:
+            value_items(f"{_PREFIX}{name}/", value.state_dict(), where=_where(name), items_of=noted)
+    return found
+
+
+def check_same_on_ranks(document: Mapping[str, Any], *, comm: Collective) -> None:
+    """Raises CheckpointError on every rank, with the object and the first value that differs, unless the objects'
+    states are the same on all ranks, up to the content of tensors, which the save compares. Collective.
+
+    document: as `also_items` returns it.
+    """
+    theirs = on_rank_0(comm, lambda: dict(document))
+    if is_true_everywhere(comm, document == theirs):
+        return
+    reference = dict(_leaves(theirs, "also"))
+    mine = dict(_leaves(document, "also"))
+    places = [place for place in {**reference, **mine} if reference.get(place, "") != mine.get(place, "")]
+    found = [[place, reference.get(place), mine.get(place)] for place in places[:1]]
+    by_rank = all_gather_json(comm, found)
+    rank, ((place, there, here), *_) = next((rank, entry) for rank, entry in enumerate(by_rank) if entry)
+    raise CheckpointError(
+        f"{place} is {_short(there)} on rank {comm.members[0]}, {_short(here)} on rank {comm.members[rank]}: what is "
+        "saved with also must be the same on every rank. Give every rank's object the same values, such as "
+        "session.mean(loss) to ReduceLROnPlateau",
+        agreed=True,
+    )
+
+
+def also_states(
+    also: Mapping[str, Stateful | None],
+    document: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """Returns the saved state of each object. document: of the checkpoint. where: its path.
+
+    Raises CheckpointError if the checkpoint has other objects than `also`, or a module other tensors.
+    """
+    missing = [name for name, value in also.items() if value is not None and name not in document]
+    if missing:
+        there = f"it holds {', '.join(map(repr, document))}" if document else "nothing was saved with also"
+        raise CheckpointError(
+            f"{where} holds no {missing[0]!r} ({there}): leave {missing[0]!r} out of also={{...}} to begin with the "
+            "object as it is"
+        )
+    unknown = [name for name in document if name not in also]
+    if unknown:
+        raise CheckpointError(
+            f"{where} also holds {', '.join(map(repr, unknown))}, saved with also={{...}}: give load_state the object, "
+            f"or also={{{unknown[0]!r}: None}} to load without it"
+        )
+    states = {}
+    for name, value in also.items():
+        if value is not None:
+            present = value.state_dict()
+            states[name] = value_from(document[name], tensors, where=_where(name), present=present)
+            if isinstance(value, torch.nn.Module):
+                check_state(states[name], present, where=f"{where}: {_where(name)} is of another module")
+    return states
+
+
+def load_also(also: Mapping[str, Stateful | None], states: Mapping[str, Any], *, comm: Collective) -> None:
+    """Has each object load its state. Collective: raises the same CheckpointError on every rank if one fails."""
+    error: CheckpointError | None = None
+    for name, state in states.items():
+        value = also[name]
+        try:
+            if value is not None:
+                value.load_state_dict(state)
+        except Exception as found:  # the user's code may raise anything
+            error = CheckpointError(
+                f"{_where(name)}: {type(value).__qualname__}.load_state_dict raised {type(found).__name__}: {found}"
+            )
+            break
+    raise_together(comm, error)
+
+
+def _where(name: str) -> str:
+    return f"also[{name!r}]"
+
+
+def _buffers(value: object) -> set[str]:
+    """Returns the names of a module's entries that are no parameters."""
+    if not isinstance(value, torch.nn.Module):
+        return set()
+    return value.state_dict().keys() - {name for name, _ in value.named_parameters(remove_duplicate=False)}
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{place}[{key!r}]")
+    elif isinstance(value, list):
+        yield f"len({place})", len(value)
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{place}[{number}]")
+    else:
+        yield place, value
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.60}"

@@ -1,0 +1,353 @@
+"""The state of an optimizer, by the names of its parameters: captured for a checkpoint, and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint import (
+    SEPARATOR,
+    Item,
+    decode,
+    element_items,
+    encode,
+    get_inline,
+    put_inline,
+    tensor_items,
+    value_from,
+    value_items,
+)
+from hpctrain.distributed import ElementShard, element_shard, pipeline_of
+from hpctrain.errors import CheckpointError
+from hpctrain.train.state.stage_state import is_elsewhere
+
+OPTIMIZER = "optimizer/"
+# Of an optimizer's state that belongs to no parameter; no parameter is called so.
+_OF_NONE = f"{OPTIMIZER}{SEPARATOR}"
+# What torch's schedulers read from the groups, and change there.
+_LEARNING_RATES = ("lr", "initial_lr")
+
+Options = list[dict[str, Any]]  # of each group, as JSON
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> Options:
+    """Returns the options of each parameter group as JSON with exact types, without the parameters.
+
+    Raises CheckpointError for an option that cannot be stored, by name.
+    """
+    return [
+        {
+            key: encode(value, put=put_inline, where=f"the optimizer's option {key!r}")
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def parameters_outside(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.nn.Parameter]:
+    """Returns the optimizer's parameters that are not in the model, by the names that a checkpoint gives them.
+
+    Named by the optimizer if it was made of named parameters, else by group and place: `outside/0.2`.
+    """
+    own = set(map(id, model.parameters()))
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                name = given[place] if given is not None else f"{number}.{place}"
+                found[f"outside/{name}"] = parameter
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What a checkpoint holds of an optimizer.
+
+    outside: its parameters that are not in the model, by name. made_with: its options when the run began, before they
+    were restored or a step changed them; None: not known.
+    """
+
+    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module
+    outside: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
+    made_with: Options | None = None
+
+    def held(self) -> dict[str, ElementShard]:
+        """Returns of which elements of each parameter this rank has the optimizer's state; empty if of all of them."""
+        found = {name: element_shard(parameter) for name, parameter in self._parameters().items()}
+        return {name: shard for name, shard in found.items() if shard is not None}
+
+    def capture(self) -> tuple[dict[str, Any], list[Item]]:
+        """Returns the optimizer's entry of the document, and the tensors. Not collective. Raises CheckpointError."""
+        items: list[Item] = []
+        scalars: dict[str, Any] = {}
+        held, names = self.held(), self._names()
+        of_none: dict[Any, Any] = {}
+        for parameter, state in self.optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor):
+                of_none[parameter] = state
+                continue
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"the optimizer has state of a parameter of shape {tuple(parameter.shape)} that is in none of its "
+                    "groups: remove it from optimizer.state"
+                )
+            for path, value in _leaves(names[id(parameter)], state):
+                shard = held.get(path.split(SEPARATOR)[0])
+                if shard is not None and isinstance(value, torch.Tensor):
+                    items += element_items(f"{OPTIMIZER}{path}", value, shard=shard)
+                elif shard is not None and value is not None:
+                    raise CheckpointError(
+                        f"the optimizer's state {path!r} is a {type(value).__name__}: with a sharded optimizer only "
+                        "tensors can be saved"
+                    )
+                elif shard is not None:
+                    continue
+                elif isinstance(value, torch.Tensor):
+                    items += tensor_items(f"{OPTIMIZER}{path}", value)
+                else:
+                    where = f"the optimizer's state {path!r}"
+                    scalars[path], found = value_items(f"{OPTIMIZER}{path}{SEPARATOR}", value, where=where)
+                    items += found
+        document = {
+            "class": type(self.optimizer).__name__,
+            "groups": self._groups(),
+            "scalars": scalars,
+        }
+        if of_none:
+            document["of_none"], found = value_items(_OF_NONE, of_none, where="the optimizer's state")
+            items += found
+        return document, items
+
+    def state_dict(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Returns the saved state in the layout of `Optimizer.load_state_dict`: parameters by number.
+
+        saved: the optimizer's entry of the document. tensors: of the checkpoint, as this rank needs them. Raises
+        CheckpointError, KeyError, TypeError or ValueError.
+        """
+        if saved["class"] != type(self.optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint holds the state of {saved['class']}, this run's optimizer is "
+                f"{type(self.optimizer).__name__}: resume with the same one, or start from scratch with --resume never"
+            )
+        mine = self._groups()
+        self._check_groups(saved["groups"], mine)
+        here = [[n for n in g["parameters"] if not is_elsewhere(self.model, f"model/{n}")] for g in mine]
+        number = {name: i for i, name in enumerate(chain.from_iterable(here))}
+        held = self.held()
+        used = _Used(tensors)
+        scalars = {
+            path: value_from(value, used, where=f"the optimizer's state {path!r}")
+            for path, value in saved["scalars"].items()
+        }
+        of_none = value_from(saved.get("of_none", {}), used, where="the optimizer's state")
+        leaves = {
+            name[len(OPTIMIZER) :]: tensor
+            for name, tensor in tensors.items()
+            if name.startswith(OPTIMIZER) and name not in used.names and not name.startswith(_OF_NONE)
+        }
+        state: dict[Any, Any] = dict(of_none)
+        for path, value in {**leaves, **scalars}.items():
+            name, *keys = path.split(SEPARATOR)
+            if name in held and not held[name].part.numel():
+                continue  # this rank has no element of it
+            if not keys:
+                state[number[name]] = value
+                continue
+            place = state.setdefault(number[name], {})
+            for key in keys[:-1]:
+                place = place.setdefault(key, {})
+            place[keys[-1]] = value
+        groups: list[dict[str, Any]] = []
+        first = 0
+        made_with = self.made_with or [group["options"] for group in mine]
+        for begun, theirs, own in zip(made_with, saved["groups"], here, strict=True):
+            chosen = self._chosen(begun, theirs)
+            options = {
+                key: decode(value, get=get_inline, where=f"the optimizer's option {key!r}",
+                            present=self.optimizer.param_groups[len(groups)].get(key))
+                for key, value in chosen.items()
+            }  # fmt: skip
+            groups.append({**options, "params": list(range(first, first + len(own)))})
+            first += len(own)
+        return {"state": state, "param_groups": groups}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, with the types and dtypes that it has.
+
+        An option that is a tensor here stays the same object: compiled steps and schedulers may refer to it.
+        """
+        before = [dict(group) for group in self.optimizer.param_groups]
+        # Copied: an optimizer may keep what it is given.
+        self.optimizer.load_state_dict({**state, "state": dict(state["state"])})
+        for group, old in zip(self.optimizer.param_groups, before, strict=True):
+            for key in group.keys() & old.keys() - {"params"}:
+                group[key] = _as_before(old[key], group[key])
+        numbered = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        for number, parameter in enumerate(numbered):
+            if number in state["state"]:
+                _restore_types(self.optimizer.state[parameter], state["state"][number])
+
+    # ------------------------------------------------------------------ details
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {**dict(self.model.named_parameters()), **self.outside}
+
+    def _names(self) -> dict[int, str]:
+        parts = {id(shard.part): name for name, shard in self.held().items()}
+        return {**parts, **{id(p): name for name, p in self._parameters().items()}}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the parameters' names and the options of each group; in a pipeline the names of all stages."""
+        names, pipeline = self._names(), pipeline_of(self.model)
+        groups = []
+        for number, (group, options) in enumerate(
+            zip(self.optimizer.param_groups, options_of(self.optimizer), strict=True)
+        ):
+            unknown = [p for p in group["params"] if id(p) not in names]
+            if unknown:
+                raise CheckpointError(
+                    f"the optimizer holds {len(unknown)} parameters that are not in the model and were not in the "
+                    f"optimizer when the updater was made, the first of shape {tuple(unknown[0].shape)}: make a new "
+                    "updater after changing the optimizer"
+                )
+            own = [names[id(p)] for p in group["params"]]
+            all_stages = pipeline.optimizer_groups[number] if pipeline is not None else own
+            begun = {} if self.made_with is None else {"made_with": self._begun(number, options)}
+            groups.append({"parameters": all_stages, "options": options, **begun})
+        return groups
+
+    def _begun(self, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the options that the run began with, of those that are others now."""
+        made_with = (self.made_with or [])[number : number + 1]
+        return {
+            key: value
+            for key, value in chain.from_iterable(map(dict.items, made_with))
+            if options.get(key) != value
+        }
+
+    def _chosen(self, begun: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the options of a group: as saved, but those that this run was made with in another way than the saved
+        run, so that a changed recipe takes effect. Learning rates are as saved.
+
+        begun: those of this run. theirs: the group in the document. An older checkpoint does not say what its run was
+        made with: of its options only learning rates and those that the optimizer adds while it steps are taken.
+        """
+        saved = theirs["options"]
+        if "made_with" in theirs:
+            then = {**saved, **theirs["made_with"]}
+            taken = {key for key in saved if key not in begun or begun[key] == then[key]}
+        else:
+            taken = saved.keys() - begun.keys() - self.optimizer.defaults.keys()
+        taken |= saved.keys() & set(_LEARNING_RATES)
+        return {**begun, **{key: value for key, value in saved.items() if key in taken}}
+
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
+        """Raises CheckpointError, with the difference, unless the groups have the same parameters in the same order."""
+        theirs, own = ([list(group["parameters"]) for group in groups] for groups in (saved, mine))
+        if theirs != own:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has other parameter groups: {difference_of_groups(theirs, own)}"
+            )
+
+
+def difference_of_groups(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
+    """Returns words for how the parameters of two optimizers' groups differ: names, groups or order. Pure."""
+    all_there, all_here = (list(chain.from_iterable(groups)) for groups in (there, here))
+    missing = [name for name in all_here if name not in set(all_there)]
+    unknown = [name for name in all_there if name not in set(all_here)]
+    if missing or unknown:
+        faults = [f"{_some(missing)} missing there"] if missing else []
+        faults += [f"{_some(unknown)} unknown here"] if unknown else []
+        return f"{'; '.join(faults)}. Make the optimizer of the same parameters, by the same names"
+    if len(there) != len(here) or list(map(len, there)) != list(map(len, here)):
+        return f"{_sizes(there)} there, {_sizes(here)} here. Divide the parameters into groups as before"
+    for number, (theirs, own) in enumerate(zip(there, here, strict=True)):
+        if set(theirs) != set(own):
+            moved = next(name for name in theirs if name not in set(own))
+            return f"{moved!r} is in group {number} there, in another here. Divide the parameters into groups as before"
+    number = next(
+        n for n, (theirs, own) in enumerate(zip(there, here, strict=True)) if list(theirs) != list(own)
+    )
+    place = next(p for p, (a, b) in enumerate(zip(there[number], here[number], strict=True)) if a != b)
+    return (
+        f"group {number} has the same {len(there[number])} parameters in another order: number {place} is "
+        f"{there[number][place]!r} there, {here[number][place]!r} here. Give them to the optimizer in the same order"
+    )
+
+
+class _Used(dict[str, torch.Tensor]):
+    """Tensors by name, which notes the names that are looked up."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of nested plain dicts with text keys, each with its path; anything else is an entry."""
+    if type(value) is dict and value and all(type(key) is str and SEPARATOR not in key for key in value):
+        for key, item in value.items():
+            yield from _leaves(f"{path}{SEPARATOR}{key}", item)
+    elif SEPARATOR in path or value:
+        yield path, value
+
+
+def _as_before(old: Any, new: Any) -> Any:
+    """Returns `new` with the type of `old`, and as the same object if that is a tensor."""
+    if isinstance(old, torch.Tensor):
+        if isinstance(new, torch.Tensor) and new.shape != old.shape:
+            return new
+        with torch.no_grad():
+            old.copy_(new) if isinstance(new, torch.Tensor) else old.fill_(new)
+        return old
+    if isinstance(old, (tuple, list)) and type(old) is type(new) and len(old) == len(new):
+        return type(old)(map(_as_before, old, new))
+    if type(old) in (int, float) and isinstance(new, torch.Tensor) and new.numel() == 1:
+        return new.item()
+    return new
+
+
+def _restore_types(loaded: Any, saved: Any) -> None:
+    """Puts back what `Optimizer.load_state_dict` converts: tensors to the parameter's dtype, and text."""
+    for key, value in saved.items() if isinstance(saved, dict) else ():
+        found = loaded.get(key)
+        if isinstance(value, dict) and isinstance(found, dict):
+            _restore_types(found, value)
+        elif isinstance(value, torch.Tensor):
+            if isinstance(found, torch.Tensor) and found.dtype != value.dtype:
+                loaded[key] = value.to(found.device)
+        elif type(found) is not type(value) and not isinstance(found, torch.Tensor):
+            loaded[key] = value
+        elif isinstance(value, (list, tuple, str)):
+            loaded[key] = _to_device_of(found, value)
+
+
+def _to_device_of(found: Any, saved: Any) -> Any:
+    """Returns `saved` with its tensors on the devices that `load_state_dict` has chosen."""
+    if isinstance(saved, torch.Tensor):
+        return saved.to(found.device) if isinstance(found, torch.Tensor) else saved
+    if type(saved) in (list, tuple) and isinstance(found, (list, tuple)) and len(found) == len(saved):
+        return type(saved)(map(_to_device_of, found, saved))
+    return saved
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more + (" is" if len(names) == 1 else " are")
+
+
+def _sizes(groups: Sequence[Sequence[str]]) -> str:
+    return " + ".join(str(len(group)) for group in groups) + " parameters"
